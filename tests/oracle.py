@@ -1,0 +1,464 @@
+"""The executable specification: what the package must compute, written to be read.
+
+Dense, unsharded, float64, plain Python loops, autograd for every gradient. It shares no code with
+`megatron_pg` and must stay that way: a test that compares the package with itself proves nothing.
+Slow is fine here; clever is not.
+
+Words: a *sample* is one prompt and its response; a *rollout* is one or more samples that count as
+one; a *prompt group* is all rollouts of one prompt; a *step* is all samples of one optimizer step.
+Per-token quantities are lists with one entry per sample, each a vector over its response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PerToken = Sequence[Tensor]
+"""One float64 vector [response_length] for each sample of the step."""
+
+
+@dataclass(frozen=True)
+class PlainSample:
+    """One sample as plain lists. Response vectors have one entry per response token."""
+
+    tokens: list[int]
+    response_length: int
+    loss_mask: list[int]
+    advantages: list[float]
+    old_log_probs: list[float]
+    ref_log_probs: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    group_index: int | None = None
+    rollout_id: int | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+
+# --------------------------------------------------------------------------------------------------
+# Aggregation
+# --------------------------------------------------------------------------------------------------
+
+
+def rollouts(samples: Sequence[PlainSample]) -> list[list[int]]:
+    """Sample indices by rollout; a sample without `rollout_id` is a rollout of its own."""
+    members: dict[Hashable, list[int]] = {}
+    for index, sample in enumerate(samples):
+        key = ("alone", index) if sample.rollout_id is None else ("shared", sample.rollout_id)
+        members.setdefault(key, []).append(index)
+    return list(members.values())
+
+
+def prompt_groups(samples: Sequence[PlainSample]) -> list[list[int]]:
+    """Sample indices by prompt group; every sample must name its group."""
+    members: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        assert sample.group_index is not None, f"sample {index} has no group_index"
+        members.setdefault(sample.group_index, []).append(index)
+    return list(members.values())
+
+
+def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int:
+    """How many response tokens of these samples the loss mask keeps."""
+    return sum(sum(samples[index].loss_mask) for index in members)
+
+
+def masked_sum(
+    samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]
+) -> Tensor:
+    """Sum of the losses that the mask keeps; the others are never touched."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index in members:
+        for token, keep in enumerate(samples[index].loss_mask):
+            if keep:
+                total = total + losses[index][token]
+    return total
+
+
+def mean_of_token_means(
+    samples: Sequence[PlainSample], losses: PerToken, units: list[list[int]]
+) -> Tensor:
+    """Mean over the units of the token mean inside each; a unit without active tokens adds 0."""
+    total = torch.zeros((), dtype=torch.float64)
+    for members in units:
+        total = total + masked_sum(samples, losses, members) / max(
+            active_tokens(samples, members), 1
+        )
+    return total / len(units)
+
+
+def sample_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+    """GRPO: mean over rollouts of the token mean of each."""
+    return mean_of_token_means(samples, losses, rollouts(samples))
+
+
+def prompt_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+    """ScaleRL's prompt average: mean over prompt groups of the token mean of each."""
+    return mean_of_token_means(samples, losses, prompt_groups(samples))
+
+
+def token_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+    """Mean over all active tokens of the step."""
+    everything = range(len(samples))
+    return masked_sum(samples, losses, everything) / max(active_tokens(samples, everything), 1)
+
+
+def constant(samples: Sequence[PlainSample], losses: PerToken, divisor: float) -> Tensor:
+    """Dr.GRPO (arXiv:2503.20783, eq. 2): sum of tokens over (number of rollouts * divisor)."""
+    everything = range(len(samples))
+    return masked_sum(samples, losses, everything) / (len(rollouts(samples)) * divisor)
+
+
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+def aggregate(
+    samples: Sequence[PlainSample],
+    losses: PerToken,
+    aggregation: str,
+    divisor: float | None = None,
+) -> Tensor:
+    """The objective of one step, by the name of its aggregation."""
+    if aggregation == "sample_mean":
+        return sample_mean(samples, losses)
+    if aggregation == "prompt_mean":
+        return prompt_mean(samples, losses)
+    if aggregation == "token_mean":
+        return token_mean(samples, losses)
+    assert aggregation == "constant" and divisor is not None
+    return constant(samples, losses, divisor)
+
+
+def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
+    """What the inner sum of the step is divided by: N, P, max(T, 1) or N."""
+    if aggregation == "prompt_mean":
+        return len(prompt_groups(samples))
+    if aggregation == "token_mean":
+        return max(active_tokens(samples, range(len(samples))), 1)
+    return len(rollouts(samples))
+
+
+# --------------------------------------------------------------------------------------------------
+# Log-probabilities and the policy objective
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Settings of the loss, under the names of the flags."""
+
+    loss_aggregation: str = "sample_mean"
+    loss_aggregation_divisor: float | None = None
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    eps_clip_c: float | None = None
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    rollout_temperature: float = 1.0
+
+
+def log_prob_and_entropy(
+    logits: Tensor, target: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `target` and entropy of softmax(logits / temperature); logits [vocab]."""
+    log_probs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    entropy = torch.zeros((), dtype=torch.float64)
+    for log_prob in log_probs:
+        if log_prob > -torch.inf:  # p log p -> 0 as p -> 0
+            entropy = entropy - log_prob.exp() * log_prob
+    return log_probs[target], entropy
+
+
+def probability_ratio(log_prob: Tensor, old_log_prob: float) -> Tensor:
+    """exp(log_prob - old_log_prob), the exponent held in [-20, 20] with zero gradient outside."""
+    return (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
+
+
+def ppo_token_loss(ratio: Tensor, advantage: float, objective: Objective) -> Tensor:
+    """PPO's clipped loss of one token, with asymmetric and with dual clip."""
+    eps_clip_high = objective.eps_clip
+    if objective.eps_clip_high is not None:
+        eps_clip_high = objective.eps_clip_high
+    lowest, highest = 1.0 - objective.eps_clip, 1.0 + eps_clip_high
+
+    clipped_ratio = ratio
+    if ratio < lowest:
+        clipped_ratio = torch.tensor(lowest, dtype=torch.float64)
+    if ratio > highest:
+        clipped_ratio = torch.tensor(highest, dtype=torch.float64)
+
+    unclipped, clipped = -ratio * advantage, -clipped_ratio * advantage
+    loss = unclipped if unclipped >= clipped else clipped
+    if objective.eps_clip_c is not None and advantage < 0:
+        bound = torch.tensor(-objective.eps_clip_c * advantage, dtype=torch.float64)
+        loss = loss if loss <= bound else bound
+    return loss
+
+
+def kl_token_loss(log_prob: Tensor, ref_log_prob: float, kind: str) -> Tensor:
+    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference)."""
+    difference = log_prob - ref_log_prob
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    k3 = (-difference).exp() - 1 + difference
+    return k3.clamp(-10.0, 10.0) if kind == "low_var_kl" else k3
+
+
+@dataclass
+class PolicyLoss:
+    """The objective of a step and what it was made of, for the metrics."""
+
+    loss: Tensor
+    pg_loss: Tensor
+    kl_loss: Tensor | None = None
+    entropy: Tensor | None = None
+    log_probs: list[Tensor] = field(default_factory=list)
+    ratios: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+
+
+def stack(values: list[Tensor]) -> Tensor:
+    """A vector of 0-d tensors, which may be empty."""
+    return torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
+
+
+def policy_loss(
+    samples: Sequence[PlainSample], logits: Sequence[Tensor], objective: Objective
+) -> PolicyLoss:
+    """The loss of a step from the logits of every sample, [total_length, vocab] each.
+
+    The logits at position p predict the token at p + 1. Masked tokens are skipped, whatever they
+    hold: their entries in the result are zero.
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    result = PolicyLoss(loss=zero, pg_loss=zero)
+    pg_losses, kl_losses = [], []
+    for sample, sample_logits in zip(samples, logits, strict=True):
+        pg, kl, log_probs, ratios, entropies = [], [], [], [], []
+        for token in range(sample.response_length):
+            log_prob, entropy, ratio, pg_token, kl_token = zero, zero, zero, zero, zero
+            if sample.loss_mask[token]:
+                position = sample.prompt_length + token
+                log_prob, entropy = log_prob_and_entropy(
+                    sample_logits[position - 1],
+                    sample.tokens[position],
+                    objective.rollout_temperature,
+                )
+                ratio = probability_ratio(log_prob, sample.old_log_probs[token])
+                pg_token = ppo_token_loss(ratio, sample.advantages[token], objective)
+                if sample.ref_log_probs is not None:
+                    kl_token = kl_token_loss(
+                        log_prob, sample.ref_log_probs[token], objective.kl_loss_type
+                    )
+                    if objective.use_unbiased_kl:
+                        kl_token = ratio * kl_token
+            pg.append(pg_token)
+            kl.append(kl_token)
+            log_probs.append(log_prob)
+            ratios.append(ratio)
+            entropies.append(entropy)
+        pg_losses.append(stack(pg))
+        kl_losses.append(stack(kl))
+        result.log_probs.append(stack(log_probs))
+        result.ratios.append(stack(ratios))
+        result.entropies.append(stack(entropies))
+
+    result.pg_loss = aggregate(
+        samples, pg_losses, objective.loss_aggregation, objective.loss_aggregation_divisor
+    )
+    # Only pg_loss follows the chosen aggregation: the other terms are sample means.
+    result.kl_loss = sample_mean(samples, kl_losses)
+    result.entropy = sample_mean(samples, result.entropies)
+    result.loss = result.pg_loss
+    if objective.kl_loss_coef:
+        result.loss = result.loss + objective.kl_loss_coef * result.kl_loss
+    if objective.entropy_coef:
+        result.loss = result.loss - objective.entropy_coef * result.entropy
+    return result
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+# --------------------------------------------------------------------------------------------------
+
+
+def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
+    """Token mean of each document that has an active token, then the mean over those documents."""
+    means = []
+    for index, sample in enumerate(samples):
+        if sum(sample.loss_mask) > 0:
+            total = masked_sum(samples, values, [index]).item()
+            means.append(total / sum(sample.loss_mask))
+    return sum(means) / len(means)
+
+
+def metrics(
+    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
+) -> dict[str, float]:
+    """The metrics of a step that are computed from ratios, advantages and log-probs."""
+    eps_clip_high = objective.eps_clip
+    if objective.eps_clip_high is not None:
+        eps_clip_high = objective.eps_clip_high
+    lowest, highest = 1.0 - objective.eps_clip, 1.0 + eps_clip_high
+
+    def per_token(function: Callable[[float, float], float]) -> list[Tensor]:
+        """Apply to (ratio, advantage) of each token."""
+        return [
+            torch.tensor(
+                [
+                    float(function(ratio.item(), advantage))
+                    for ratio, advantage in zip(ratios, sample.advantages, strict=True)
+                ],
+                dtype=torch.float64,
+            )
+            for sample, ratios in zip(samples, result.ratios, strict=True)
+        ]
+
+    def effective(ratio: float, advantage: float) -> bool:
+        return (advantage > 0 and ratio > highest) or (advantage < 0 and ratio < lowest)
+
+    def divergence(ratio: float, advantage: float) -> float:
+        return ratio - 1 - math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
+
+    everything = range(len(samples))
+    old = [torch.tensor(sample.old_log_probs, dtype=torch.float64) for sample in samples]
+    active_advantages = [
+        advantage
+        for sample in samples
+        for advantage, keep in zip(sample.advantages, sample.loss_mask, strict=True)
+        if keep
+    ]
+    ratio = per_token(lambda ratio, advantage: ratio)
+    ratio_squared = per_token(lambda ratio, advantage: ratio**2)
+    outside = per_token(lambda ratio, advantage: not lowest <= ratio <= highest)
+    return {
+        "old_logprobs": document_mean(samples, old),
+        "new_logprobs": document_mean(samples, result.log_probs),
+        "ratio_new_old": document_mean(samples, ratio),
+        "ratio_new_old_sum": masked_sum(samples, ratio, everything).item(),
+        "ratio_new_old_squared_sum": masked_sum(samples, ratio_squared, everything).item(),
+        "kl_new_old": document_mean(samples, per_token(divergence)),
+        "clipped_ratio_fraction": document_mean(samples, outside),
+        "clipped_ratio_effective_fraction": document_mean(samples, per_token(effective)),
+        "advantage": document_mean(
+            samples, [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
+        ),
+        "max_advantage": max(active_advantages),
+        "min_advantage": min(active_advantages),
+        "entropy": document_mean(samples, result.entropies),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The zigzag token layout of context parallelism
+# --------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One position of the packed sequence. None: padding, or no response token is scored here."""
+
+    segment: int
+    """Which sequence of the packing; the extra padding sequence, if any, is the last."""
+    position: int
+    """Position inside the sequence, its padding included."""
+    token: int | None
+    """Index of the token into the concatenation of the unpadded sequences."""
+    target: int | None
+    """Index, in the same concatenation, of the response token predicted here."""
+    response: int | None
+    """Index of that response token into the concatenation of all responses."""
+
+
+def padded_length(total_length: int, cp_size: int) -> int:
+    """The length rounded up to two chunks per rank; without context parallelism, unchanged."""
+    length = total_length
+    while cp_size > 1 and length % (2 * cp_size) != 0:
+        length += 1
+    return length
+
+
+def segment_lengths(
+    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1
+) -> list[int]:
+    """Padded length of every sequence of the packing, the extra padding sequence included.
+
+    The extra one is there where the whole must divide by `pad_to_multiple` and does not, or where
+    there is no sample at all; it is as short as it can be and is cut in chunks like any other.
+    """
+    lengths = [padded_length(total_length, cp_size) for total_length in total_lengths]
+    extra = 0
+    while sum(lengths) + extra == 0 or (sum(lengths) + extra) % pad_to_multiple != 0:
+        extra = padded_length(extra + 1, cp_size)
+    return [*lengths, extra] if extra else lengths
+
+
+def sequence_rows(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    pad_to_multiple: int = 1,
+) -> list[list[Row]]:
+    """Every packed sequence, padded but not yet cut: one `Row` per position.
+
+    Targets are the tokens shifted by one, and the shift is done here, on whole sequences.
+    """
+    sequences = []
+    first_token = first_response = 0
+    for segment, length in enumerate(segment_lengths(total_lengths, cp_size, pad_to_multiple)):
+        total = total_lengths[segment] if segment < len(total_lengths) else 0
+        response = response_lengths[segment] if segment < len(total_lengths) else 0
+        prompt = total - response
+        rows = []
+        for position in range(length):
+            predicted = position + 1
+            is_scored = prompt <= predicted < total
+            rows.append(
+                Row(
+                    segment=segment,
+                    position=position,
+                    token=first_token + position if position < total else None,
+                    target=first_token + predicted if is_scored else None,
+                    response=first_response + predicted - prompt if is_scored else None,
+                )
+            )
+        sequences.append(rows)
+        first_token += total
+        first_response += response
+    return sequences
+
+
+def token_layout(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    cp_size: int,
+    pad_to_multiple: int = 1,
+) -> list[list[Row]]:
+    """The rows that each context-parallel rank holds, in the order in which it holds them.
+
+    Each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and 2 cp_size - 1 - r.
+    Without context parallelism the only rank holds everything.
+    """
+    ranks: list[list[Row]] = [[] for _ in range(cp_size)]
+    for rows in sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple):
+        if cp_size == 1:
+            ranks[0].extend(rows)
+            continue
+        chunk_length = len(rows) // (2 * cp_size)
+        chunks = [
+            rows[chunk * chunk_length : (chunk + 1) * chunk_length] for chunk in range(2 * cp_size)
+        ]
+        for rank in range(cp_size):
+            ranks[rank].extend(chunks[rank])
+            ranks[rank].extend(chunks[2 * cp_size - 1 - rank])
+    return ranks

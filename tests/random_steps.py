@@ -1,0 +1,136 @@
+"""Random steps for the tests, as the oracle's plain samples, and their way into the package."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_pg.samples import Sample
+
+from .oracle import PlainSample
+
+VOCAB_SIZE = 11
+
+
+def float32(value: float) -> float:
+    """The nearest number that float32 holds, so that storing it there changes nothing."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def random_sample(
+    rng: random.Random,
+    *,
+    prompt_length: int,
+    response_length: int,
+    active_rate: float = 0.7,
+    group_index: int | None = None,
+    rollout_id: int | None = None,
+) -> PlainSample:
+    """A sample of the given lengths whose other fields are random."""
+
+    def numbers(lowest: float, highest: float) -> list[float]:
+        return [float32(rng.uniform(lowest, highest)) for _ in range(response_length)]
+
+    return PlainSample(
+        tokens=[rng.randrange(VOCAB_SIZE) for _ in range(prompt_length + response_length)],
+        response_length=response_length,
+        loss_mask=[int(rng.random() < active_rate) for _ in range(response_length)],
+        advantages=numbers(-2.0, 2.0),
+        old_log_probs=numbers(-4.0, -1.0),
+        ref_log_probs=numbers(-4.0, -1.0),
+        group_index=group_index,
+        rollout_id=rollout_id,
+    )
+
+
+def random_step(
+    seed: int,
+    *,
+    num_samples: int = 9,
+    num_groups: int = 3,
+    longest_prompt: int = 4,
+    longest_response: int = 9,
+) -> list[PlainSample]:
+    """Ragged samples in interleaved prompt groups; some rollouts have two samples.
+
+    With four samples or more, one is fully masked, one has a single response token and one has
+    none. Group and rollout ids are arbitrary int64, negative ones included.
+    """
+    rng = random.Random(seed)
+    groups = [rng.randrange(-(2**62), 2**62) for _ in range(num_groups)]
+    samples = []
+    for index in range(num_samples):
+        # Samples 2 and 3 are turns of one rollout, as are 6 and 7: not neighbours in a group list.
+        shared = index // 4 if index % 4 in (2, 3) else None
+        group = groups[shared % num_groups] if shared is not None else groups[index % num_groups]
+        samples.append(
+            random_sample(
+                rng,
+                prompt_length=rng.randint(1, longest_prompt),
+                response_length={1: 1, 3: 0}.get(index, rng.randint(1, longest_response)),
+                active_rate=0.0 if index == 0 and num_samples >= 4 else 0.7,
+                group_index=group,
+                rollout_id=shared if shared is None else -1000 - shared,
+            )
+        )
+    return samples
+
+
+def random_losses(
+    samples: Sequence[PlainSample], seed: int = 0, requires_grad: bool = True
+) -> list[Tensor]:
+    """A float64 leaf [response_length] for each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sample.response_length, dtype=torch.float64, generator=generator)
+        .requires_grad_(requires_grad)
+        for sample in samples
+    ]
+
+
+def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]:
+    """A float64 leaf [total_length, VOCAB_SIZE] for each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(len(sample.tokens), VOCAB_SIZE, dtype=torch.float64, generator=generator)
+        .requires_grad_()
+        for sample in samples
+    ]
+
+
+def package_sample(sample: PlainSample) -> Sample:
+    """The same sample as the package holds it."""
+
+    def vector(values: list[float] | None) -> Tensor | None:
+        return None if values is None else torch.tensor(values, dtype=torch.float32)
+
+    return Sample(
+        tokens=torch.tensor(sample.tokens, dtype=torch.int64),
+        response_length=sample.response_length,
+        loss_mask=torch.tensor(sample.loss_mask, dtype=torch.int64),
+        advantages=torch.tensor(sample.advantages, dtype=torch.float32),
+        old_log_probs=vector(sample.old_log_probs),
+        ref_log_probs=vector(sample.ref_log_probs),
+        rollout_log_probs=vector(sample.rollout_log_probs),
+        group_index=sample.group_index,
+        rollout_id=sample.rollout_id,
+    )
+
+
+def package_samples(samples: Sequence[PlainSample]) -> list[Sample]:
+    return [package_sample(sample) for sample in samples]
+
+
+def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:
+    """Total lengths and response lengths."""
+    return (
+        [len(sample.tokens) for sample in samples],
+        [sample.response_length for sample in samples],
+    )
+
+
+def loss_masks(samples: Sequence[PlainSample]) -> list[Tensor]:
+    return [torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples]

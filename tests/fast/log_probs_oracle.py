@@ -1,0 +1,68 @@
+"""The reference of the log-prob tests: float64, one row and one column at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def log_prob_and_entropy_of_row(row: list[Tensor], target: int) -> tuple[Tensor, Tensor]:
+    """`row`: float64 scalars, the real columns, temperature already applied."""
+    largest = max(float(logit.detach()) for logit in row)
+    total = torch.zeros((), dtype=torch.float64)
+    for logit in row:
+        total = total + torch.exp(logit - largest)
+    log_normalizer = torch.log(total)
+    entropy = torch.zeros((), dtype=torch.float64)
+    for logit in row:
+        log_p = logit - largest - log_normalizer
+        if math.isfinite(float(log_p.detach())) and float(torch.exp(log_p.detach())) > 0:
+            entropy = entropy - torch.exp(log_p) * log_p
+    return row[target] - largest - log_normalizer, entropy
+
+
+def reference(
+    logits: Tensor,
+    targets: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor,
+    *,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log_probs [tokens], entropy [tokens], gradient [tokens, vocabulary], all float64.
+
+    `logits` holds the whole padded vocabulary.
+    """
+    tokens, width = logits.shape
+    real = width if vocab_size is None else vocab_size
+    log_probs = torch.zeros(tokens, dtype=torch.float64)
+    entropy = torch.zeros(tokens, dtype=torch.float64)
+    gradient = torch.zeros(tokens, width, dtype=torch.float64)
+    for t in range(tokens):
+        if row_mask is not None and not bool(row_mask[t]):
+            continue
+        leaf = logits[t, :real].double().clone().requires_grad_()
+        scaled = [leaf[j] / temperature for j in range(real)]
+        log_prob, row_entropy = log_prob_and_entropy_of_row(scaled, int(targets[t]))
+        loss = log_prob * float(grad_log_probs[t]) + row_entropy * float(grad_entropy[t])
+        (gradient[t, :real],) = torch.autograd.grad(loss, leaf)
+        log_probs[t], entropy[t] = float(log_prob.detach()), float(row_entropy.detach())
+    return log_probs, entropy, gradient
+
+
+def peaked_logits(
+    tokens: int, width: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Logits of a trained policy (a few likely tokens, entropy under a nat or so) and sampled targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, width, generator=generator) * 1.5
+    for t in range(tokens):
+        likely = torch.randint(0, width, (3,), generator=generator)
+        logits[t, likely] += torch.tensor([9.0, 7.5, 6.0]) + math.log(width) * 0.3
+    logits = logits.to(dtype)
+    targets = torch.multinomial(logits.float().softmax(1), 1, generator=generator)[:, 0]
+    return logits, targets

@@ -1,0 +1,202 @@
+"""log_probs_and_entropy against the float64 plain-loop oracle, one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.log_probs import log_probs_and_entropy, torch_op
+from tests.fast.log_probs_oracle import peaked_logits, reference
+
+# Half a unit in the last place of the stored gradient, plus float32 arithmetic.
+ROUNDING = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-10,
+    torch.float32: 4e-6,
+    torch.float64: 1e-12,
+}
+SMALLEST = {torch.bfloat16: 1e-9, torch.float16: 6e-8, torch.float32: 1e-9, torch.float64: 1e-15}
+
+
+def run(
+    logits: Tensor, targets: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(leaf, targets, with_entropy=True, **options)
+    torch.autograd.backward(
+        [log_probs, entropy], [grad_log_probs.to(log_probs), grad_entropy.to(log_probs)]
+    )
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
+def incoming(tokens: int, seed: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, generator=generator), 0.3 * torch.randn(tokens, generator=generator)
+
+
+def assert_matches(found, expected, dtype: torch.dtype, scale: float = 1.0) -> None:
+    statistics_rounding = 1e-12 if dtype == torch.float64 else 2e-6
+    for name, value, wanted in zip(("log_probs", "entropy"), found[:2], expected[:2], strict=True):
+        error = (value.double() - wanted).abs()
+        bound = statistics_rounding * (1 + scale * wanted.abs())
+        assert (error <= bound).all(), (name, error.max())
+    error = (found[2].double() - expected[2]).abs()
+    floor = statistics_rounding * 2
+    bound = ROUNDING[dtype] * expected[2].abs() + floor * expected[2].abs().amax() * 0.1
+    assert (error <= bound + SMALLEST[dtype]).all(), ("gradient", (error - bound).max())
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients(dtype: torch.dtype, temperature: float) -> None:
+    logits, targets = peaked_logits(9, 37, dtype=dtype)
+    targets = targets.clamp(max=32)
+    gradients = incoming(9)
+    found = run(logits, targets, *gradients, temperature=temperature, vocab_size=33)
+    expected = reference(logits, targets, *gradients, temperature=temperature, vocab_size=33)
+    assert_matches(found, expected, dtype)
+    assert found[0].dtype == found[1].dtype == torch_op.statistics_dtype(dtype)
+    assert found[2].dtype == dtype
+    assert (found[2][:, 33:] == 0).all()
+
+
+def test_padding_columns_take_no_part_even_with_nan() -> None:
+    logits, targets = peaked_logits(5, 16)
+    targets = targets.clamp(max=11)
+    logits[:, 12:] = torch.tensor([math.nan, math.inf, 1e30, -math.inf])
+    gradients = incoming(5)
+    found = run(logits, targets, *gradients, vocab_size=12)
+    assert_matches(found, reference(logits, targets, *gradients, vocab_size=12), torch.float32)
+    assert (found[2][:, 12:] == 0).all()
+
+
+def test_extreme_logits() -> None:
+    logits, targets = peaked_logits(8, 21)
+    logits = logits.sign() * 1e4 + logits
+    logits[0] = 1e4
+    logits[1] = -1e4
+    logits[2, 3:] = -math.inf
+    targets[2] = 1
+    gradients = incoming(8)
+    found = run(logits, targets, *gradients)
+    expected = reference(logits, targets, *gradients)
+    expected[2].nan_to_num_(nan=0.0)  # autograd of exp at -inf times -inf; the limit is 0
+    assert torch.isfinite(found[2]).all()
+    assert_matches(found, expected, torch.float32)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_rows_are_zero_and_their_logits_harmless(poison: float) -> None:
+    logits, targets = peaked_logits(6, 19)
+    mask = torch.tensor([True, False, True, False, True, True])
+    logits[1], logits[3, 4] = poison, poison
+    targets[3] = -1
+    log_prob_gradient, entropy_gradient = incoming(6)
+    log_prob_gradient[1] = math.nan
+    found = run(logits, targets, log_prob_gradient, entropy_gradient, row_mask=mask)
+    expected = reference(logits, targets, log_prob_gradient, entropy_gradient, row_mask=mask)
+    assert_matches(found, expected, torch.float32)
+    for value in found:
+        assert (value[~mask] == 0).all()
+
+
+def test_rows_of_zero_incoming_gradient_get_zero_even_with_nan() -> None:
+    logits, targets = peaked_logits(4, 19)
+    logits[2, 5] = math.nan
+    gradients = incoming(4)
+    for gradient in gradients:
+        gradient[2] = 0
+    found = run(logits, targets, *gradients)
+    assert (found[2][2] == 0).all()
+    assert torch.isfinite(found[2]).all()
+
+
+def test_nan_at_an_active_row_stays_visible() -> None:
+    logits, targets = peaked_logits(4, 19)
+    logits[2, 5] = math.nan
+    log_probs, entropy, gradient = run(logits, targets, *incoming(4))
+    assert log_probs.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False]
+    assert gradient[2].isnan().any() and torch.isfinite(gradient[[0, 1, 3]]).all()
+
+
+@pytest.mark.parametrize("target", [-1, 12, 15, 10**9])
+def test_target_outside_the_vocabulary_is_nan(target: int) -> None:
+    logits, targets = peaked_logits(3, 16)
+    targets = targets.clamp(max=11)
+    targets[1] = target
+    log_probs, _ = log_probs_and_entropy(logits, targets, vocab_size=12)
+    assert log_probs.isnan().tolist() == [False, True, False]
+
+
+def test_one_output_alone_can_be_differentiated() -> None:
+    logits, targets = peaked_logits(5, 16)
+    weights, zeros = incoming(5)[0], torch.zeros(5)
+    for which in (0, 1):
+        leaf = logits.clone().requires_grad_()
+        log_probs_and_entropy(leaf, targets, with_entropy=True)[which].backward(weights)
+        gradients = (weights, zeros) if which == 0 else (zeros, weights)
+        expected = reference(logits, targets, *gradients)[2]
+        torch.testing.assert_close(leaf.grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert log_probs_and_entropy(logits, targets)[1] is None
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = peaked_logits(11, 16)
+    whole = run(logits, targets, *incoming(11))
+    monkeypatch.setattr(torch_op, "_CHUNK_ELEMENTS", 16 * 3)
+    for value, chunked in zip(whole, run(logits, targets, *incoming(11)), strict=True):
+        assert torch.equal(value, chunked)
+
+
+def test_temperature_may_be_a_tensor() -> None:
+    logits, targets = peaked_logits(5, 16)
+    number = run(logits, targets, *incoming(5), temperature=0.6)
+    tensor = run(logits, targets, *incoming(5), temperature=torch.tensor([0.6]))
+    for value, other in zip(number, tensor, strict=True):
+        assert torch.equal(value, other)
+
+
+def test_no_tokens_stay_connected_to_the_graph() -> None:
+    leaf = torch.zeros(0, 16, requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(
+        leaf, torch.zeros(0, dtype=torch.int64), with_entropy=True
+    )
+    (log_probs.sum() + entropy.sum()).backward()
+    assert leaf.grad.shape == (0, 16)
+
+
+def test_strided_logits() -> None:
+    logits, targets = peaked_logits(12, 40)
+    view, gradients = logits[::2, 3:35], incoming(6)
+    targets = targets[:6].clamp(max=31)
+    found = run(view, targets, *gradients)
+    assert_matches(found, reference(view, targets, *gradients), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 3, 4)}, "logits must be"),
+        ({"logits": torch.zeros(3, 4, dtype=torch.int64)}, "logits must be"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, "targets must be"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, "targets must be"),
+        ({"row_mask": torch.ones(3)}, "row_mask must be"),
+        ({"row_mask": torch.ones(4, dtype=torch.bool)}, "row_mask must be"),
+        ({"temperature": 0.0}, "temperature must be"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"temperature": torch.ones(3)}, "temperature must be"),
+        ({"vocab_size": 5}, "vocab_size must be"),
+        ({"vocab_size": 0}, "vocab_size must be"),
+    ],
+)
+def test_bad_input(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "logits": torch.zeros(3, 4),
+        "targets": torch.zeros(3, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        log_probs_and_entropy(**{**arguments, **change})

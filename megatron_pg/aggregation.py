@@ -1,0 +1,243 @@
+"""The four aggregations, each a divisor per sample and a count per step, and the totals of a step that they need.
+
+Every aggregation is ``1 / outer_count * sum over tokens of mask / divisor * loss``:
+
+    mode           divisor of sample i's tokens                   outer count
+    sample_mean    max(D_i, 1), D_i active tokens of the rollout   N rollouts
+    prompt_mean    max(G_g, 1), G_g active tokens of the group     P prompt groups
+    token_mean     1                                               max(T, 1) active tokens
+    constant       L, given by the user                            N rollouts
+
+All counts are of the whole step, over every data-parallel rank and micro-batch, and known before the step begins.
+That is why the objective and its gradient do not depend on how the step is cut.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.samples import Sample
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts of one optimizer step over all data-parallel ranks. Built by :func:`step_totals`; equal on every rank
+    but for the two mappings, which hold the ids of this rank's samples."""
+
+    num_rollouts: int
+    """N: rollouts, those without an active token included."""
+    num_prompt_groups: int | None
+    """P: prompt groups, those without an active token included; None where samples lack a ``group_index``."""
+    num_active_tokens: int
+    """T: active tokens."""
+    num_active_rollouts: int
+    """Rollouts with at least one active token."""
+    num_active_prompt_groups: int | None
+    """Prompt groups with at least one active token."""
+    rollout_active_tokens: Mapping[int, int]
+    """D by ``rollout_id``."""
+    group_active_tokens: Mapping[int, int]
+    """G by ``group_index``."""
+    num_tokens: int | None = None
+    """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
+    auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
+
+    def rollout_denominators(self, samples: Sequence[Sample]) -> Tensor:
+        """[len(samples)] float64 D: active tokens of each sample's rollout over the step."""
+        return torch.tensor(
+            [
+                sample.num_active_tokens
+                if sample.rollout_id is None
+                else _known(self.rollout_active_tokens, sample, "rollout_id")
+                for sample in samples
+            ],
+            dtype=torch.float64,
+        )
+
+    def group_denominators(self, samples: Sequence[Sample]) -> Tensor:
+        """[len(samples)] float64 G: active tokens of each sample's prompt group over the step."""
+        return torch.tensor(
+            [_known(self.group_active_tokens, sample, "group_index") for sample in samples],
+            dtype=torch.float64,
+        )
+
+
+def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
+    identifier = getattr(sample, field)
+    if identifier is None:
+        raise ValueError(
+            f"{sample.name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
+        )
+    if identifier not in totals:
+        raise ValueError(
+            f"{sample.name}: {field} {identifier} is not in the step's totals: build them with step_totals() from "
+            "all samples that this data-parallel rank trains on in the step, before the step"
+        )
+    return totals[identifier]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
+
+    name: str
+    formula: str
+    """The objective, for ``--help`` and error messages."""
+    divisors: Callable[[Tensor | None, float | None], Tensor | float]
+    """(denominators [num_samples] or None, --loss-aggregation-divisor) -> divisor per sample, or one for all."""
+    denominators: Callable[[StepTotals, Sequence[Sample]], Tensor | None]
+    """[num_samples] float64 D or G from the step's totals; None for the modes that divide by neither."""
+    outer_count: Callable[[StepTotals], int]
+    """The count that the inner sum is divided by, at least 1."""
+    inner_weight: Callable[[StepTotals, float | None], float]
+    """What the weights of all the step's tokens add up to, from the totals alone; the aggregation checksum compares
+    it with the sum of the weights that were used."""
+
+
+def _num_prompt_groups(totals: StepTotals) -> int:
+    if totals.num_prompt_groups is None:
+        raise ValueError(
+            "--loss-aggregation prompt_mean: some sample of the step has no group_index; give one to every sample "
+            "(all samples of a prompt share it)"
+        )
+    return max(totals.num_prompt_groups, 1)
+
+
+def _given(denominators: Tensor | None, divisor: float | None) -> Tensor:
+    if denominators is None:
+        raise ValueError("denominators: this aggregation needs one per sample, found None")
+    return denominators.clamp(min=1)
+
+
+def _constant(denominators: Tensor | None, divisor: float | None) -> float:
+    return checked_divisor(divisor)
+
+
+def checked_divisor(divisor: float | None) -> float:
+    """The Dr.GRPO constant L, or a ValueError: it must be given, finite and positive."""
+    if divisor is None or not 0 < divisor < float("inf"):
+        raise ValueError(
+            f"--loss-aggregation-divisor is {divisor}: --loss-aggregation constant needs a finite number above 0, "
+            "such as the longest response in tokens"
+        )
+    return float(divisor)
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    aggregation.name: aggregation
+    for aggregation in (
+        Aggregation(
+            name="sample_mean",
+            formula="1/N sum_i (sum_t m x / max(D_i, 1))",
+            divisors=_given,
+            denominators=StepTotals.rollout_denominators,
+            outer_count=lambda totals: max(totals.num_rollouts, 1),
+            inner_weight=lambda totals, divisor: totals.num_active_rollouts,
+        ),
+        Aggregation(
+            name="prompt_mean",
+            formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
+            divisors=_given,
+            denominators=StepTotals.group_denominators,
+            outer_count=_num_prompt_groups,
+            inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
+        ),
+        Aggregation(
+            name="token_mean",
+            formula="1/T sum m x",
+            divisors=lambda denominators, divisor: 1.0,
+            denominators=lambda totals, samples: None,
+            outer_count=lambda totals: max(totals.num_active_tokens, 1),
+            inner_weight=lambda totals, divisor: totals.num_active_tokens,
+        ),
+        Aggregation(
+            name="constant",
+            formula="1/(N L) sum m x",
+            divisors=_constant,
+            denominators=lambda totals, samples: None,
+            outer_count=lambda totals: max(totals.num_rollouts, 1),
+            inner_weight=lambda totals, divisor: (
+                totals.num_active_tokens / checked_divisor(divisor)
+            ),
+        ),
+    )
+}
+
+
+def get_aggregation(name: str) -> Aggregation:
+    """The aggregation of that name, or a ValueError that lists them all."""
+    if name not in AGGREGATIONS:
+        raise ValueError(
+            f"--loss-aggregation is {name!r}: expected one of {', '.join(AGGREGATIONS)}"
+        )
+    return AGGREGATIONS[name]
+
+
+def step_totals(
+    samples: Sequence[Sample], *, data_parallel_group: dist.ProcessGroup | None = None
+) -> StepTotals:
+    """Counts the samples of one optimizer step over the data-parallel group.
+
+    Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
+    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of
+    ``(group_index, rollout_id, active tokens)`` per sample over the group; none where it is None or of size 1.
+
+    Args:
+        samples: this data-parallel rank's samples of the step, over all its micro-batches.
+        data_parallel_group: the data-parallel group *without* context parallelism.
+
+    Raises:
+        ValueError: a rollout whose samples belong to different prompt groups, or to one and to none.
+    """
+    local = [
+        (sample.group_index, sample.rollout_id, sample.num_active_tokens) for sample in samples
+    ]
+    everyone = [local]
+    if data_parallel_group is not None and dist.get_world_size(data_parallel_group) > 1:
+        gathered: list[list[tuple[int | None, int | None, int]] | None]
+        gathered = [None] * dist.get_world_size(data_parallel_group)
+        dist.all_gather_object(gathered, local, group=data_parallel_group)
+        everyone = [part for part in gathered if part is not None]
+    return _count([sample for part in everyone for sample in part], samples)
+
+
+def _count(
+    everyone: Sequence[tuple[int | None, int | None, int]], local: Sequence[Sample]
+) -> StepTotals:
+    rollouts: dict[int, int] = defaultdict(int)
+    groups: dict[int, int] = defaultdict(int)
+    group_of_rollout: dict[int, int | None] = {}
+    lone_rollouts = lone_active_rollouts = 0
+    for group_index, rollout_id, active_tokens in everyone:
+        if group_index is not None:
+            groups[group_index] += active_tokens
+        if rollout_id is None:
+            lone_rollouts += 1
+            lone_active_rollouts += active_tokens > 0
+            continue
+        rollouts[rollout_id] += active_tokens
+        if group_of_rollout.setdefault(rollout_id, group_index) != group_index:
+            raise ValueError(
+                f"rollout_id {rollout_id} has samples of group_index {group_of_rollout[rollout_id]} and {group_index}: "
+                "a rollout answers one prompt"
+            )
+    grouped = all(group_index is not None for group_index, _, _ in everyone)
+    return StepTotals(
+        num_rollouts=lone_rollouts + len(rollouts),
+        num_prompt_groups=len(groups) if grouped else None,
+        num_active_tokens=sum(active_tokens for _, _, active_tokens in everyone),
+        num_active_rollouts=lone_active_rollouts + sum(total > 0 for total in rollouts.values()),
+        num_active_prompt_groups=sum(total > 0 for total in groups.values()) if grouped else None,
+        rollout_active_tokens={
+            s.rollout_id: rollouts[s.rollout_id] for s in local if s.rollout_id is not None
+        },
+        group_active_tokens={
+            s.group_index: groups[s.group_index] for s in local if s.group_index is not None
+        },
+    )

@@ -1,0 +1,137 @@
+"""One packed micro-batch on one context-parallel rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.samples import LOG_PROB_FIELDS, Sample
+from megatron_pg.token_window import TokenWindow
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """What the model and the loss need of one micro-batch on one rank. Built by :func:`pack`.
+
+    The model is fed ``tokens[None]`` and ``position_ids[None]``, each ``[1, local_tokens]``.
+    """
+
+    window: TokenWindow
+    """The layout; its tensors stay on the host but for those copied below."""
+    samples: tuple[Sample, ...]
+    """The samples, on the host."""
+    tokens: Tensor
+    """[local_tokens] int64; padding is token 0."""
+    position_ids: Tensor
+    """[local_tokens] int64 within each sequence; 0 for padding."""
+    targets: Tensor
+    """[local_tokens] int64: the token that each row scores; 0 where it scores none."""
+    row_mask: Tensor
+    """[local_tokens] bool: the rows that score an active token."""
+    logit_rows: Tensor
+    """[window] int64: the rows that score a response token."""
+    window_segment_ids: Tensor
+    """[window] int64: the sample of each response token."""
+    loss_mask: Tensor
+    """[window] bool."""
+    advantages: Tensor
+    """[window] float32."""
+    old_log_probs: Tensor | None
+    """[window] float32, or None where the samples carry none."""
+    ref_log_probs: Tensor | None
+    """[window] float32, or None."""
+    rollout_log_probs: Tensor | None
+    """[window] float32, or None."""
+    num_active_tokens: int
+    """Active tokens of this rank's window (a host number)."""
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same micro-batch with its tensors on `device`; from the host to CUDA through pinned memory, unblocked."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=True)
+
+        tensors = {
+            field.name: moved(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+
+def pack(
+    samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
+) -> PackedBatch:
+    """Packs samples into one THD micro-batch and takes this context-parallel rank's part of it. On the host.
+
+    Args:
+        samples: the samples of the micro-batch, the same on every rank of the context-parallel, tensor-parallel and
+            pipeline-parallel groups. Empty gives one dummy segment that no objective counts.
+        cp_rank: rank in the context-parallel group.
+        cp_size: its size.
+        pad_to_multiple: see :meth:`TokenWindow.build`; ``cp_size * tp_size`` under sequence parallelism.
+
+    Raises:
+        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each.
+    """
+    window = TokenWindow.build(
+        [sample.total_length for sample in samples],
+        [sample.response_length for sample in samples],
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        pad_to_multiple=pad_to_multiple,
+    )
+    all_tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
+    loss_mask = _of_window([s.loss_mask for s in samples], window, torch.bool)
+    log_probs = {
+        field: _of_window([getattr(s, field) for s in samples], window, torch.float32)
+        for field in LOG_PROB_FIELDS
+        if _all_carry(field, samples)
+    }
+    row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
+    row_mask[window.logit_rows] = loss_mask
+    return PackedBatch(
+        window=window,
+        samples=tuple(samples),
+        tokens=_gather_or_zero(all_tokens, window.token_indices),
+        # Padding past a sequence's end must not index past the model's last learned position.
+        position_ids=torch.where(window.token_indices >= 0, window.position_ids, 0),
+        targets=_gather_or_zero(all_tokens, window.target_indices),
+        row_mask=row_mask,
+        logit_rows=window.logit_rows,
+        window_segment_ids=window.window_segment_ids,
+        loss_mask=loss_mask,
+        advantages=_of_window([s.advantages for s in samples], window, torch.float32),
+        old_log_probs=log_probs.get("old_log_probs"),
+        ref_log_probs=log_probs.get("ref_log_probs"),
+        rollout_log_probs=log_probs.get("rollout_log_probs"),
+        num_active_tokens=int(loss_mask.sum()),
+    )
+
+
+def _of_window(responses: Sequence[Tensor], window: TokenWindow, dtype: torch.dtype) -> Tensor:
+    """[window] of a field that has one value per response token."""
+    return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
+
+
+def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
+    """``values[indices]`` with 0 where the index is -1."""
+    padded = torch.cat([values, values.new_zeros(1)])
+    return padded[indices]
+
+
+def _all_carry(field: str, samples: Sequence[Sample]) -> bool:
+    """Whether the samples carry `field`; an empty micro-batch lacks nothing."""
+    present = [getattr(sample, field) is not None for sample in samples]
+    if any(present) and not all(present):
+        raise ValueError(
+            f"{samples[present.index(False)].name} has no {field} and {samples[present.index(True)].name} has: "
+            "give them for every sample or for none"
+        )
+    return all(present)

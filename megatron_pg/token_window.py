@@ -1,0 +1,207 @@
+"""Which tokens of a packed micro-batch live on which context-parallel rank. All offset arithmetic is here.
+
+The layout is THD with the zigzag of Transformer Engine's ``thd_get_partitioned_indices``: at context-parallel size
+``c > 1`` a sequence is padded to ``2 c k`` tokens, ``k = ceil(total / (2 c))``, and rank ``r`` owns its chunks ``r``
+and ``2 c - 1 - r`` of ``k`` tokens each; at ``c = 1`` nothing is padded. Sequences follow each other, so a rank holds
+``[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]``.
+
+The logit at position ``p`` predicts token ``p + 1``, so response token ``t`` (``prompt_length <= t < total``) is scored
+on the rank that owns position ``t - 1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindow:
+    """The tokens of one packed micro-batch on one context-parallel rank. Built by :meth:`build`.
+
+    "Window" is the response tokens that this rank scores, in the order of its local rows. Over the ranks of a
+    context-parallel group the windows are disjoint and cover every response token once.
+    """
+
+    total_lengths: tuple[int, ...]
+    """Tokens of each sample, prompt and response; the padding segment is not a sample."""
+    response_lengths: tuple[int, ...]
+    """Response tokens of each sample."""
+    cp_rank: int
+    cp_size: int
+    cu_seqlens: Tensor
+    """[segments + 1] int32: padded cumulative lengths over the whole group, padding segment included."""
+    max_seqlen: int
+    """The longest padded segment, in tokens over the whole group."""
+    segment_ids: Tensor
+    """[local_tokens] int64: the segment of each local token."""
+    position_ids: Tensor
+    """[local_tokens] int64: the position of each local token within its own sequence."""
+    token_indices: Tensor
+    """[local_tokens] int64: index into the samples' unpadded tokens laid end to end; -1 for padding."""
+    target_indices: Tensor
+    """[local_tokens] int64: the same index for the response token that the row scores; -1 for none."""
+    logit_rows: Tensor
+    """[window] int64: the local rows that score a response token."""
+    response_indices: Tensor
+    """[window] int64: index of the scored token into the samples' responses laid end to end."""
+    window_segment_ids: Tensor
+    """[window] int64: the sample of each scored token."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the micro-batch, over the whole group."""
+        return len(self.total_lengths)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens that this rank feeds the model, padding included."""
+        return self.segment_ids.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the packed micro-batch over the whole group, padding included."""
+        return self.local_tokens * self.cp_size
+
+    def __len__(self) -> int:
+        return self.logit_rows.numel()
+
+    @classmethod
+    def build(
+        cls,
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        *,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        pad_to_multiple: int = 1,
+    ) -> TokenWindow:
+        """Computes the window of one rank. Host arithmetic on int64 tensors, no communication.
+
+        Args:
+            total_lengths: prompt and response tokens of each sample; empty for an empty micro-batch.
+            response_lengths: response tokens of each sample; 0 is legal and contributes nothing.
+            cp_rank: rank in the context-parallel group.
+            cp_size: size of the context-parallel group.
+            pad_to_multiple: the packed length over the whole group becomes a multiple of this, by one extra padding
+                segment (``cp_size * tp_size`` under sequence parallelism). It belongs to no sample.
+
+        Raises:
+            ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
+                response token would have no logit), or sizes out of range.
+        """
+        _check_lengths(total_lengths, response_lengths)
+        _check_context_parallel(cp_rank, cp_size, pad_to_multiple)
+        totals = torch.tensor(total_lengths, dtype=torch.int64)
+        responses = torch.tensor(response_lengths, dtype=torch.int64)
+        chunks = _chunk_lengths(totals, cp_size, pad_to_multiple)
+        chunks_per_sequence = 2 * cp_size if cp_size > 1 else 1
+        padded = chunks * chunks_per_sequence
+
+        segment_ids, position_ids = _local_positions(chunks, cp_rank, cp_size)
+        # The padding segment is a sequence of no tokens and no response.
+        num_padding = chunks.numel() - totals.numel()
+        totals = torch.nn.functional.pad(totals, (0, num_padding))
+        responses = torch.nn.functional.pad(responses, (0, num_padding))
+        token_starts = totals.cumsum(0) - totals
+        response_starts = responses.cumsum(0) - responses
+
+        total, prompt = totals[segment_ids], (totals - responses)[segment_ids]
+        token_start = token_starts[segment_ids]
+        next_position = position_ids + 1
+        is_token = position_ids < total
+        is_scored = (next_position >= prompt) & (next_position < total)
+        minus_one = torch.full_like(position_ids, -1)
+        logit_rows = is_scored.nonzero().squeeze(1)
+        window_segment_ids = segment_ids[logit_rows]
+        response_indices = (
+            response_starts[window_segment_ids] + (next_position - prompt)[logit_rows]
+        )
+        return cls(
+            total_lengths=tuple(total_lengths),
+            response_lengths=tuple(response_lengths),
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            cu_seqlens=torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32),
+            max_seqlen=int(padded.max()),
+            segment_ids=segment_ids,
+            position_ids=position_ids,
+            token_indices=torch.where(is_token, token_start + position_ids, minus_one),
+            target_indices=torch.where(is_scored, token_start + next_position, minus_one),
+            logit_rows=logit_rows,
+            response_indices=response_indices,
+            window_segment_ids=window_segment_ids,
+        )
+
+
+def padded_length(total_length: int, cp_size: int) -> int:
+    """Tokens that one sequence takes in a packed micro-batch: ``2 c ceil(total / (2 c))``, or ``total`` at size 1."""
+    return total_length if cp_size == 1 else 2 * cp_size * math.ceil(total_length / (2 * cp_size))
+
+
+def packed_multiple(cp_size: int, pad_to_multiple: int) -> int:
+    """Packed lengths are multiples of this; it is also the length of an empty micro-batch's dummy segment."""
+    return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
+
+
+def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor:
+    """[segments] tokens of one chunk of each segment; a padding segment comes last where one is needed."""
+    chunks_per_sequence = 2 * cp_size if cp_size > 1 else 1
+    chunks = (totals + chunks_per_sequence - 1) // chunks_per_sequence
+    multiple = packed_multiple(cp_size, pad_to_multiple)
+    packed = int(chunks.sum()) * chunks_per_sequence
+    padding = -packed % multiple if packed else multiple
+    if padding:
+        chunks = torch.cat([chunks, torch.tensor([padding // chunks_per_sequence])])
+    return chunks
+
+
+def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    """[local_tokens] segment and in-sequence position of each token of this rank."""
+    chunks_per_rank = 2 if cp_size > 1 else 1
+    local_lengths = chunks * chunks_per_rank
+    segment_ids = torch.repeat_interleave(torch.arange(chunks.numel()), local_lengths)
+    starts = local_lengths.cumsum(0) - local_lengths
+    offset = torch.arange(segment_ids.numel()) - starts[segment_ids]
+    if cp_size == 1:
+        return segment_ids, offset
+    chunk = chunks[segment_ids]
+    # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
+    shift = torch.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)
+    return segment_ids, offset + shift
+
+
+def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> None:
+    if len(total_lengths) != len(response_lengths):
+        raise ValueError(
+            f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
+            "give one of each per sample"
+        )
+    for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        if response < 0:
+            raise ValueError(f"response_lengths[{sample}] is {response}: expected 0 or more tokens")
+        if total < 1:
+            raise ValueError(f"total_lengths[{sample}] is {total}: expected at least 1 token")
+        if response > total:
+            raise ValueError(
+                f"response_lengths[{sample}] is {response}, more than total_lengths[{sample}] = {total}: the total "
+                "counts prompt and response"
+            )
+        if response == total:
+            raise ValueError(
+                f"sample {sample} has prompt_length 0 (total {total}, response {response}): no logit predicts its "
+                "first response token; give the prompt at least one token (a beginning-of-sequence token will do)"
+            )
+
+
+def _check_context_parallel(cp_rank: int, cp_size: int, pad_to_multiple: int) -> None:
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
+        )
+    if pad_to_multiple < 1:
+        raise ValueError(f"pad_to_multiple is {pad_to_multiple}: expected 1 or more")

@@ -1,0 +1,40 @@
+"""Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an extra."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+MEGATRON = ["megatron-core>=0.15,<0.21"]
+EXAMPLES = [
+    "matplotlib>=3.8",
+    "pyarrow>=15",
+    "reasoning-gym>=0.1.25",
+    "rich>=13",
+    "tensorboard>=2.15",
+]
+TEST = [
+    "hypothesis>=6.100",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+]
+
+setup(
+    name="megatron_pg",
+    version="0.1.0",
+    description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
+    package_data={"megatron_pg": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["torch>=2.6", "numpy>=1.26"],
+    extras_require={
+        "megatron": MEGATRON,
+        "te": ["transformer-engine[pytorch]>=2.11"],
+        "examples": MEGATRON + EXAMPLES,
+        "test": MEGATRON + EXAMPLES + TEST,
+    },
+)

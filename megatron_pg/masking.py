@@ -1,0 +1,41 @@
+"""Reading the per-token inputs of the loss: masked before anything is computed from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_pg.batch import PackedBatch
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are held within +-20 before they are exponentiated: e^20 is 4.9e8."""
+
+
+def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """`values` [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
+
+    A product with the mask would not do: 0 * NaN is NaN, in the value and in the gradient.
+    """
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.where(loss_mask, values, 0.0).to(dtype)
+
+
+def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
+    limit = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
+
+
+def required_log_probs(
+    batch: PackedBatch,
+    field: Literal["old_log_probs", "ref_log_probs", "rollout_log_probs"],
+    needed_by: str,
+) -> Tensor:
+    """The [window] log-probs of that name, or a ValueError saying what needs them."""
+    log_probs: Tensor | None = getattr(batch, field)
+    if log_probs is None:
+        raise ValueError(f"{needed_by} needs {field}: give them to every Sample of the step")
+    return log_probs

@@ -1,0 +1,193 @@
+"""The policy objectives: what each response token contributes to the loss.
+
+r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient:
+
+    ppo        -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)          arXiv:1707.06347 eq. 7
+    gspo       the same with s_t = sg(exp(mean_t log r)) * exp(log_prob - sg(log_prob))
+                                                                   arXiv:2507.18071, GSPO-token
+    cispo      -sg(min(r, 1 + eps_clip_high)) A log_prob                       arXiv:2506.13585
+    reinforce  -A log_prob                                                     Williams, 1992
+    sft        -log_prob
+
+Every function takes the config, the packed micro-batch and ``log_probs`` [window] (any floating
+dtype; computed in float32, float64 stays), and needs no other rank: what gspo needs of the other
+context-parallel ranks comes in as ``sequence``. Masked positions are exactly 0 and pass no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_pg.masking import clamped_log_ratio, masked, required_log_probs
+
+if TYPE_CHECKING:
+    from megatron_pg.arguments import PolicyLossConfig
+    from megatron_pg.batch import PackedBatch
+    from megatron_pg.sequence import SequenceLogRatios
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectiveOutput:
+    """The per-token loss of a micro-batch, and what the metrics need of its making."""
+
+    loss: Tensor
+    """[window], with gradient."""
+    log_ratio: Tensor | None = None
+    """[window] detached log r before the clamp to +-20, for gspo that of the token's sequence; None
+    for the objectives without a ratio."""
+    is_clipped: Tensor | None = None
+    """[window] bool: the ratio is outside the objective's clip range."""
+    is_effectively_clipped: Tensor | None = None
+    """[window] bool: the ratio is outside on the side that the sign of A makes active."""
+
+
+Objective = Callable[..., ObjectiveOutput]
+"""objective(config, batch, log_probs, *, sequence=None) -> ObjectiveOutput."""
+
+
+def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    """[window] log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
+
+    Args:
+        log_probs: [window], with gradient.
+        old_log_probs: [window], taken as a constant.
+        loss_mask: [window] bool.
+    """
+    return clamped_log_ratio(_log_ratio(log_probs, old_log_probs, loss_mask))
+
+
+def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
+    """(1 - eps_clip, 1 + eps_clip_high)."""
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    return 1.0 - config.eps_clip, 1.0 + high
+
+
+def ppo(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
+    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss ppo")
+    return _clipped_surrogate(config, batch, _log_ratio(log_probs, old_log_probs, batch.loss_mask))
+
+
+def gspo(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """PPO's surrogate of the sequence ratio, exp of the mean of log r over the active tokens.
+
+    Each token carries the gradient of its own log-prob (the paper's GSPO-token form).
+
+    Raises:
+        ValueError: `sequence` is missing: the ratio needs the tokens of every context-parallel rank.
+    """
+    if sequence is None:
+        raise ValueError(
+            "--policy-loss gspo: pass sequence=sequence_log_ratios(config, batch, ...)"
+        )
+    log_probs = masked(log_probs, batch.loss_mask)
+    sequence_log_ratio = masked(sequence.policy_mean_of_tokens(), batch.loss_mask)
+    log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
+    return _clipped_surrogate(config, batch, log_ratio)
+
+
+def cispo(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
+    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss cispo")
+    log_ratio = _log_ratio(log_probs, old_log_probs, batch.loss_mask).detach()
+    ratio = clamped_log_ratio(log_ratio).exp()
+    lowest, highest = clip_range(config)
+    if not config.cispo_lower_bound:
+        lowest = 0.0
+    is_clipped = (ratio < lowest) | (ratio > highest)
+    weight = ratio.clamp(lowest, highest) * masked(batch.advantages, batch.loss_mask)
+    return ObjectiveOutput(
+        loss=-weight * masked(log_probs, batch.loss_mask),
+        log_ratio=log_ratio,
+        is_clipped=is_clipped,
+        # The weight is clipped whatever the sign of the advantage.
+        is_effectively_clipped=is_clipped,
+    )
+
+
+def reinforce(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """The score-function estimator, without a ratio."""
+    loss_mask = batch.loss_mask
+    return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
+
+
+def sft(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """Supervised cross-entropy of the response tokens; advantages are not read."""
+    return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sft": sft,
+}
+"""By the name that ``--policy-loss`` takes."""
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
+    return masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
+
+
+def _clipped_surrogate(
+    config: PolicyLossConfig, batch: PackedBatch, log_ratio: Tensor
+) -> ObjectiveOutput:
+    """-min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
+
+    Which of the terms holds depends on the sign of A: the minimum binds r from above where A > 0 and
+    from below where A < 0, where dual clip (arXiv:1912.09729 eq. 5) binds it from above too. Written
+    so, a token on a bound keeps its gradient, and one beyond it has none.
+    """
+    advantages = masked(batch.advantages, batch.loss_mask)
+    ratio = clamped_log_ratio(log_ratio).exp()
+    lowest, highest = clip_range(config)
+    is_above, is_below = ratio > highest, ratio < lowest
+    is_positive, is_negative = advantages > 0, advantages < 0
+    is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
+    bound = torch.where(is_positive, highest, lowest).to(ratio.dtype)
+    effective_ratio = torch.where(is_effectively_clipped, bound, ratio)
+    if config.eps_clip_c is not None:
+        is_dual_clipped = is_negative & (ratio > config.eps_clip_c)
+        effective_ratio = effective_ratio.masked_fill(is_dual_clipped, config.eps_clip_c)
+    return ObjectiveOutput(
+        loss=-effective_ratio * advantages,
+        log_ratio=log_ratio.detach(),
+        is_clipped=is_above | is_below,
+        is_effectively_clipped=is_effectively_clipped,
+    )

@@ -1,0 +1,153 @@
+"""Sums over whole sequences whose tokens are spread over context-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.masking import masked, required_log_probs
+
+if TYPE_CHECKING:
+    from megatron_pg.arguments import PolicyLossConfig
+    from megatron_pg.batch import PackedBatch
+
+
+class SequenceReduction:
+    """Per-sample sums and means of the token windows of one context-parallel group.
+
+    Every method that sums is one all-reduce over the group, which all of its ranks must join in the
+    same order, those whose window is empty included. Nothing here has a gradient. Sums are float64,
+    so that they do not depend on how the tokens are spread.
+
+    Args:
+        window_segment_ids: [window] int64, the sample of each token of this rank's window.
+        num_samples: samples of the micro-batch, the same on every rank of the group.
+        context_parallel_group: None for context parallelism of size 1.
+    """
+
+    def __init__(
+        self,
+        window_segment_ids: Tensor,
+        num_samples: int,
+        context_parallel_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._segment_ids = window_segment_ids
+        self._num_samples = num_samples
+        self._group = context_parallel_group
+
+    @torch.no_grad()
+    def sums(self, rows: Tensor) -> Tensor:
+        """[rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
+        totals = rows.new_zeros(rows.shape[0], self._num_samples, dtype=torch.float64)
+        totals.index_add_(1, self._segment_ids, rows.double())
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(totals, group=self._group)
+        return totals
+
+    def sum(self, values: Tensor, loss_mask: Tensor) -> Tensor:
+        """[window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
+        return self.sums(masked(values, loss_mask)[None])[0]
+
+    def mean(self, values: Tensor, loss_mask: Tensor) -> Tensor:
+        """[window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
+        sums = self.sums(torch.stack([masked(values, loss_mask).double(), loss_mask.double()]))
+        return sums[0] / sums[1].clamp(min=1)
+
+    def to_tokens(self, per_sample: Tensor) -> Tensor:
+        """[samples] -> [window]: every token gets its sample's value."""
+        return per_sample[self._segment_ids]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLogRatios:
+    """Log-ratios of whole sequences, over the tokens active before any rejection. No gradient."""
+
+    reduction: SequenceReduction
+    active_tokens: Tensor
+    """[samples] float64."""
+    policy_sum: Tensor
+    """[samples] float64: sum of log_prob - old_log_prob; 0 where no setting asks for it."""
+    mismatch_sum: Tensor
+    """[samples] float64: sum of old_log_prob - rollout_log_prob; 0 where no setting asks for it."""
+
+    def policy_mean_of_tokens(self) -> Tensor:
+        """[window] float64: the mean of log_prob - old_log_prob over the token's sample."""
+        return self.reduction.to_tokens(self.policy_sum / self.active_tokens.clamp(min=1))
+
+    def mismatch_sum_of_tokens(self) -> Tensor:
+        """[window] float64: the sum of old_log_prob - rollout_log_prob over the token's sample."""
+        return self.reduction.to_tokens(self.mismatch_sum)
+
+    def mismatch_mean_of_tokens(self) -> Tensor:
+        """[window] float64: the mean of old_log_prob - rollout_log_prob over its sample."""
+        return self.reduction.to_tokens(self.mismatch_sum / self.active_tokens.clamp(min=1))
+
+
+def sequence_log_ratios(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    context_parallel_group: dist.ProcessGroup | None = None,
+) -> SequenceLogRatios | None:
+    """What gspo and the sequence-level corrections need of a micro-batch, in one all-reduce.
+
+    Whether there is an all-reduce depends on the config alone: either every rank of the
+    context-parallel group joins it or none does.
+
+    Args:
+        config: the settings of the loss.
+        batch: this rank's part of the micro-batch.
+        log_probs: [window] of the policy in training.
+        context_parallel_group: None for context parallelism of size 1.
+
+    Returns:
+        None where no setting works on whole sequences.
+
+    Raises:
+        ValueError: the batch lacks log-probs that a setting needs.
+    """
+    needs_policy, needs_mismatch = _needs_policy(config), _needs_mismatch(config)
+    if not needs_policy and not needs_mismatch:
+        return None
+    loss_mask, nothing = batch.loss_mask, torch.zeros_like(batch.loss_mask, dtype=torch.float64)
+    policy = mismatch = nothing
+    if needs_policy:
+        old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
+        policy = masked(log_probs, loss_mask).double() - masked(old_log_probs, loss_mask)
+    if needs_mismatch:
+        mismatch = rollout_mismatch(batch).double()
+    reduction = SequenceReduction(
+        batch.window_segment_ids, batch.window.num_samples, context_parallel_group
+    )
+    rows = torch.stack([loss_mask.double(), policy.detach(), mismatch])
+    active_tokens, policy_sum, mismatch_sum = reduction.sums(rows)
+    return SequenceLogRatios(reduction, active_tokens, policy_sum, mismatch_sum)
+
+
+def rollout_mismatch(batch: PackedBatch) -> Tensor:
+    """[window] float32 old_log_prob - rollout_log_prob, 0 at masked positions. No gradient.
+
+    Raises:
+        ValueError: the batch lacks one of the two.
+    """
+    old_log_probs = required_log_probs(batch, "old_log_probs", "a rollout correction")
+    rollout_log_probs = required_log_probs(batch, "rollout_log_probs", "a rollout correction")
+    old_log_probs = masked(old_log_probs.detach(), batch.loss_mask)
+    return old_log_probs - masked(rollout_log_probs.detach(), batch.loss_mask)
+
+
+def _needs_policy(config: PolicyLossConfig) -> bool:
+    is_gspo = config.policy_loss == "gspo" and config.custom_policy_loss_path is None
+    return is_gspo or config.use_opsm
+
+
+def _needs_mismatch(config: PolicyLossConfig) -> bool:
+    weights_sequences = config.use_tis and config.tis_level == "sequence"
+    return config.use_geometric_rejection or (
+        weights_sequences and config.custom_tis_function_path is None
+    )

@@ -91,12 +91,12 @@ def check_combinations(config: PolicyLossConfig) -> None:
     """
     _check_divisor(config)
     custom_loss = config.custom_policy_loss_path is not None
-    if config.eps_clip_c is not None and config.policy_loss not in ("ppo", "gspo"):
-        if not custom_loss:
-            raise ValueError(
-                "--eps-clip-c is the dual clip of ppo and gspo: drop it with --policy-loss "
-                f"{config.policy_loss}"
-            )
+    has_dual_clip = config.policy_loss in ("ppo", "gspo") or custom_loss
+    if config.eps_clip_c is not None and not has_dual_clip:
+        raise ValueError(
+            "--eps-clip-c is the dual clip of ppo and gspo: drop it with --policy-loss "
+            f"{config.policy_loss}"
+        )
     if config.cispo_lower_bound and config.policy_loss != "cispo" and not custom_loss:
         raise ValueError(
             f"--cispo-lower-bound needs --policy-loss cispo; found {config.policy_loss}"
@@ -120,10 +120,12 @@ def check_combinations(config: PolicyLossConfig) -> None:
 
 def _check_divisor(config: PolicyLossConfig) -> None:
     divisor = config.loss_aggregation_divisor
-    if divisor is not None and config.custom_pg_loss_reducer_function_path is not None:
+    divides = divisor is not None or config.loss_aggregation == "constant"
+    if divides and config.custom_pg_loss_reducer_function_path is not None:
         raise ValueError(
             "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
-            f"--loss-aggregation-divisor {divisor:g}: drop one of the two"
+            f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop "
+            "the divisor or the path"
         )
     if config.loss_aggregation == "constant" and divisor is None:
         raise ValueError(

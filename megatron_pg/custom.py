@@ -1,0 +1,107 @@
+"""Functions of the user's own, named on the command line by import path and checked at startup."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+POLICY_LOSS_PARAMETERS = ("config", "batch", "log_probs")
+"""Of ``--custom-policy-loss-path``: returns the per-token loss ``[window]``."""
+
+TIS_PARAMETERS = ("config", "batch", "log_probs", "pg_loss")
+"""Of ``--custom-tis-function-path``: returns ``(pg_loss, loss_mask)``, each ``[window]``."""
+
+REDUCER_PARAMETERS = (
+    "total_lengths",
+    "response_lengths",
+    "loss_masks",
+    "calculate_per_token_loss",
+)
+"""Of ``--custom-pg-loss-reducer-function-path``: returns ``reducer``, ``x [window] -> 0-d sum``."""
+
+REDUCER_KEYWORDS = ("cp_rank", "cp_size")
+"""Passed to a custom reducer by keyword as well, each if the function's signature names it."""
+
+
+def load_function(
+    path: str, *, flag: str, positional: Sequence[str], keywords: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Imports the function that a flag names, and checks that it can be called as it will be.
+
+    Args:
+        path: ``pkg.mod.fn`` or ``pkg.mod:fn``.
+        flag: The flag that gave the path, for error messages.
+        positional: Names of the arguments that it will be called with, by position.
+        keywords: Names of arguments that it will be given by keyword if its signature names them.
+
+    Raises:
+        ValueError: The path is malformed, the import fails (its error is the cause), the module has
+            no such attribute, it is not callable, or its signature does not take these arguments.
+    """
+    module_name, function_name = _split(path, flag)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code: anything at all may come out of it
+        raise ValueError(
+            f"{flag} {path}: importing {module_name} failed with {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, function_name):
+        raise ValueError(
+            f"{flag} {path}: module {module_name} ({getattr(module, '__file__', 'built-in')}) has "
+            f"no attribute {function_name!r}"
+        )
+    function = getattr(module, function_name)
+    if not callable(function):
+        raise ValueError(
+            f"{flag} {path}: expected a function of ({', '.join(positional)}); found "
+            f"{function!r} of type {type(function).__name__}"
+        )
+    _check_signature(function, f"{flag} {path}", positional, keywords)
+    return function  # type: ignore[no-any-return]
+
+
+def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``keywords`` that the function's signature names; ``**kwargs`` names none.
+
+    Raises:
+        ValueError: The function has no signature to inspect.
+    """
+    positional_only = inspect.Parameter.POSITIONAL_ONLY
+    parameters = inspect.signature(function).parameters
+    return tuple(
+        name
+        for name in keywords
+        if name in parameters and parameters[name].kind is not positional_only
+    )
+
+
+def _split(path: str, flag: str) -> tuple[str, str]:
+    separator = ":" if ":" in path else "."
+    module_name, _, function_name = path.rpartition(separator)
+    parts = [*module_name.split("."), function_name]
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
+    return module_name, function_name
+
+
+def _check_signature(
+    function: Callable[..., Any], where: str, positional: Sequence[str], keywords: Sequence[str]
+) -> None:
+    """Refuses a function that a call with these arguments would not bind to."""
+    expected = f"({', '.join(positional)})"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: its signature cannot be read ({error}); wrap it in a Python function of "
+            f"{expected}"
+        ) from error
+    try:
+        signature.bind(*positional, **{name: None for name in named_keywords(function, keywords)})
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: cannot be called with the positional arguments {expected}: {error}; found "
+            f"the signature {signature}"
+        ) from error

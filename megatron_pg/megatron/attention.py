@@ -1,0 +1,214 @@
+"""Core attention for packed sequences (THD) under context parallelism, in plain torch.
+
+Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. This one runs
+anywhere: keys and values are all-gathered over the context-parallel group, each query attends to
+the earlier tokens of its own sequence. It is meant for CPU runs and for checking, not for speed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenate over the ranks along dimension 0; the backward sums each rank's share."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = local.new_empty(local.size(0) * group.size(), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        local = gradient.new_empty(gradient.size(0) // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
+        return local, None
+
+
+class _Layout:
+    """Where the tokens of a THD pack go in a dense [rows, width] grid, and who sees whom.
+
+    One row a sequence; or one row for the whole pack where that grid is the smaller one (one long
+    sequence among many short ones). Sequence i, of padded length L, has L / c tokens on each of the
+    c ranks: rank r holds positions of chunks r and 2c - 1 - r (Transformer Engine's THD zigzag).
+    """
+
+    def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
+        cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
+        segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
+        row_per_segment = segments * longest**2 <= (local_tokens * size) ** 2
+        self.rows = segments if row_per_segment else 1
+        self.width = longest if row_per_segment else local_tokens * size
+        self.query_width = self.width // size
+
+        index = torch.arange(local_tokens, device=cu_seqlens.device)
+        segment = torch.searchsorted(cu_seqlens[1:] // size, index, right=True)
+        offset: Tensor = index - cu_seqlens[segment] // size
+        chunk = (cu_seqlens[segment + 1] - cu_seqlens[segment]) // size // 2
+        row = segment if row_per_segment else torch.zeros_like(segment)
+        start = torch.zeros_like(segment) if row_per_segment else cu_seqlens[segment]
+
+        def position(owner: Tensor | int) -> Tensor:
+            if size == 1:
+                return offset
+            chunks_before = torch.where(offset < chunk, owner, 2 * size - 2 - owner)
+            return torch.add(offset, chunks_before * chunk)
+
+        owners = torch.arange(size, device=index.device).unsqueeze(1)
+        self.key_slots = (row * self.width + start + position(owners)).flatten()
+        self.query_slots = row * self.query_width + start // size + offset
+
+        # Slots that hold no query see everything: their output is dropped, and no softmax is empty.
+        grid = self.rows * self.query_width
+        first = start.new_zeros(grid).index_copy(0, self.query_slots, start)
+        last = start.new_full((grid,), self.width).index_copy(
+            0, self.query_slots, start + position(rank)
+        )
+        column = torch.arange(self.width, device=index.device)
+        mask = (column >= first.unsqueeze(1)) & (column <= last.unsqueeze(1))
+        self.mask = mask.view(self.rows, 1, self.query_width, self.width)
+
+    def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
+        """[tokens, heads, dim] -> [rows, heads, width, dim], zero where no token goes."""
+        grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
+        return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
+
+
+class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention inside each packed sequence, exact at any context-parallel size.
+
+    Takes the constructor arguments that Megatron gives every core attention
+    (transformer/attention.py, 0.15.3 to 0.19.2). Grouped queries are supported; attention dropout,
+    sliding windows, other softmax types and other masks are refused.
+
+    Raises:
+        NotImplementedError: `config` asks for something that this attention does not do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0.0:
+            raise NotImplementedError(
+                f"--attention-dropout is {dropout}: PackedCoreAttention has no dropout, set it to 0"
+            )
+        if getattr(config, "window_size", None) is not None:
+            raise NotImplementedError(
+                f"--window-size is {config.window_size}: PackedCoreAttention has no sliding window"
+            )
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            raise NotImplementedError(
+                f"--softmax-type is {config.softmax_type!r}: PackedCoreAttention has only 'vanilla'"
+            )
+        if attention_type != "self":
+            raise NotImplementedError(
+                f"attention_type is {attention_type!r}: PackedCoreAttention does self-attention only"
+            )
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.pg_collection = pg_collection
+        self.softmax_scale = (
+            1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend; every rank of the context-parallel group must call it, with the same sequences.
+
+        The group is read here and not in the constructor: that of `packed_seq_params.cp_group`
+        where set, else `pg_collection.cp`, so that a model can run without context parallelism for
+        a while (generation) by exchanging that entry.
+
+        Args:
+            query: [local_tokens, heads, dim].
+            key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
+            attention_mask: ignored; the sequences of `packed_seq_params` say what is seen.
+            packed_seq_params: THD; `cu_seqlens_q` int32 [segments + 1] are the padded lengths,
+                global over context parallelism; `max_seqlen_q` the longest of them.
+
+        Returns:
+            [local_tokens, heads * dim].
+
+        Raises:
+            NotImplementedError: not packed, not causal, or with an attention bias.
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise NotImplementedError(
+                "PackedCoreAttention needs packed_seq_params with qkv_format='thd'"
+            )
+        if attention_bias is not None:
+            raise NotImplementedError("PackedCoreAttention takes no attention_bias")
+        if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise NotImplementedError(
+                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only"
+            )
+        group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
+        layout = _Layout(packed_seq_params, query.size(0), group.rank(), group.size())
+
+        key_and_value = torch.cat((key, value), dim=-1)
+        if group.size() > 1:
+            key_and_value = _AllGather.apply(  # type: ignore[no-untyped-call]
+                key_and_value, group
+            )
+        key_and_value = layout.scatter(key_and_value, layout.key_slots, layout.width)
+        key_and_value = key_and_value.repeat_interleave(query.size(1) // key.size(1), dim=1)
+        context = F.scaled_dot_product_attention(
+            layout.scatter(query, layout.query_slots, layout.query_width),
+            key_and_value[..., : key.size(-1)],
+            key_and_value[..., key.size(-1) :],
+            attn_mask=layout.mask,
+            scale=self.softmax_scale,
+        )
+        return context.transpose(1, 2).flatten(0, 1)[layout.query_slots].flatten(1)
+
+
+def use_packed_core_attention(layer_spec: ModuleSpec) -> ModuleSpec:
+    """A copy of a transformer layer spec whose self-attention uses `PackedCoreAttention`.
+
+    Args:
+        layer_spec: such as `get_gpt_layer_local_spec()` returns; it is not changed.
+
+    Raises:
+        ValueError: the spec has no self-attention with a core attention.
+    """
+    attention = getattr(layer_spec.submodules, "self_attention", None)
+    if not hasattr(getattr(attention, "submodules", None), "core_attention"):
+        raise ValueError(
+            "the layer spec has no submodules.self_attention.submodules.core_attention to replace"
+        )
+    changed = copy.deepcopy(layer_spec)
+    changed.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return changed

@@ -1,0 +1,143 @@
+"""Run unmodified Megatron-Core on CPU with gloo, by redirecting its CUDA calls from outside.
+
+Megatron-Core asks for CUDA devices, streams and NVTX ranges without looking whether there are any.
+`enable_cpu_runtime` replaces those entry points of torch for this process; nothing in Megatron is
+edited. The lists were read off megatron-core 0.15.3 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_pg.megatron.versions import require_supported_version
+
+CPU = torch.device("cpu")
+
+
+class NullStream:
+    """Stands for a CUDA stream or event where everything is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def record_event(self, event: Any = None) -> NullStream:
+        return self
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _FactoriesOnCpu(TorchFunctionMode):
+    """Sends `device="cuda"` of every torch call to the CPU, and drops `pin_memory=True`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+_enabled = False
+
+
+def enable_cpu_runtime() -> None:
+    """Let Megatron-Core run on CPU in this process; calling it again changes nothing.
+
+    Call it before building models, in every rank, and only where there is no GPU to be used: it is
+    process-wide and is not undone. What the caller still has to choose: the gloo backend,
+    `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is replaced by one
+    without states), and for a virtual pipeline `overlap_p2p_comm=True, batch_p2p_comm=False`.
+
+    Raises:
+        UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
+        RuntimeError: CUDA is already initialized in this process.
+    """
+    global _enabled
+    if _enabled:
+        return
+    require_supported_version()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
+    _redirect_cuda_module()
+    torch.Tensor.cuda = _itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
+    _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
+    _enabled = True
+    _use_stateless_random_tracker()
+
+
+def _redirect_cuda_module() -> None:
+    """Replace the entry points of `torch.cuda` that Megatron calls without asking."""
+    cuda: Any = torch.cuda
+    stream = NullStream()
+    cuda.current_device = lambda: CPU
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.Stream = cuda.Event = NullStream
+    cuda.stream = _null_range
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+        "set_stream",
+        "reset_peak_memory_stats",
+    ):
+        setattr(cuda, name, _nothing)
+    # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
+    for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
+        setattr(cuda, name, _nothing)
+    cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, _nothing)
+    cuda.nvtx.range = _null_range
+
+
+def _use_stateless_random_tracker() -> None:
+    """Megatron's tracker of CUDA random states, without states (tensor_parallel/random.py)."""
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,0 +1,52 @@
+"""GPT layers in plain torch: packed sequences, context and sequence parallelism, on any device."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pg.megatron.attention import use_packed_core_attention
+
+
+class TorchNorm:
+    """Builds torch's LayerNorm or RMSNorm, marked for sequence parallelism.
+
+    Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) refuses sequence parallelism because it
+    does not mark the parameters; `finalize_model_grads` sums the gradients of marked ones over the
+    tensor-parallel ranks, each of which has seen another part of the sequence.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> torch.nn.Module:
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in norms or config.layernorm_zero_centered_gamma:
+            raise NotImplementedError(
+                f"--normalization is {config.normalization!r}, zero-centered gamma "
+                f"{config.layernorm_zero_centered_gamma}: TorchNorm builds plain LayerNorm and RMSNorm"
+            )
+        norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def torch_block_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """`transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
+
+    Args:
+        config: the model's config; its pipeline layout decides which layers this stage gets.
+        vp_stage: virtual pipeline stage of the chunk, None without a virtual pipeline.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    layers = []
+    for layer in block.layer_specs:
+        changed = use_packed_core_attention(layer)
+        changed.submodules.input_layernorm = TorchNorm
+        changed.submodules.pre_mlp_layernorm = TorchNorm
+        layers.append(changed)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)

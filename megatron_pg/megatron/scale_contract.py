@@ -1,0 +1,115 @@
+"""What Megatron does to a returned loss, and the factor that undoes it. The only file that knows.
+
+Let s be the local loss of one micro-batch on one rank. Wanted: the final gradient is that of the sum of s over all
+ranks and micro-batches. DP is the data-parallel size without context parallelism, CP the context-parallel size, M the
+number of micro-batches of this data-parallel rank. Read in pipeline_parallel/schedules.py (forward_step_calc_loss),
+distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
+
+1. calculate_per_token_loss off, loss_func returns (loss, metrics):
+   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. What is left of the
+   sum is ``CP / (M * DP * CP) = 1 / (DP * M)``, so DP * M * s is returned.
+2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
+   the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
+   and micro-batches. So s * sum_n is returned.
+
+The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
+values in the other mode carry no factor CP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals
+from megatron_pg.megatron import versions
+
+ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
+"""What a Megatron loss_func returns: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
+
+
+@dataclass(frozen=True)
+class ScaleContract:
+    """How one micro-batch's loss is handed to the schedule."""
+
+    calculate_per_token_loss: bool
+    """The mode of the *model's* config; a host may force it whatever the flags say."""
+    factor: float
+    """What the local loss is multiplied by."""
+    num_tokens: int
+    """n of per-token mode, on this rank."""
+
+    def apply(self, loss: Tensor, metrics: dict[str, Tensor]) -> ScheduleOutput:
+        """The tuple that the schedule expects of this mode. `loss` 0-d, attached to the graph."""
+        scaled = loss * self.factor
+        if not self.calculate_per_token_loss:
+            return scaled, metrics
+        # An int32 tensor: the schedule adds it to an int32 accumulator, and clamps it.
+        num_tokens = torch.full((), self.num_tokens, dtype=torch.int32, device=loss.device)
+        return scaled, num_tokens, metrics
+
+
+def scale_contract(
+    model_config: Any,
+    totals: StepTotals,
+    *,
+    calculate_per_token_loss: bool,
+    data_parallel_size: int,
+    context_parallel_size: int,
+    num_microbatches: int,
+    num_active_tokens: int,
+    num_local_tokens: int,
+) -> ScaleContract:
+    """The contract of one micro-batch on one rank.
+
+    Args:
+        model_config: the model's TransformerConfig, or None where it is not at hand.
+        totals: the totals of the step.
+        calculate_per_token_loss: the mode of the model's config.
+        data_parallel_size: DP, without context parallelism.
+        context_parallel_size: CP.
+        num_microbatches: M of this data-parallel rank.
+        num_active_tokens: active tokens of this rank's window.
+        num_local_tokens: all tokens of this rank's part of the micro-batch, padding included.
+
+    Raises:
+        ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss or multi-token prediction
+            and no ``totals.num_tokens``.
+        NotImplementedError: the same under context parallelism with a megatron-core before 0.19.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}: expected 1 or more")
+    if not calculate_per_token_loss:
+        return ScaleContract(False, float(data_parallel_size * num_microbatches), 0)
+    if not scales_auxiliary_loss_by_tokens(model_config):
+        return ScaleContract(True, float(max(totals.num_active_tokens, 1)), num_active_tokens)
+    if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
+        raise NotImplementedError(
+            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
+            f"{context_parallel_size}: megatron-core before 0.19 scales the auxiliary gradient to 1/CP of what is "
+            "asked for; turn per-token mode off (the policy gradient is the same) or use 0.19"
+        )
+    if totals.num_tokens is None:
+        raise ValueError(
+            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss or multi-token prediction needs "
+            "StepTotals.num_tokens, the packed tokens of the whole step with padding: Megatron scales those losses by "
+            "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
+            "policy gradient is the same)"
+        )
+    return ScaleContract(True, float(max(totals.num_tokens, 1)), num_local_tokens)
+
+
+def scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
+    """Whether per-token mode scales an auxiliary loss of this model by its local tokens (experts, MTP)."""
+    if model_config is None:
+        return False
+    if getattr(model_config, "mtp_num_layers", None):
+        return True
+    if not getattr(model_config, "num_moe_experts", None):
+        return False
+    coefficient = getattr(model_config, "moe_aux_loss_coeff", 0.0)
+    coefficients = coefficient if isinstance(coefficient, (list, tuple)) else [coefficient]
+    return any(coefficients) or bool(getattr(model_config, "moe_z_loss_coeff", None))

@@ -1,0 +1,115 @@
+"""What the package needs to know about the installed Megatron-Core version, in one place.
+
+Every difference between versions is a named predicate here; no other file compares version numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import lru_cache
+
+OLDEST_SUPPORTED = (0, 15)
+FIRST_UNSUPPORTED = (0, 21)
+SUPPORTED_RANGE = "megatron-core >= 0.15, < 0.21"
+
+
+class UnsupportedMegatronError(ImportError):
+    """Megatron-Core is missing, or is a version that this package was not written for."""
+
+
+@lru_cache(maxsize=1)
+def megatron_core_version() -> tuple[int, int, int]:
+    """Version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
+
+    The version is read from `megatron.core.package_info` and not from the installed metadata:
+    a Megatron-LM checkout on PYTHONPATH has no metadata and would be shadowed by an old wheel's.
+
+    Raises:
+        UnsupportedMegatronError: Megatron-Core cannot be imported.
+    """
+    try:
+        from megatron.core import package_info
+    except ImportError as error:
+        raise UnsupportedMegatronError(
+            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: "
+            f"{error}. Install it with `pip install 'megatron-core>=0.15,<0.21'`."
+        ) from error
+    return parse_version(package_info.__version__)
+
+
+def parse_version(text: str) -> tuple[int, int, int]:
+    """(major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+
+    Raises:
+        UnsupportedMegatronError: `text` does not start with two numbers.
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        raise UnsupportedMegatronError(
+            f"cannot read the megatron-core version {text!r}; supported: {SUPPORTED_RANGE}"
+        )
+    major, minor, patch = match.groups(default="0")
+    return int(major), int(minor), int(patch)
+
+
+def require_supported_version(version: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
+    """Refuse a Megatron-Core that this package does not support; call it once at start.
+
+    Args:
+        version: (major, minor, patch) to judge; None means the installed one.
+
+    Returns:
+        The accepted version.
+
+    Raises:
+        UnsupportedMegatronError: it is missing or outside the supported range.
+    """
+    found = megatron_core_version() if version is None else version
+    if not OLDEST_SUPPORTED <= found[:2] < FIRST_UNSUPPORTED:
+        raise UnsupportedMegatronError(
+            f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports "
+            f"{SUPPORTED_RANGE}. Install a version in that range."
+        )
+    return found
+
+
+def _at_least(minor: int) -> bool:
+    return megatron_core_version()[:2] >= (0, minor)
+
+
+def supports_output_processor() -> bool:
+    """Whether `GPTModel.forward` takes `output_processor` and `output_processor_context`.
+
+    In models/gpt/gpt_model.py of 0.18.2 and 0.19.2; absent from 0.17.1.
+    """
+    return _at_least(18)
+
+
+def per_token_moe_under_context_parallel_is_right() -> bool:
+    """Whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+
+    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by
+    `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by the local tokens alone,
+    which leaves 1 / CP of the intended gradient.
+    """
+    return _at_least(19)
+
+
+def needs_kept_pipeline_outputs() -> bool:
+    """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
+
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous
+    send is still reading it; 0.18.2 waits for `send_next_wait_handle` first.
+    """
+    return not _at_least(18)
+
+
+def has_megatron_training() -> bool:
+    """Whether `megatron.training` (parser, arguments, train step) is importable.
+
+    Asked of the installation and not of the version: the wheels of 0.17.1 to 0.19.2 carry it, those
+    of 0.15.3 and 0.16.1 do not, and a Megatron-LM checkout always does.
+    """
+    megatron_core_version()
+    return importlib.util.find_spec("megatron.training") is not None

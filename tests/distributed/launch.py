@@ -1,0 +1,122 @@
+"""Run a function in several gloo processes: all results, or the first error, and never a hang.
+
+The processes are forked from a server that has imported torch and Megatron once, so that a launch
+costs a fraction of a second and not an import for each rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+GRACE_SECONDS = 1.0
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message has its traceback, and those that reached us soon after."""
+
+
+def run_ranks(
+    worker: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+) -> list[Any]:
+    """`worker(*args)` on `world_size` ranks with a gloo default group; results in rank order.
+
+    Args:
+        worker: a module-level function; its result is pickled.
+        world_size: number of processes.
+        args: pickled for every rank.
+        timeout: seconds until the ranks are killed.
+
+    Raises:
+        RankError: a rank raised, or died.
+        TimeoutError: the ranks were not done in time.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(theirs, worker, args, rank, world_size, store, timeout)
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _collect(pipes: list[Any], deadline: float) -> list[Any]:
+    """Every rank's result; an error ends the wait, after a moment for errors that follow it."""
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    results: list[Any] = [None] * len(pipes)
+    errors: list[str] = []
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), deadline - time.monotonic())
+        if not ready and errors:
+            break
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish in time")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                succeeded, value = False, "the process died"
+            if succeeded:
+                results[rank] = value
+            else:
+                errors.append(f"rank {rank}: {value}")
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if errors:
+        raise RankError("\n".join(errors))
+    return results
+
+
+def _run_rank(
+    pipe: Any,
+    worker: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+) -> None:
+    """The life of one rank; what it raises goes to the parent as text."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = worker(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        # Plain pickle: that of multiprocessing would leave tensors in the memory of this process.
+        pipe.send_bytes(pickle.dumps((True, result)))
+    except BaseException:  # whatever it was, the parent has to hear of it
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -1,0 +1,17 @@
+"""What the process that ranks are forked from imports; nothing here may start a thread."""
+
+import logging
+import warnings
+
+warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, deprecated collectives
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime  # noqa: E402
+
+enable_cpu_runtime()
+
+import megatron.core.distributed  # noqa: E402, F401
+import megatron.core.models.gpt  # noqa: E402, F401
+import megatron.core.pipeline_parallel  # noqa: E402, F401
+
+import megatron_pg.megatron.layer_spec  # noqa: E402, F401

@@ -1,0 +1,152 @@
+"""The torch-only attention: packed and context parallel equals each sequence alone in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from .launch import run_ranks
+from .models import (
+    VOCAB_SIZE,
+    Sharding,
+    build_model,
+    gather_gradients,
+    initialize_groups,
+    relative_error,
+)
+
+TOLERANCE = 1e-6
+LENGTHS = {"even": [9, 2, 14, 1, 16], "one long among short": [40, 2, 3, 1, 4, 2, 5, 3]}
+
+
+def sequences(lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and, for every logit, its weight in the scalar that is differentiated."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+    weights = [torch.randn(length, VOCAB_SIZE, generator=generator) for length in lengths]
+    return tokens, weights
+
+
+def owned_positions(length: int, rank: int, size: int) -> list[int]:
+    """Positions of a padded sequence that a context-parallel rank holds, in its order."""
+    chunk = length // (2 * size)
+    if size == 1:
+        return list(range(length))
+    return [
+        position
+        for owner in (rank, 2 * size - 1 - rank)
+        for position in range(owner * chunk, (owner + 1) * chunk)
+    ]
+
+
+def pack(sharding: Sharding, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, PackedSeqParams]:
+    """This rank's tokens, positions and weights (0 at padding) of all sequences in one pack."""
+    rank, size = parallel_state.get_context_parallel_rank(), sharding.context
+    multiple = 2 * size * (sharding.tensor if sharding.sequence_parallel else 1)
+    tokens, positions, weights, cu_seqlens = [], [], [], [0]
+    for sequence, weight in zip(*sequences(lengths), strict=True):
+        padded = len(sequence) + (-len(sequence) % multiple if multiple > 2 else 0)
+        cu_seqlens.append(cu_seqlens[-1] + padded)
+        for position in owned_positions(padded, rank, size):
+            real = position < len(sequence)
+            positions.append(position)
+            tokens.append(int(sequence[position]) if real else 0)
+            weights.append(weight[position] if real else torch.zeros(VOCAB_SIZE))
+    boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
+    longest = int((boundaries[1:] - boundaries[:-1]).max())
+    parameters = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return torch.tensor([tokens]), torch.tensor([positions]), torch.stack(weights), parameters
+
+
+def forward_backward(sharding: Sharding, lengths: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """The weighted sum of all logits, and its gradients, of one sharded pack."""
+    initialize_groups(sharding)
+    chunks = build_model(sharding)
+    tokens, positions, weights, packed = pack(sharding, lengths)
+    logits = chunks[0](tokens, positions, None, packed_seq_params=packed)[0]
+    columns = weights.chunk(sharding.tensor, 1)[parallel_state.get_tensor_model_parallel_rank()]
+    total = (logits * columns).sum()
+    total.backward()
+    total = total.detach()
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    dist.all_reduce(total, group=group)
+    # Under Megatron's DDP gradients are averaged over context parallelism: undo it.
+    chunks[0].finish_grad_sync()
+    if sharding.sequence_parallel:
+        for parameter in chunks[0].parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                tensor_group = parallel_state.get_tensor_model_parallel_group()
+                dist.all_reduce(parameter.main_grad, group=tensor_group)
+    gradients = gather_gradients(chunks) or {}
+    return float(total), {name: value * sharding.context for name, value in gradients.items()}
+
+
+def all_lengths(sharding: Sharding) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    return {name: forward_backward(sharding, lengths) for name, lengths in LENGTHS.items()}
+
+
+def each_alone() -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """One process, one sequence at a time: no packing, no padding, no context parallelism."""
+    results = {}
+    for name, lengths in LENGTHS.items():
+        initialize_groups(Sharding())
+        chunks = build_model(Sharding())
+        total = 0.0
+        for tokens, weights in zip(*sequences(lengths), strict=True):
+            length = len(tokens)
+            boundaries = torch.tensor([0, length], dtype=torch.int32)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=boundaries,
+                cu_seqlens_kv=boundaries,
+                max_seqlen_q=length,
+                max_seqlen_kv=length,
+            )
+            positions = torch.arange(length)[None]
+            logits = chunks[0](tokens[None], positions, None, packed_seq_params=packed)[0]
+            value = (logits * weights).sum()
+            with chunks[0].no_sync():
+                value.backward()
+            total += value.item()
+        results[name] = (total, gather_gradients(chunks) or {})
+    return results
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, tuple[float, dict[str, Tensor]]]:
+    return run_ranks(each_alone, 1)[0]
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Sharding(),
+        Sharding(context=2),
+        Sharding(context=4),
+        Sharding(tensor=2, context=2),
+        Sharding(tensor=2, context=2, sequence_parallel=True),
+    ],
+    ids=str,
+)
+def test_packed_context_parallel_model_equals_each_sequence_alone(
+    sharding: Sharding, reference: dict[str, tuple[float, dict[str, Tensor]]]
+) -> None:
+    found = run_ranks(all_lengths, sharding.world_size, sharding)[0]
+    for name, (total, gradients) in found.items():
+        expected_total, expected = reference[name]
+        assert total == pytest.approx(expected_total, rel=1e-5)
+        assert gradients.keys() == expected.keys()
+        errors = {
+            key: relative_error(gradient, expected[key]) for key, gradient in gradients.items()
+        }
+        assert max(errors.values()) < TOLERANCE, (name, errors)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_pg.batch import PackedBatch
+    from megatron_pg.samples import Sample
+
+LogProbField = Literal["old_log_probs", "ref_log_probs", "rollout_log_probs"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within +-20 before they are exponentiated: e^20 is 4.9e8."""
@@ -30,12 +34,24 @@ def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def required_log_probs(
-    batch: PackedBatch,
-    field: Literal["old_log_probs", "ref_log_probs", "rollout_log_probs"],
-    needed_by: str,
+    carrier: PackedBatch | Sample, field: LogProbField, needed_by: str
 ) -> Tensor:
-    """The [window] log-probs of that name, or a ValueError saying what needs them."""
-    log_probs: Tensor | None = getattr(batch, field)
+    """The log-probs of that name, [window] or [response_length].
+
+    Raises:
+        ValueError: there are none; it says what needs them.
+    """
+    log_probs: Tensor | None = getattr(carrier, field)
     if log_probs is None:
         raise ValueError(f"{needed_by} needs {field}: give them to every Sample of the step")
     return log_probs
+
+
+def with_masked_inputs(batch: PackedBatch) -> PackedBatch:
+    """The micro-batch as a custom function gets it: advantages and log-probs are 0 where masked."""
+    fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    present = {name: getattr(batch, name) for name in fields if getattr(batch, name) is not None}
+    changes: dict[str, Any] = {
+        name: masked(values, batch.loss_mask) for name, values in present.items()
+    }
+    return dataclasses.replace(batch, **changes)

@@ -16,14 +16,21 @@ context-parallel ranks comes in as ``sequence``. Masked positions are exactly 0 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_pg.masking import clamped_log_ratio, masked, required_log_probs
+from megatron_pg.custom import POLICY_LOSS_PARAMETERS, load_function
+from megatron_pg.masking import (
+    clamped_log_ratio,
+    masked,
+    required_log_probs,
+    with_masked_inputs,
+)
 
 if TYPE_CHECKING:
     from megatron_pg.arguments import PolicyLossConfig
@@ -159,6 +166,66 @@ OBJECTIVES: Mapping[str, Objective] = {
     "sft": sft,
 }
 """By the name that ``--policy-loss`` takes."""
+
+
+class PolicyLossFunction(Protocol):
+    """What ``--custom-policy-loss-path`` names. It takes the place of ``--policy-loss``."""
+
+    def __call__(self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+        """The per-token loss of one micro-batch on one context-parallel rank.
+
+        Args:
+            config: the settings of the loss.
+            batch: the micro-batch; its ``advantages`` and log-probs [window] float32 are 0 at masked
+                positions.
+            log_probs: [window] of the policy in training, with gradient; 0 at masked positions.
+
+        Returns:
+            [window]. It goes through the corrections and the aggregation as a built-in loss does. A
+            loss that depends on other tokens of the micro-batch makes the objective depend on
+            packing; use :class:`megatron_pg.sequence.SequenceReduction` for sums over a sequence.
+        """
+
+
+def get_objective(config: PolicyLossConfig) -> Objective:
+    """The objective that the config names, a custom one included.
+
+    Raises:
+        ValueError: an unknown name, or an import path that does not resolve.
+    """
+    if config.custom_policy_loss_path is not None:
+        return functools.partial(_custom, load_policy_loss(config.custom_policy_loss_path))
+    if config.policy_loss not in OBJECTIVES:
+        raise ValueError(
+            f"--policy-loss is {config.policy_loss!r}: expected one of {', '.join(OBJECTIVES)}"
+        )
+    return OBJECTIVES[config.policy_loss]
+
+
+@functools.cache
+def load_policy_loss(path: str) -> PolicyLossFunction:
+    """The function that ``--custom-policy-loss-path`` names, imported and checked once."""
+    flag = "--custom-policy-loss-path"
+    function: PolicyLossFunction = load_function(path, flag=flag, positional=POLICY_LOSS_PARAMETERS)
+    return function
+
+
+def _custom(
+    function: PolicyLossFunction,
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    *,
+    sequence: SequenceLogRatios | None = None,
+) -> ObjectiveOutput:
+    """A user's loss. Nothing is known of its ratio, so none is reported."""
+    loss = function(config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask))
+    if loss.shape != batch.loss_mask.shape:
+        raise ValueError(
+            f"--custom-policy-loss-path {config.custom_policy_loss_path} returned shape "
+            f"{list(loss.shape)}, expected this rank's token window, {list(batch.loss_mask.shape)}"
+        )
+    return ObjectiveOutput(masked(loss, batch.loss_mask))
 
 
 def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:

@@ -70,9 +70,7 @@ def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
-def masked_sum(
-    samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]
-) -> Tensor:
+def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]) -> Tensor:
     """Sum of the losses that the mask keeps; the others are never touched."""
     total = torch.zeros((), dtype=torch.float64)
     for index in members:

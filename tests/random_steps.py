@@ -20,6 +20,21 @@ def float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
+def plain_sample(
+    mask: list[int], *, prompt_length: int = 2, group: int | None = 0, rollout: int | None = None
+) -> PlainSample:
+    """A sample of which only the mask and the ids matter: all else is constant."""
+    return PlainSample(
+        tokens=[0] * (prompt_length + len(mask)),
+        response_length=len(mask),
+        loss_mask=mask,
+        advantages=[1.0] * len(mask),
+        old_log_probs=[-1.0] * len(mask),
+        group_index=group,
+        rollout_id=rollout,
+    )
+
+
 def random_sample(
     rng: random.Random,
     *,
@@ -85,8 +100,9 @@ def random_losses(
     """A float64 leaf [response_length] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(sample.response_length, dtype=torch.float64, generator=generator)
-        .requires_grad_(requires_grad)
+        torch.randn(
+            sample.response_length, dtype=torch.float64, generator=generator
+        ).requires_grad_(requires_grad)
         for sample in samples
     ]
 
@@ -95,8 +111,9 @@ def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]
     """A float64 leaf [total_length, VOCAB_SIZE] for each sample."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(len(sample.tokens), VOCAB_SIZE, dtype=torch.float64, generator=generator)
-        .requires_grad_()
+        torch.randn(
+            len(sample.tokens), VOCAB_SIZE, dtype=torch.float64, generator=generator
+        ).requires_grad_()
         for sample in samples
     ]
 

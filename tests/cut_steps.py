@@ -1,0 +1,197 @@
+"""A step cut over data-parallel ranks, micro-batches and context-parallel ranks, in one process.
+
+`Package` evaluates the objective the way a training job does: totals of the step, one reducer per
+micro-batch and rank, and a sum. `tests.mutants` derives wrong implementations from it. Each rank's
+slice of the losses comes from the oracle's token layout, not from the package's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals, get_aggregation, step_totals
+from megatron_pg.reducers import get_pg_loss_reducer
+
+from . import oracle
+from .oracle import PlainSample
+from .random_steps import lengths, loss_masks, package_samples
+
+DIVISOR = 4.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which samples go where: `ranks[data-parallel rank][micro-batch]` lists sample indices."""
+
+    ranks: list[list[list[int]]]
+    cp_size: int = 1
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.ranks)
+
+    def micro_batches(self) -> list[list[int]]:
+        return [micro_batch for rank in self.ranks for micro_batch in rank]
+
+
+def whole(num_samples: int, cp_size: int = 1) -> Cut:
+    """Everything in one micro-batch."""
+    return Cut([[list(range(num_samples))]], cp_size)
+
+
+def random_cut(
+    rng: random.Random, num_samples: int, *, dp_size: int, num_microbatches: int, cp_size: int
+) -> Cut:
+    """Every sample on a random rank in a random micro-batch; some micro-batches may stay empty."""
+    ranks: list[list[list[int]]] = [[[] for _ in range(num_microbatches)] for _ in range(dp_size)]
+    order = list(range(num_samples))
+    rng.shuffle(order)
+    for index in order:
+        ranks[rng.randrange(dp_size)][rng.randrange(num_microbatches)].append(index)
+    return Cut(ranks, cp_size)
+
+
+CUTS: dict[str, Callable[[int], Cut]] = {
+    "whole": whole,
+    "cp_2": lambda n: whole(n, cp_size=2),
+    "cp_4": lambda n: whole(n, cp_size=4),
+    "cp_8": lambda n: whole(n, cp_size=8),
+    "one_sample_a_micro_batch": lambda n: Cut([[[index] for index in range(n)]]),
+    "dp_2_interleaved": lambda n: Cut([[list(range(0, n, 2))], [list(range(1, n, 2))]]),
+    "ragged_dp_3_with_empty_micro_batches": lambda n: Cut(
+        [[[0], [], [*range(1, n // 2)]], [[*range(n // 2, n)]], [[], []]]
+    ),
+    "dp_2_two_micro_batches_cp_2": lambda n: random_cut(
+        random.Random(0), n, dp_size=2, num_microbatches=2, cp_size=2
+    ),
+    "dp_3_three_micro_batches_cp_4": lambda n: random_cut(
+        random.Random(1), n, dp_size=3, num_microbatches=3, cp_size=4
+    ),
+}
+"""Named cuts of a step of n samples, for the parametrized tests."""
+
+
+class Package:
+    """The objective of a cut step from the package's parts. Mutants override one method each."""
+
+    def __init__(self, divisor: float = DIVISOR) -> None:
+        """Args: divisor: L of `constant`; the other aggregations do without."""
+        self.divisor = divisor
+
+    def totals(self, step: Sequence[PlainSample]) -> StepTotals:
+        return step_totals(package_samples(step))
+
+    def outer_count(self, step: Sequence[PlainSample], aggregation: str) -> float:
+        return get_aggregation(aggregation).outer_count(self.totals(step))
+
+    def denominators(
+        self,
+        step: Sequence[PlainSample],
+        micro_batch: Sequence[PlainSample],
+        aggregation: str,
+        cp_rank: int,
+        cp_size: int,
+    ) -> Tensor | None:
+        """Per-sample D or G over the whole step."""
+        mode = get_aggregation(aggregation)
+        return mode.denominators(self.totals(step), package_samples(micro_batch))
+
+    def scored_tokens(
+        self, micro_batch: Sequence[PlainSample], cp_rank: int, cp_size: int
+    ) -> list[int]:
+        """Indices into the micro-batch's flat responses that this rank computes losses for."""
+        layout = oracle.token_layout(*lengths(micro_batch), cp_size)
+        return [row.response for row in layout[cp_rank] if row.response is not None]
+
+    def rank_sum(
+        self,
+        step: Sequence[PlainSample],
+        micro_batch: Sequence[PlainSample],
+        flat_losses: Tensor,
+        aggregation: str,
+        cp_rank: int,
+        cp_size: int,
+    ) -> Tensor:
+        """The inner sum of one context-parallel rank for one micro-batch."""
+        reducer = get_pg_loss_reducer(
+            *lengths(micro_batch),
+            loss_masks(micro_batch),
+            aggregation=aggregation,
+            divisor=self.divisor if aggregation == "constant" else None,
+            denominators=self.denominators(step, micro_batch, aggregation, cp_rank, cp_size),
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+        )
+        return reducer(flat_losses[self.scored_tokens(micro_batch, cp_rank, cp_size)])
+
+    def over_context_parallel(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).sum()
+
+    def over_micro_batches(self, parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).sum()
+
+    def objective(
+        self,
+        step: Sequence[PlainSample],
+        losses: Sequence[Tensor],
+        cut: Cut,
+        aggregation: str,
+    ) -> Tensor:
+        """The value of the whole step, 0-d, with its graph down to `losses`."""
+        over_micro_batches = []
+        for indices in cut.micro_batches():
+            micro_batch = [step[index] for index in indices]
+            flat_losses = torch.cat(
+                [torch.zeros(0, dtype=torch.float64), *(losses[index] for index in indices)]
+            )
+            over_micro_batches.append(
+                self.over_context_parallel(
+                    [
+                        self.rank_sum(
+                            step, micro_batch, flat_losses, aggregation, cp_rank, cut.cp_size
+                        )
+                        for cp_rank in range(cut.cp_size)
+                    ]
+                )
+            )
+        return self.over_micro_batches(over_micro_batches) / self.outer_count(step, aggregation)
+
+
+def gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of the objective for every leaf, zeros where it does not reach one."""
+    if not objective.requires_grad:  # the oracle of a step without an active token
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(objective, list(leaves), retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+
+
+def assert_same(
+    found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float = 1e-12
+) -> None:
+    """Value and every element of every gradient agree, to an absolute tolerance."""
+    assert found.requires_grad or not leaves, "the objective is cut off from its graph"
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
+    for found_gradient, expected_gradient in zip(
+        gradients(found, leaves), gradients(expected, leaves), strict=True
+    ):
+        torch.testing.assert_close(found_gradient, expected_gradient, rtol=0.0, atol=tolerance)
+
+
+def check_cut(
+    implementation: Package,
+    step: Sequence[PlainSample],
+    losses: Sequence[Tensor],
+    cut: Cut,
+    aggregation: str,
+) -> None:
+    """The cut step has the oracle's value and gradient."""
+    expected = oracle.aggregate(step, losses, aggregation, implementation.divisor)
+    assert_same(implementation.objective(step, losses, cut, aggregation), expected, losses)

@@ -1,0 +1,276 @@
+"""Totals of a step, and the four objectives that they make of a cut step, against the oracle."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_pg.aggregation import AGGREGATIONS, StepTotals, get_aggregation, step_totals
+from megatron_pg.samples import Sample
+from tests import oracle
+from tests.cut_steps import CUTS, Package, check_cut, whole
+from tests.random_steps import package_samples, plain_sample, random_losses, random_step
+
+
+def constant_losses(*samples: list[float]) -> list[torch.Tensor]:
+    return [torch.tensor(losses, dtype=torch.float64, requires_grad=True) for losses in samples]
+
+
+WORKED_STEP = [
+    plain_sample([1, 1], group=7),
+    plain_sample([1, 1, 1, 1], group=7),
+    plain_sample([1], group=8),
+    plain_sample([1, 1, 1], group=8),
+]
+WORKED_VALUES = {"sample_mean": 8.75, "prompt_mean": 7.625, "token_mean": 6.8, "constant": 4.25}
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_worked_numbers(aggregation: str, cut: str) -> None:
+    """[(1,2), (3,4,5,6)], [(20), (8,9,10)], groups in brackets; constant with L = 4."""
+    losses = constant_losses([1, 2], [3, 4, 5, 6], [20], [8, 9, 10])
+    found = Package().objective(WORKED_STEP, losses, CUTS[cut](4), aggregation)
+    assert found.item() == pytest.approx(WORKED_VALUES[aggregation], abs=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_oracle_gives_the_worked_numbers(aggregation: str) -> None:
+    losses = constant_losses([1, 2], [3, 4, 5, 6], [20], [8, 9, 10])
+    found = oracle.aggregate(WORKED_STEP, losses, aggregation, 4.0)
+    assert found.item() == WORKED_VALUES[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut_has_the_oracles_value_and_gradient(aggregation: str, cut: str) -> None:
+    """Ragged, masked, single-token and empty responses; groups and rollouts across the cut."""
+    for seed in range(3):
+        step = random_step(seed)
+        check_cut(Package(), step, random_losses(step, seed), CUTS[cut](len(step)), aggregation)
+
+
+STEPS = {
+    "one_token": [plain_sample([1], prompt_length=1)],
+    "one_sample_fully_masked": [plain_sample([0, 0, 0])],
+    "no_response": [plain_sample([]), plain_sample([1, 1])],
+    "shorter_than_two_chunks_per_rank": [plain_sample([1], prompt_length=1), plain_sample([1, 0])],
+    "one_active_token": [plain_sample([0, 0, 0, 1, 0, 0, 0])],
+    "masked_group": [
+        plain_sample([0, 0], group=1),
+        plain_sample([0], group=1),
+        plain_sample([1, 1, 0], group=2),
+    ],
+    "rollout_with_a_masked_turn": [
+        plain_sample([0, 0], rollout=5),
+        plain_sample([1, 1, 1], rollout=5),
+        plain_sample([1], rollout=6),
+    ],
+    "one_rollout_of_everything": [plain_sample([1, 0, 1], rollout=-(2**63)) for _ in range(4)],
+    "extreme_ids": [plain_sample([1, 1], group=2**63 - 1), plain_sample([1], group=-(2**63))],
+}
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cp_size", (1, 2, 4, 8))
+@pytest.mark.parametrize("name", STEPS)
+def test_edge_steps_have_the_oracles_value_and_gradient(
+    name: str, cp_size: int, aggregation: str
+) -> None:
+    step = STEPS[name]
+    check_cut(Package(), step, random_losses(step), whole(len(step), cp_size), aggregation)
+
+
+def test_one_active_token_under_context_parallelism_keeps_its_gradient() -> None:
+    """The symptom in the field: its gradient halves at context-parallel size 2."""
+    step = STEPS["one_active_token"]
+    losses = random_losses(step)
+    for cp_size in (1, 2, 4, 8):
+        found = Package().objective(step, losses, whole(1, cp_size), "sample_mean")
+        (gradient,) = torch.autograd.grad(found, losses)
+        assert gradient.tolist() == [0, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("aggregation", ("sample_mean", "prompt_mean", "constant"))
+def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
+    """Masking a whole rollout removes its terms and leaves those of the others as they were."""
+    before = [plain_sample([1, 1], group=1), plain_sample([1, 1, 1], group=2)]
+    after = [before[0], plain_sample([0, 0, 0], group=2)]
+    losses = random_losses(before)
+    weights = [
+        torch.autograd.grad(Package().objective(step, losses, whole(2), aggregation), losses)
+        for step in (before, after)
+    ]
+    assert torch.equal(weights[0][0], weights[1][0])
+    assert not weights[1][1].any()
+
+
+def test_a_masked_sample_adds_no_phantom_token() -> None:
+    step = [plain_sample([1, 1, 1]), plain_sample([0, 0])]
+    assert step_totals(package_samples(step)).num_active_tokens == 3
+    losses = constant_losses([1.0, 2.0, 3.0], [50.0, 50.0])
+    assert Package().objective(step, losses, whole(2), "token_mean").item() == 2.0
+
+
+# --------------------------------------------------------------------------------------------------
+# StepTotals
+# --------------------------------------------------------------------------------------------------
+
+COUNTED_STEP = [
+    plain_sample([1, 1, 0], group=10),
+    plain_sample([1], group=10, rollout=100),
+    plain_sample([1, 1], group=10, rollout=100),
+    plain_sample([0, 0], group=11),
+    plain_sample([0], group=11, rollout=101),
+    plain_sample([], group=12, rollout=102),
+    plain_sample([1, 1, 1, 1], group=13, rollout=103),
+]
+
+
+def check_counts(totals: StepTotals) -> None:
+    assert totals.num_rollouts == 6  # two alone, four shared
+    assert totals.num_prompt_groups == 4
+    assert totals.num_active_tokens == 9
+    assert totals.num_active_rollouts == 3
+    assert totals.num_active_prompt_groups == 2
+
+
+def test_totals_count_rollouts_groups_and_tokens() -> None:
+    totals = step_totals(package_samples(COUNTED_STEP))
+    check_counts(totals)
+    assert totals.rollout_active_tokens == {100: 3, 101: 0, 102: 0, 103: 4}
+    assert totals.group_active_tokens == {10: 5, 11: 0, 12: 0, 13: 4}
+
+
+def denominators(totals: StepTotals, samples: list[Sample], name: str) -> list[float] | None:
+    found = get_aggregation(name).denominators(totals, samples)
+    if found is None:
+        return None
+    assert found.dtype == torch.float64
+    return found.tolist()
+
+
+def test_denominators_are_those_of_the_step() -> None:
+    samples = package_samples(COUNTED_STEP)
+    totals = step_totals(samples)
+    assert denominators(totals, samples, "sample_mean") == [2, 3, 3, 0, 0, 0, 4]
+    assert denominators(totals, samples[1:2], "sample_mean") == [3]
+    assert denominators(totals, samples, "prompt_mean") == [5, 5, 5, 0, 0, 0, 4]
+    assert denominators(totals, samples, "token_mean") is None
+    assert denominators(totals, samples, "constant") is None
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_outer_count_equals_the_oracles(aggregation: str) -> None:
+    for seed in range(5):
+        step = random_step(seed)
+        totals = step_totals(package_samples(step))
+        found = get_aggregation(aggregation).outer_count(totals)
+        assert found == oracle.outer_count(step, aggregation)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_inner_weight_is_the_sum_of_all_weights(aggregation: str) -> None:
+    """What the checksum expects: the inner sum of losses that are all one."""
+    step = random_step(seed=3)
+    divisor = 4.0 if aggregation == "constant" else None
+    ones = [torch.ones(sample.response_length, dtype=torch.float64) for sample in step]
+    totals = step_totals(package_samples(step))
+    expected = oracle.aggregate(step, ones, aggregation, 4.0) * oracle.outer_count(
+        step, aggregation
+    )
+    found = get_aggregation(aggregation).inner_weight(totals, divisor)
+    assert found == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_aggregations_are_the_four() -> None:
+    assert set(AGGREGATIONS) == set(oracle.AGGREGATIONS)
+    with pytest.raises(ValueError, match=r"(?s)seq_mean.*sample_mean.*prompt_mean"):
+        get_aggregation("seq_mean")
+
+
+def test_missing_group_is_refused_and_never_read_as_one_group() -> None:
+    samples = package_samples([plain_sample([1]), plain_sample([1], group=None)])
+    totals = step_totals(samples)
+    prompt_mean = get_aggregation("prompt_mean")
+    with pytest.raises(ValueError, match="group_index"):
+        prompt_mean.outer_count(totals)
+    with pytest.raises(ValueError, match="group_index"):
+        prompt_mean.denominators(totals, samples)
+    assert get_aggregation("sample_mean").outer_count(totals) == 2
+
+
+def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
+    totals = step_totals(package_samples([plain_sample([1], rollout=1, group=1)]))
+    stranger = Sample([0, 1], 1, [1], 0.0, group_index=2, rollout_id=2, name="task-9")
+    for aggregation, field in (("sample_mean", "rollout_id"), ("prompt_mean", "group_index")):
+        with pytest.raises(ValueError, match=rf"(?s)task-9.*{field}"):
+            get_aggregation(aggregation).denominators(totals, [stranger])
+
+
+def test_rollout_of_two_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?s)rollout_id 3.*group_index"):
+        step_totals(
+            package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)])
+        )
+
+
+@pytest.mark.parametrize("divisor", (None, 0, -1, math.nan, math.inf))
+def test_impossible_constant_divisors_are_refused(divisor: float | None) -> None:
+    with pytest.raises(ValueError, match="loss-aggregation-divisor"):
+        get_aggregation("constant").divisors(None, divisor)
+
+
+# --------------------------------------------------------------------------------------------------
+# Totals over real data-parallel ranks
+# --------------------------------------------------------------------------------------------------
+
+RANK_SAMPLES = ([0, 2, 5], [1, 3, 4, 6])
+"""Which of COUNTED_STEP each rank holds: groups 10 and 11 and rollout 100 are on both."""
+
+
+def count_on_rank(rank: int, rendezvous: str) -> None:
+    """One data-parallel rank: totals over the group equal those of the whole step."""
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    try:
+        step = package_samples(COUNTED_STEP)
+        local = [step[index] for index in RANK_SAMPLES[rank]]
+        totals = step_totals(local, data_parallel_group=dist.group.WORLD)
+        check_counts(totals)
+        whole_step = step_totals(step)
+        for aggregation in ("sample_mean", "prompt_mean"):
+            assert denominators(totals, local, aggregation) == denominators(
+                whole_step, local, aggregation
+            )
+        assert set(totals.group_active_tokens) == {sample.group_index for sample in local}
+
+        # A rank without samples joins all the same.
+        totals = step_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)
+        check_counts(totals)
+
+        # A group missing on one rank is missing for all.
+        first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
+        assert step_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_totals_span_data_parallel_ranks(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(
+        count_on_rank, args=(f"file://{tmp_path / 'rendezvous'}",), nprocs=2
+    )
+
+
+def test_random_step_has_what_the_tests_rely_on() -> None:
+    """A random step that lost its awkward samples would make every test above easier."""
+    step = random_step(seed=0)
+    assert sum(step[0].loss_mask) == 0 and step[0].response_length > 0
+    assert step[1].response_length == 1
+    assert step[3].response_length == 0
+    assert step[6].rollout_id == step[7].rollout_id != step[2].rollout_id
+    assert len(oracle.prompt_groups(step)) == 3

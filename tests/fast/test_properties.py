@@ -1,0 +1,265 @@
+"""Properties of the objective over random steps and cuts, and the mutants that must break them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import mutants, oracle
+from tests.cut_steps import (
+    CUTS,
+    DIVISOR,
+    Cut,
+    Package,
+    assert_same,
+    check_cut,
+    gradients,
+    random_cut,
+    whole,
+)
+from tests.oracle import PlainSample
+from tests.random_steps import lengths, plain_sample, random_losses, random_step
+
+GROUP_IDS = (-(2**63), 0, 2**63 - 1)
+
+
+@st.composite
+def plain_samples(draw: st.DrawFn) -> PlainSample:
+    """Any lengths, mask, group and rollout; the fields that no aggregation reads are constant."""
+    mask = draw(st.lists(st.integers(0, 1), max_size=9))
+    rollout_id = draw(st.sampled_from((None, None, 0, 1, 2)))
+    return plain_sample(
+        mask,
+        prompt_length=draw(st.integers(1, 5)),
+        group=draw(st.sampled_from(GROUP_IDS)) if rollout_id is None else GROUP_IDS[rollout_id],
+        rollout=rollout_id,
+    )
+
+
+steps = st.lists(plain_samples(), min_size=1, max_size=8)
+seeds = st.integers(0, 2**32 - 1)
+aggregations = st.sampled_from(oracle.AGGREGATIONS)
+
+
+@st.composite
+def cut_steps(draw: st.DrawFn) -> tuple[list[PlainSample], list[Tensor], Cut, str]:
+    """A step with random losses, a way to cut it, and an aggregation."""
+    step = draw(steps)
+    seed = draw(seeds)
+    cut = random_cut(
+        random.Random(seed),
+        len(step),
+        dp_size=draw(st.integers(1, 3)),
+        num_microbatches=draw(st.integers(1, 3)),
+        cp_size=draw(st.sampled_from((1, 2, 4, 8))),
+    )
+    return step, random_losses(step, seed), cut, draw(aggregations)
+
+
+# --------------------------------------------------------------------------------------------------
+# Invariance: no cut, order or parallel size changes the value or the gradient
+# --------------------------------------------------------------------------------------------------
+
+
+def check_permutation(
+    implementation: Package, step: list[PlainSample], losses: list[Tensor], cut: Cut, name: str
+) -> None:
+    """The reversed step, cut alike, is the same objective with the same gradients."""
+    found = implementation.objective(step[::-1], losses[::-1], cut, name)
+    assert_same(found, implementation.objective(step, losses, cut, name), losses)
+
+
+@settings(max_examples=150)
+@given(case=cut_steps())
+def test_no_cut_changes_value_or_gradient(case: tuple) -> None:
+    check_cut(Package(), *case)
+
+
+@settings(max_examples=50)
+@given(case=cut_steps())
+def test_no_order_of_samples_changes_value_or_gradient(case: tuple) -> None:
+    check_permutation(Package(), *case)
+
+
+@settings(max_examples=30)
+@given(step=steps, aggregation=aggregations, seed=seeds)
+def test_no_context_parallel_size_changes_value_or_gradient(
+    step: list[PlainSample], aggregation: str, seed: int
+) -> None:
+    losses = random_losses(step, seed)
+    unsharded = Package().objective(step, losses, whole(len(step)), aggregation)
+    for cp_size in (2, 4, 8):
+        found = Package().objective(step, losses, whole(len(step), cp_size), aggregation)
+        assert_same(found, unsharded, losses)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scaling laws
+# --------------------------------------------------------------------------------------------------
+
+
+def value(step: list[PlainSample], losses: list[Tensor], aggregation: str) -> Tensor:
+    return Package().objective(step, losses, whole(len(step)), aggregation)
+
+
+@settings(max_examples=30)
+@given(step=steps, seed=seeds, factor=st.floats(0.25, 64))
+def test_constant_is_linear_in_the_inverse_divisor(
+    step: list[PlainSample], seed: int, factor: float
+) -> None:
+    losses = random_losses(step, seed)
+    found = Package(DIVISOR * factor).objective(step, losses, whole(len(step)), "constant")
+    assert_same(found * factor, value(step, losses, "constant"), losses)
+
+
+@settings(max_examples=30)
+@given(
+    mask=st.lists(st.integers(0, 1), min_size=1, max_size=6).filter(any),
+    count=st.integers(1, 6),
+    seed=seeds,
+)
+def test_token_mean_of_equally_long_samples_is_sample_mean(
+    mask: list[int], count: int, seed: int
+) -> None:
+    step = [plain_sample(mask) for _ in range(count)]
+    losses = random_losses(step, seed)
+    assert_same(value(step, losses, "token_mean"), value(step, losses, "sample_mean"), losses)
+
+
+@settings(max_examples=30)
+@given(step=steps, seed=seeds)
+def test_prompt_mean_of_one_group_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
+    step = [replace(sample, group_index=5) for sample in step]
+    losses = random_losses(step, seed)
+    assert_same(value(step, losses, "prompt_mean"), value(step, losses, "token_mean"), losses)
+
+
+@settings(max_examples=30)
+@given(step=steps, seed=seeds)
+def test_prompt_mean_of_one_rollout_a_group_is_sample_mean(
+    step: list[PlainSample], seed: int
+) -> None:
+    step = [
+        replace(sample, group_index=index, rollout_id=None) for index, sample in enumerate(step)
+    ]
+    losses = random_losses(step, seed)
+    assert_same(value(step, losses, "prompt_mean"), value(step, losses, "sample_mean"), losses)
+
+
+@settings(max_examples=30)
+@given(step=steps, seed=seeds)
+def test_sample_mean_of_one_rollout_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
+    step = [replace(sample, rollout_id=5, group_index=5) for sample in step]
+    losses = random_losses(step, seed)
+    assert_same(value(step, losses, "sample_mean"), value(step, losses, "token_mean"), losses)
+
+
+@settings(max_examples=30)
+@given(step=steps, aggregation=aggregations, seed=seeds)
+def test_objective_is_linear_in_the_losses(
+    step: list[PlainSample], aggregation: str, seed: int
+) -> None:
+    """Hence the gradient is the weight of each token: it does not depend on the losses."""
+    first, second = random_losses(step, seed), random_losses(step, seed + 1)
+    weights = gradients(value(step, first, aggregation), first)
+    other = gradients(value(step, second, aggregation), second)
+    for one, two in zip(weights, other, strict=True):
+        assert torch.equal(one, two)
+    total = sum((w * x).sum() for w, x in zip(weights, first, strict=True))
+    torch.testing.assert_close(
+        value(step, first, aggregation), torch.as_tensor(total), rtol=0, atol=1e-12
+    )
+
+
+@settings(max_examples=30)
+@given(
+    response_lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    aggregation=st.sampled_from(("sample_mean", "prompt_mean", "token_mean")),
+)
+def test_a_mean_of_equal_losses_is_that_loss(response_lengths: list[int], aggregation: str) -> None:
+    step = [
+        plain_sample([1] * length, group=index % 2) for index, length in enumerate(response_lengths)
+    ]
+    losses = [torch.full((length,), 3.5, dtype=torch.float64) for length in response_lengths]
+    assert value(step, losses, aggregation).item() == pytest.approx(3.5, abs=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Mutants
+# --------------------------------------------------------------------------------------------------
+
+
+def fails(check: Callable[..., None], mutant: Package, examples: int = 150) -> bool:
+    """Whether the property, run as above but on the mutant, finds a counterexample."""
+
+    @settings(max_examples=examples, phases=[Phase.generate])
+    @given(case=cut_steps())
+    def run(case: tuple) -> None:
+        check(mutant, *case)
+
+    try:
+        run()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_the_cut_property_rejects(name: str) -> None:
+    assert fails(check_cut, mutants.MUTANTS[name]())
+
+
+def test_the_cut_property_accepts_the_package() -> None:
+    assert not fails(check_cut, Package(), examples=20)
+
+
+class FirstSampleCountsMore(Package):
+    """A weight that depends on a sample's place in the step."""
+
+    def objective(self, step, losses, cut, aggregation):  # type: ignore[no-untyped-def]
+        return super().objective(step, losses, cut, aggregation) + losses[0].sum()
+
+
+@pytest.mark.parametrize("mutant", (FirstSampleCountsMore(), mutants.MicroBatchDenominator()))
+def test_the_order_property_rejects(mutant: Package) -> None:
+    assert fails(check_permutation, mutant)
+
+
+CAUGHT_BY_CUT = {
+    # mutant -> (aggregation, the named cut of the parametrized tests that tells it from the truth)
+    "ExtraContextParallelFactor": ("sample_mean", "cp_2"),
+    "MeanOverContextParallel": ("sample_mean", "cp_2"),
+    "MeanOverMicroBatches": ("token_mean", "dp_2_interleaved"),
+    "MicroBatchDenominator": ("prompt_mean", "dp_2_interleaved"),
+    "WindowDenominator": ("sample_mean", "cp_2"),
+    "PhantomToken": ("token_mean", "whole"),
+    "DropsMaskedRollouts": ("sample_mean", "whole"),
+    "SamplesForRollouts": ("sample_mean", "whole"),
+    "WindowByOwner": ("token_mean", "cp_2"),
+    "OneTokenLate": ("token_mean", "whole"),
+}
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_the_named_cuts_reject(name: str) -> None:
+    """The same steps and cuts as test_aggregation's, so that those tests can fail too."""
+    aggregation, cut = CAUGHT_BY_CUT[name]
+    step = random_step(seed=0)
+    case = (step, random_losses(step, seed=0), CUTS[cut](len(step)), aggregation)
+    check_cut(Package(), *case)
+    with pytest.raises(AssertionError):
+        check_cut(mutants.MUTANTS[name](), *case)
+
+
+def test_random_steps_leave_some_rank_without_a_response() -> None:
+    """The property would be easier if every window held something."""
+    step = random_step(seed=0)
+    layout = oracle.token_layout(*lengths(step[:2]), 8)
+    assert any(all(row.response is None for row in rows) for rows in layout)

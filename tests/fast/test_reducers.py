@@ -1,0 +1,354 @@
+"""The reducer factory: one closure per micro-batch and rank, against the oracle's weights."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_pg.aggregation import get_aggregation, step_totals
+from megatron_pg.reducers import get_pg_loss_reducer
+from megatron_pg.samples import Sample
+from tests import oracle
+from tests.cut_steps import DIVISOR, assert_same
+from tests.random_steps import (
+    lengths,
+    loss_masks,
+    package_samples,
+    random_losses,
+    random_step,
+)
+
+CP_SIZES = (1, 2, 4, 8)
+
+
+def scored(step: list[oracle.PlainSample], cp_rank: int, cp_size: int) -> list[int]:
+    """Indices into the flat responses that the oracle hands to this rank."""
+    layout = oracle.token_layout(*lengths(step), cp_size)
+    return [row.response for row in layout[cp_rank] if row.response is not None]
+
+
+def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
+    """The keyword arguments that give an aggregation the totals of the step."""
+    samples = package_samples(step)
+    return {
+        "aggregation": aggregation,
+        "divisor": DIVISOR if aggregation == "constant" else None,
+        "denominators": get_aggregation(aggregation).denominators(step_totals(samples), samples),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_sum_over_ranks_is_the_inner_sum(aggregation: str, cp_size: int) -> None:
+    step = random_step(seed=11)
+    losses = random_losses(step)
+    flat = torch.cat(losses)
+    found = torch.zeros((), dtype=torch.float64)
+    for cp_rank in range(cp_size):
+        reducer = get_pg_loss_reducer(
+            *lengths(step),
+            loss_masks(step),
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            **arguments(step, aggregation),
+        )
+        part = reducer(flat[scored(step, cp_rank, cp_size)])
+        assert part.shape == ()
+        found = found + part
+    objective = oracle.aggregate(step, losses, aggregation, DIVISOR)
+    assert_same(found, objective * oracle.outer_count(step, aggregation), losses)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("aggregation", ("sample_mean", "prompt_mean", "token_mean"))
+def test_per_token_mode_is_the_masked_token_sum(aggregation: str, cp_size: int) -> None:
+    """Whatever the aggregation; this is what custom reducers of the field are asked for."""
+    step = random_step(seed=12)
+    losses = random_losses(step)
+    flat = torch.cat(losses)
+    found = torch.zeros((), dtype=torch.float64)
+    for cp_rank in range(cp_size):
+        reducer = get_pg_loss_reducer(
+            *lengths(step),
+            loss_masks(step),
+            True,
+            aggregation=aggregation,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+        )
+        found = found + reducer(flat[scored(step, cp_rank, cp_size)])
+    assert_same(found, oracle.masked_sum(step, losses, range(len(step))), losses)
+
+
+def test_positional_signature_of_custom_reducers() -> None:
+    parameters = list(inspect.signature(get_pg_loss_reducer).parameters.values())
+    assert [parameter.name for parameter in parameters[:4]] == [
+        "total_lengths",
+        "response_lengths",
+        "loss_masks",
+        "calculate_per_token_loss",
+    ]
+    assert parameters[3].default is False
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])
+    defaults = {parameter.name: parameter.default for parameter in parameters[4:]}
+    assert defaults == {
+        "aggregation": "sample_mean",
+        "divisor": None,
+        "denominators": None,
+        "cp_rank": None,
+        "cp_size": None,
+        "qkv_format": "thd",
+    }
+
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
+    x = torch.tensor([1.0, 50.0, 3.0, 7.0])
+    assert get_pg_loss_reducer([5, 2], [3, 1], masks)(x).item() == 2.0 + 7.0
+    assert get_pg_loss_reducer([5, 2], [3, 1], masks, False)(x).item() == 2.0 + 7.0
+    assert get_pg_loss_reducer([5, 2], [3, 1], masks, True)(x).item() == 11.0
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.int64, torch.int32, torch.float32))
+def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 0, 1]).to(dtype)])
+    assert reducer(torch.tensor([2.0, 9.0, 4.0])).item() == 3.0
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_low_precision_losses_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """4,096 ones stall at 256 in bfloat16."""
+    reducer = get_pg_loss_reducer([4097], [4096], [torch.ones(4096)], True)
+    total = reducer(torch.ones(4096, dtype=dtype))
+    assert total.dtype == torch.float32
+    assert total.item() == 4096.0
+
+
+def test_denominators_default_to_the_samples_own() -> None:
+    step = [sample for sample in random_step(seed=13) if sample.rollout_id is None]
+    losses = random_losses(step)
+    found = get_pg_loss_reducer(*lengths(step), loss_masks(step))(torch.cat(losses)) / len(step)
+    assert_same(found, oracle.sample_mean(step, losses), losses)
+
+
+def test_denominators_as_a_list() -> None:
+    masks = [torch.tensor([1, 1]), torch.tensor([1])]
+    reducer = get_pg_loss_reducer([3, 2], [2, 1], masks, denominators=[4, 2])
+    assert reducer(torch.tensor([1.0, 3.0, 6.0])).item() == 4.0
+
+
+def test_reducer_can_be_called_again() -> None:
+    """Once a loss, once a KL term: nothing is used up, and each precision has its own result."""
+    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 1, 1])])
+    x = torch.tensor([1.0, 2.0, 6.0])
+    assert reducer(x).item() == 3.0
+    assert reducer(x.double()).dtype == torch.float64
+    assert reducer(2 * x).item() == 6.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Masked positions, empty windows
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_garbage_at_masked_positions_is_harmless(aggregation: str, garbage: float) -> None:
+    step = random_step(seed=14)
+    mask = torch.cat(loss_masks(step)).bool()
+    assert not mask.all()
+    clean = torch.cat(random_losses(step, requires_grad=False))
+    reducer = get_pg_loss_reducer(*lengths(step), loss_masks(step), **arguments(step, aggregation))
+    results = []
+    for x in (clean, torch.where(mask, clean, garbage)):
+        x = x.clone().requires_grad_()
+        value = reducer(x)
+        (gradient,) = torch.autograd.grad(value, x)
+        assert (gradient[~mask] == 0).all()
+        results.append((value, gradient))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
+def test_garbage_at_an_active_position_stays_visible(garbage: float) -> None:
+    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([0, 1, 1])])
+    value = reducer(torch.tensor([0.0, garbage, 1.0]))
+    assert not value.isfinite()
+
+
+def empty_windows() -> dict[str, tuple[list[int], list[int], list[Tensor], dict]]:
+    return {
+        "empty_micro_batch": ([], [], [], {}),
+        "empty_response": ([4], [0], [torch.zeros(0)], {}),
+        # Total 7, response 4: all of it is scored on rank 1 (see test_token_window).
+        "context_parallel_rank_without_response": (
+            [7],
+            [4],
+            [torch.ones(4)],
+            {"cp_rank": 0, "cp_size": 2},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", empty_windows())
+def test_an_empty_window_stays_connected_to_the_graph(name: str) -> None:
+    """Otherwise the attention backward of the other context-parallel ranks has no partner."""
+    total_lengths, response_lengths, masks, keywords = empty_windows()[name]
+    reducer = get_pg_loss_reducer(total_lengths, response_lengths, masks, **keywords)
+    leaf = torch.ones(5, requires_grad=True)
+    value = reducer(leaf[:0])
+    assert value.item() == 0.0
+    value.backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [0.0] * 5
+
+
+def test_a_fully_masked_window_stays_connected_to_the_graph() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    value = get_pg_loss_reducer([4], [3], [torch.zeros(3)])(leaf)
+    value.backward()
+    assert value.item() == 0.0
+    assert leaf.grad is not None and leaf.grad.tolist() == [0.0] * 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Cost
+# --------------------------------------------------------------------------------------------------
+
+
+class CountDispatches(TorchDispatchMode):
+    """Counts operators, and refuses those that make the host wait for a device."""
+
+    SYNCHRONISING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        assert not any(word in name for word in self.SYNCHRONISING), f"{name} synchronises"
+        self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def count_reducer_dispatches(
+    num_samples: int, aggregation: str, dtype: torch.dtype
+) -> tuple[list[str], list[str]]:
+    """Operators of the first call of a fresh reducer, forward and backward."""
+    masks = [torch.tensor([1, 0, 1, 1])] * num_samples
+    reducer = get_pg_loss_reducer(
+        [7] * num_samples,
+        [4] * num_samples,
+        masks,
+        aggregation=aggregation,
+        divisor=DIVISOR if aggregation == "constant" else None,
+        denominators=[3] * num_samples if aggregation == "prompt_mean" else None,
+        cp_rank=1,
+        cp_size=2,
+    )
+    x = torch.ones(4 * num_samples, dtype=dtype, requires_grad=True)
+    with CountDispatches() as forward:
+        value = reducer(x)
+    with CountDispatches() as backward:
+        value.backward()
+    return forward.names, backward.names
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_dispatches_do_not_grow_with_samples(aggregation: str, dtype: torch.dtype) -> None:
+    one_forward, one_backward = count_reducer_dispatches(1, aggregation, dtype)
+    many_forward, many_backward = count_reducer_dispatches(1000, aggregation, dtype)
+    assert one_forward == many_forward and one_backward == many_backward
+    assert 1 <= len(one_forward) <= 8
+    assert 1 <= len(one_backward) <= 8
+
+
+def test_the_count_would_notice_a_loop_over_samples() -> None:
+    """The check's own check: a reducer in the style of the field dispatches per sample."""
+
+    def looped(x: Tensor) -> Tensor:
+        return torch.stack([part.mean() for part in x.split(4)]).sum()
+
+    with CountDispatches() as one:
+        looped(torch.ones(4))
+    with CountDispatches() as many:
+        looped(torch.ones(400))
+    assert len(many.names) > len(one.names) + 50
+    with pytest.raises(AssertionError, match="synchronises"), CountDispatches():
+        torch.ones(1).item()
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_rank", (0, 1))
+def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
+    reducer = get_pg_loss_reducer(
+        [9, 5], [6, 3], [torch.ones(6), torch.ones(3)], cp_rank=cp_rank, cp_size=2
+    )
+    layout = oracle.token_layout([9, 5], [6, 3], 2)
+    size = sum(row.response is not None for row in layout[cp_rank])
+    reducer(torch.zeros(size))
+    for wrong in (size - 1, size + 1, 9 if size != 9 else 10):
+        with pytest.raises(ValueError, match=rf"(?s)\b{wrong}\b.*\b{size}\b"):
+            reducer(torch.zeros(wrong))
+    with pytest.raises(ValueError):
+        reducer(torch.zeros(1, size))
+
+
+GOOD = {
+    "total_lengths": [5, 4],
+    "response_lengths": [3, 2],
+    "loss_masks": [torch.ones(3), torch.ones(2)],
+}
+BAD_ARGUMENTS = {
+    "unknown_mode": ({"aggregation": "seq_mean"}, "seq_mean"),
+    "prompt_mean_without_denominators": ({"aggregation": "prompt_mean"}, "denominators"),
+    "mask_too_short": ({"loss_masks": [torch.ones(3), torch.ones(1)]}, r"loss_masks\[1\]"),
+    "mask_two_dimensional": ({"loss_masks": [torch.ones(1, 3), torch.ones(2)]}, "loss_masks"),
+    "one_mask_missing": ({"loss_masks": [torch.ones(3)]}, "loss_masks"),
+    "one_length_missing": ({"total_lengths": [5]}, "total_lengths"),
+    "no_prompt": ({"total_lengths": [3, 4]}, "prompt"),
+    "too_few_denominators": ({"denominators": [3.0]}, "denominators"),
+    "constant_without_divisor": ({"aggregation": "constant"}, "divisor"),
+    "divisor_0": ({"aggregation": "constant", "divisor": 0}, "divisor"),
+    "divisor_negative": ({"aggregation": "constant", "divisor": -1.0}, "divisor"),
+    "divisor_nan": ({"aggregation": "constant", "divisor": math.nan}, "divisor"),
+    "divisor_inf": ({"aggregation": "constant", "divisor": math.inf}, "divisor"),
+    "divisor_without_constant": ({"aggregation": "sample_mean", "divisor": 4.0}, "divisor"),
+    "rank_outside": ({"cp_rank": 2, "cp_size": 2}, "cp_rank"),
+    "rank_without_size": ({"cp_rank": 1}, "cp_rank"),
+    "unknown_layout": ({"qkv_format": "sbhd"}, "qkv-format"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(name: str) -> None:
+    keywords, message = BAD_ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        get_pg_loss_reducer(**{**GOOD, **keywords})
+
+
+def test_bshd_under_context_parallelism_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
+        get_pg_loss_reducer(**GOOD, cp_rank=0, cp_size=2, qkv_format="bshd")
+    reducer = get_pg_loss_reducer(**GOOD, qkv_format="bshd")
+    assert reducer(torch.ones(5)).item() == 2.0
+
+
+def test_a_mask_of_document_ids_is_refused() -> None:
+    """The symptom in the field: ids 0, 1, 2 ... summed as if they were token counts."""
+    with pytest.raises(ValueError, match=r"loss_mask\[2\].*2"):
+        Sample([0, 1, 2, 3, 4], 4, [0, 1, 2, 3], 0.0)

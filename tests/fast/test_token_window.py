@@ -1,0 +1,316 @@
+"""The zigzag token window against the oracle's literal simulation of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.samples import Sample
+from megatron_pg.token_window import TokenWindow
+from tests import oracle
+from tests.random_steps import package_samples, random_step
+
+CP_SIZES = (1, 2, 4, 8)
+
+# (total_lengths, response_lengths) of one micro-batch, by what is special about it.
+MICRO_BATCHES = {
+    "one_sample": ([7], [4]),
+    "ragged": ([13, 5, 21, 8], [6, 4, 20, 1]),
+    "shorter_than_two_chunks_per_rank": ([2, 3, 2], [1, 2, 1]),
+    "response_of_length_zero": ([4, 6, 3], [0, 5, 0]),
+    "all_responses_empty": ([4, 1], [0, 0]),
+    "exactly_divisible": ([16, 32], [8, 31]),
+    "one_token": ([1], [0]),
+    "empty": ([], []),
+}
+
+
+def ids(values: torch.Tensor) -> list[int]:
+    assert values.dtype == torch.int64
+    return values.tolist()
+
+
+def or_minus_one(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def check_window(
+    total_lengths: list[int], response_lengths: list[int], cp_size: int, pad_to_multiple: int
+) -> None:
+    """Every field of every rank's window equals the oracle's."""
+    layout = oracle.token_layout(total_lengths, response_lengths, cp_size, pad_to_multiple)
+    segments = oracle.segment_lengths(total_lengths, cp_size, pad_to_multiple)
+    for cp_rank, rows in enumerate(layout):
+        window = TokenWindow.build(
+            total_lengths,
+            response_lengths,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            pad_to_multiple=pad_to_multiple,
+        )
+        scored = [(index, row) for index, row in enumerate(rows) if row.response is not None]
+
+        assert window.total_lengths == tuple(total_lengths)
+        assert window.response_lengths == tuple(response_lengths)
+        assert (window.cp_rank, window.cp_size) == (cp_rank, cp_size)
+        assert window.cu_seqlens.dtype == torch.int32
+        assert window.cu_seqlens.diff().tolist() == segments
+        assert window.cu_seqlens[0] == 0
+        assert window.max_seqlen == max(segments)
+        assert window.num_tokens == sum(segments)
+        assert window.local_tokens == len(rows) == sum(segments) // cp_size
+        assert ids(window.segment_ids) == [row.segment for row in rows]
+        assert ids(window.position_ids) == [row.position for row in rows]
+        assert ids(window.token_indices) == [or_minus_one(row.token) for row in rows]
+        assert ids(window.target_indices) == [or_minus_one(row.target) for row in rows]
+        assert ids(window.logit_rows) == [index for index, _ in scored]
+        assert ids(window.response_indices) == [row.response for _, row in scored]
+        assert ids(window.window_segment_ids) == [row.segment for _, row in scored]
+        assert len(window) == len(scored)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_window_equals_simulation(name: str, cp_size: int) -> None:
+    total_lengths, response_lengths = MICRO_BATCHES[name]
+    for pad_to_multiple in (1, cp_size, 4 * cp_size, 64):
+        check_window(total_lengths, response_lengths, cp_size, pad_to_multiple)
+
+
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(
+        st.integers(1, 40).flatmap(
+            lambda total: st.tuples(st.just(total), st.integers(0, total - 1))
+        ),
+        max_size=6,
+    ),
+    cp_size=st.sampled_from(CP_SIZES),
+    tp_size=st.sampled_from((1, 2, 3, 4)),
+)
+def test_random_windows_equal_simulation(
+    lengths: list[tuple[int, int]], cp_size: int, tp_size: int
+) -> None:
+    totals = [total for total, _ in lengths]
+    responses = [response for _, response in lengths]
+    check_window(totals, responses, cp_size, cp_size * tp_size)
+
+
+def test_written_out_example_at_cp_2() -> None:
+    """Total 7, response 4, by hand: chunks |0 1|2 3|4 5|6 .|, rank 0 holds the outer two."""
+    outer = TokenWindow.build([7], [4], cp_rank=0, cp_size=2)
+    inner = TokenWindow.build([7], [4], cp_rank=1, cp_size=2)
+
+    assert outer.position_ids.tolist() == [0, 1, 6, 7]
+    assert inner.position_ids.tolist() == [2, 3, 4, 5]
+    assert outer.token_indices.tolist() == [0, 1, 6, -1]
+    # Tokens 3..6 are the response; they are scored at positions 2..5, all on the inner rank.
+    assert outer.target_indices.tolist() == [-1, -1, -1, -1]
+    assert inner.target_indices.tolist() == [3, 4, 5, 6]
+    assert inner.logit_rows.tolist() == [0, 1, 2, 3]
+    assert inner.response_indices.tolist() == [0, 1, 2, 3]
+    assert len(outer) == 0
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+def test_every_response_token_is_scored_on_exactly_one_rank(cp_size: int) -> None:
+    total_lengths, response_lengths = MICRO_BATCHES["ragged"]
+    scored: list[int] = []
+    for cp_rank in range(cp_size):
+        window = TokenWindow.build(
+            total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size
+        )
+        scored += window.response_indices.tolist()
+    assert sorted(scored) == list(range(sum(response_lengths)))
+
+
+@pytest.mark.parametrize("pad_to_multiple", (1, 6))
+def test_nothing_is_padded_without_context_parallelism(pad_to_multiple: int) -> None:
+    window = TokenWindow.build([5, 7], [2, 3], pad_to_multiple=pad_to_multiple)
+    assert window.cu_seqlens.tolist() == [0, 5, 12]
+
+
+def test_padding_segment_holds_no_token() -> None:
+    window = TokenWindow.build([5], [2], pad_to_multiple=8)
+    assert window.cu_seqlens.tolist() == [0, 5, 8]
+    assert window.token_indices.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert window.target_indices.tolist() == [-1, -1, 3, 4, -1, -1, -1, -1]
+    assert window.total_lengths == (5,)
+
+
+BAD_WINDOWS = {
+    # A response that starts the sequence has no logit for its first token.
+    "no_prompt": (([4, 3], [2, 3], {}), r"(?s)1.*prompt"),
+    "response_longer_than_total": (([4], [5], {}), r"response_length|prompt"),
+    "negative_response": (([4, 4], [2, -1], {}), r"response_length"),
+    "total_length_zero": (([0], [0], {}), r"total_length"),
+    "different_counts": (([4, 5], [2], {}), r"(?s)2.*1"),
+    "rank_outside": (([4], [2], {"cp_rank": 2, "cp_size": 2}), r"cp_rank"),
+    "negative_rank": (([4], [2], {"cp_rank": -1, "cp_size": 2}), r"cp_rank"),
+    "size_zero": (([4], [2], {"cp_size": 0}), r"cp_size"),
+    "multiple_zero": (([4], [2], {"pad_to_multiple": 0}), r"pad_to_multiple"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WINDOWS)
+def test_impossible_windows_are_refused(name: str) -> None:
+    (total_lengths, response_lengths, keywords), message = BAD_WINDOWS[name]
+    with pytest.raises(ValueError, match=message):
+        TokenWindow.build(total_lengths, response_lengths, **keywords)
+
+
+# --------------------------------------------------------------------------------------------------
+# pack(): the window applied to samples
+# --------------------------------------------------------------------------------------------------
+
+
+def check_pack(
+    plain: list[oracle.PlainSample], cp_size: int, pad_to_multiple: int
+) -> list[PackedBatch]:
+    """Every tensor of every rank's packed micro-batch equals the oracle's rows, value by value."""
+    tokens = [token for sample in plain for token in sample.tokens]
+
+    def flat(name: str) -> list:
+        return [value for sample in plain for value in getattr(sample, name)]
+
+    layout = oracle.token_layout(
+        [len(sample.tokens) for sample in plain],
+        [sample.response_length for sample in plain],
+        cp_size,
+        pad_to_multiple,
+    )
+    batches = []
+    for cp_rank, rows in enumerate(layout):
+        batch = pack(
+            package_samples(plain),
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            pad_to_multiple=pad_to_multiple,
+        )
+        for index, row in enumerate(rows):
+            if row.token is not None:
+                assert batch.tokens[index] == tokens[row.token]
+            if row.target is not None:
+                assert batch.targets[index] == tokens[row.target]
+        # Padding stays at position 0: it may lie past the model's last learned position.
+        assert ids(batch.position_ids) == [
+            row.position if row.token is not None else 0 for row in rows
+        ]
+        assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+        # Padding is fed to the model and to the head: it must hold legal token ids.
+        assert (batch.tokens >= 0).all() and (batch.targets >= 0).all()
+
+        masks = flat("loss_mask")
+        scored = [row.response for row in rows if row.response is not None]
+        assert batch.row_mask.dtype == batch.loss_mask.dtype == torch.bool
+        assert batch.row_mask.tolist() == [
+            row.response is not None and bool(masks[row.response]) for row in rows
+        ]
+        assert batch.loss_mask.tolist() == [bool(masks[index]) for index in scored]
+        for name in ("advantages", "old_log_probs", "ref_log_probs"):
+            values = getattr(batch, name)
+            assert values.dtype == torch.float32
+            assert values.tolist() == [flat(name)[index] for index in scored]
+        assert batch.rollout_log_probs is None
+        assert len(batch.samples) == len(plain)
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+def test_packed_batch_holds_the_windows_of_the_samples(cp_size: int) -> None:
+    for pad_to_multiple in (1, 3 * cp_size):
+        check_pack(random_step(seed=cp_size), cp_size, pad_to_multiple)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("pad_to_multiple", (1, 16))
+def test_empty_micro_batch_is_one_masked_dummy_segment(cp_size: int, pad_to_multiple: int) -> None:
+    smallest = math.lcm(1 if cp_size == 1 else 2 * cp_size, pad_to_multiple)
+    for cp_rank in range(cp_size):
+        batch = pack([], cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=pad_to_multiple)
+        assert batch.window.cu_seqlens.tolist() == [0, smallest]
+        assert len(batch.tokens) == smallest // cp_size
+        assert not batch.row_mask.any()
+        assert batch.loss_mask.shape == batch.advantages.shape == (0,)
+        assert batch.samples == ()
+
+
+def test_moving_a_batch_keeps_it_equal() -> None:
+    batch = pack(package_samples(random_step(seed=0)), cp_rank=1, cp_size=2)
+    moved = batch.to(torch.device("cpu"))
+    assert torch.equal(moved.tokens, batch.tokens)
+    assert torch.equal(moved.window.response_indices, batch.window.response_indices)
+    assert torch.equal(moved.advantages, batch.advantages)
+
+
+def test_number_for_advantages_is_one_per_response_token() -> None:
+    sample = Sample(tokens=[1, 2, 3, 4], response_length=3, loss_mask=[1, 0, 1], advantages=0.5)
+    assert sample.advantages.tolist() == [0.5, 0.5, 0.5]
+    assert sample.advantages.dtype == torch.float32
+    assert (sample.total_length, sample.prompt_length, sample.num_active_tokens) == (4, 1, 2)
+
+
+def test_some_samples_without_old_log_probs_are_refused_by_name() -> None:
+    first = Sample(
+        tokens=[1, 2], response_length=1, loss_mask=[1], advantages=0.0, old_log_probs=[-1.0]
+    )
+    second = Sample(
+        tokens=[1, 2], response_length=1, loss_mask=[1], advantages=0.0, name="task-7/answer-2"
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)old_log_probs.*task-7/answer-2|task-7/answer-2.*old"
+    ):
+        pack([first, second])
+
+
+GOOD_FIELDS = {
+    "tokens": [1, 2, 3, 4],
+    "response_length": 2,
+    "loss_mask": [1, 0],
+    "advantages": [0.5, 0.25],
+    "old_log_probs": [-1.0, -2.0],
+    "name": "task-7",
+}
+BAD_FIELDS = {
+    "mask_too_long": {"loss_mask": [1, 0, 1]},
+    "mask_with_a_two": {"loss_mask": [2, 0]},
+    "mask_with_nan": {"loss_mask": [math.nan, 1.0]},
+    "mask_with_a_fraction": {"loss_mask": [0.5, 1.0]},
+    "mask_of_minus_one": {"loss_mask": [-1, 1]},
+    "response_length_negative": {"response_length": -1},
+    "response_length_whole": {
+        "response_length": 4,
+        "loss_mask": [1] * 4,
+        "advantages": 0.0,
+        "old_log_probs": [0.0] * 4,
+    },
+    "response_length_too_long": {
+        "response_length": 5,
+        "loss_mask": [1] * 5,
+        "advantages": 0.0,
+        "old_log_probs": [0.0] * 5,
+    },
+    "advantages_too_short": {"advantages": [0.5]},
+    "advantages_two_dimensional": {"advantages": torch.zeros(1, 2)},
+    "old_log_probs_too_short": {"old_log_probs": [-1.0]},
+    "ref_log_probs_too_long": {"ref_log_probs": [-1.0] * 3},
+    "rollout_log_probs_too_long": {"rollout_log_probs": [-1.0] * 3},
+    "tokens_empty": {"tokens": [], "response_length": 0, "loss_mask": [], "advantages": 0.0},
+    "tokens_of_floats": {"tokens": torch.tensor([1.0, 2.0, 3.0, 4.0])},
+    "tokens_two_dimensional": {"tokens": torch.ones(2, 2, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_bad_samples_are_refused_by_field_and_name(name: str) -> None:
+    field = next(iter(BAD_FIELDS[name]))
+    with pytest.raises(ValueError) as refusal:
+        Sample(**{**GOOD_FIELDS, **BAD_FIELDS[name]})
+    assert field in str(refusal.value) or "prompt" in str(refusal.value)
+    assert "task-7" in str(refusal.value)

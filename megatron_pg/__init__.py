@@ -1,10 +1,19 @@
 """The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.
 
-Importing this package needs torch and NumPy. What touches Megatron is in ``megatron_pg.megatron``.
+Importing this package needs torch and NumPy. What touches Megatron is in ``megatron_pg.megatron``:
+``from megatron_pg.megatron.loss import megatron_loss``.
 """
 
 from megatron_pg.aggregation import AGGREGATIONS, StepTotals, step_totals
+from megatron_pg.arguments import (
+    PolicyLossConfig,
+    add_policy_loss_args,
+    validate_policy_loss_args,
+)
 from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.metrics import reduce_metrics
+from megatron_pg.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.reducers import get_pg_loss_reducer
 from megatron_pg.samples import Sample
 from megatron_pg.token_window import TokenWindow
@@ -14,10 +23,17 @@ __version__ = "0.1.0"
 __all__ = [
     "AGGREGATIONS",
     "PackedBatch",
+    "PolicyLossConfig",
     "Sample",
     "StepTotals",
     "TokenWindow",
+    "add_policy_loss_args",
     "get_pg_loss_reducer",
+    "log_probs_and_entropy",
     "pack",
+    "policy_loss_from_log_probs",
+    "policy_loss_function",
+    "reduce_metrics",
     "step_totals",
+    "validate_policy_loss_args",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class PackedBatch:
     """
 
     window: TokenWindow
-    """The layout; its tensors stay on the host but for those copied below."""
+    """The layout; its index tensors stay on the host, ``cu_seqlens`` moves with the batch."""
     samples: tuple[Sample, ...]
     """The samples, on the host."""
     tokens: Tensor
@@ -57,12 +58,13 @@ class PackedBatch:
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
-        tensors = {
+        tensors: dict[str, Any] = {
             field.name: moved(value)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return dataclasses.replace(self, **tensors)
+        window = dataclasses.replace(self.window, cu_seqlens=moved(self.window.cu_seqlens))
+        return dataclasses.replace(self, window=window, **tensors)
 
 
 def pack(
@@ -107,7 +109,9 @@ def pack(
         logit_rows=window.logit_rows,
         window_segment_ids=window.window_segment_ids,
         loss_mask=loss_mask,
-        advantages=_of_window([s.advantages for s in samples], window, torch.float32),
+        advantages=_of_window(
+            [torch.as_tensor(s.advantages) for s in samples], window, torch.float32
+        ),
         old_log_probs=log_probs.get("old_log_probs"),
         ref_log_probs=log_probs.get("ref_log_probs"),
         rollout_log_probs=log_probs.get("rollout_log_probs"),

@@ -1,0 +1,143 @@
+"""The policy loss of one micro-batch on one rank, from logits or from log-probs."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals
+from megatron_pg.arguments.config import PolicyLossConfig, required_inputs
+from megatron_pg.batch import PackedBatch
+from megatron_pg.corrections import apply_corrections
+from megatron_pg.divergence import kl_penalty
+from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
+from megatron_pg.objectives import get_objective
+from megatron_pg.reduction import policy_gradient_reduction, sample_mean_reduction
+from megatron_pg.samples import LOG_PROB_FIELDS
+from megatron_pg.sequence import sequence_log_ratios
+
+
+def policy_loss_function(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    *,
+    totals: StepTotals,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    context_parallel_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    step_share: float = 1.0,
+) -> tuple[Tensor, MicroBatchMetrics]:
+    """This rank's loss of one micro-batch; summed over ranks and micro-batches it is the objective of the step.
+
+    Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it, those whose window
+    is empty included. It does no host synchronisation.
+
+    Args:
+        config: the objective and its aggregation.
+        batch: the packed micro-batch, on the logits' device.
+        logits: ``[1, local_tokens, v/tp]`` or ``[local_tokens, v/tp]``, bf16, fp16 or fp32: the model's output.
+            They may be overwritten by their gradient in backward.
+        totals: the totals of the whole step.
+        tensor_parallel_group: the group over which the vocabulary is split; None where it is not.
+        context_parallel_group: the group over which sequences are split; None at size 1.
+        vocab_size: the vocabulary without padding; None counts every column.
+        step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
+            and micro-batches the shares add up to 1: ``1 / (ranks * num_microbatches)``.
+
+    Returns:
+        The 0-d loss, to be differentiated, and the detached metrics (see :mod:`megatron_pg.metrics`).
+
+    Raises:
+        ValueError: the batch lacks an input of the objective, or does not fit the logits.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    if rows.shape[0] != batch.window.local_tokens:
+        raise ValueError(
+            f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
+            "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
+        )
+    log_probs, entropy = log_probs_and_entropy(
+        rows,
+        batch.targets,
+        tensor_parallel_group=tensor_parallel_group,
+        temperature=config.rollout_temperature,
+        row_mask=batch.row_mask,
+        vocab_size=vocab_size,
+        with_entropy=needs_entropy(config),
+    )
+    return policy_loss_from_log_probs(
+        config,
+        batch,
+        log_probs[batch.logit_rows],
+        None if entropy is None else entropy[batch.logit_rows],
+        totals=totals,
+        context_parallel_group=context_parallel_group,
+        step_share=step_share,
+    )
+
+
+def policy_loss_from_log_probs(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    *,
+    totals: StepTotals,
+    context_parallel_group: dist.ProcessGroup | None = None,
+    step_share: float = 1.0,
+) -> tuple[Tensor, MicroBatchMetrics]:
+    """:func:`policy_loss_function` for a model that returns log-probs.
+
+    Args:
+        log_probs: ``[window]`` float32, of the window's response tokens at the rollout temperature.
+        entropy: ``[window]`` float32, nats; None where neither the loss nor a metric needs it.
+        The others are those of :func:`policy_loss_function`.
+    """
+    check_inputs(config, batch)
+    policy_gradient = policy_gradient_reduction(config, batch, totals)
+    sequence = sequence_log_ratios(
+        config, batch, log_probs, context_parallel_group=context_parallel_group
+    )
+
+    outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
+    corrected = apply_corrections(
+        config, batch, log_probs, outcome.loss, batch.loss_mask, sequence=sequence
+    )
+    inner_sum = policy_gradient.inner_sum(corrected.pg_loss)
+
+    regularizers = {}
+    if config.kl_loss_coef or config.entropy_coef:
+        sample_mean = sample_mean_reduction(batch, totals)
+        if config.kl_loss_coef:
+            kl = kl_penalty(config, batch, log_probs)
+            regularizers["kl_loss"] = (config.kl_loss_coef, sample_mean(kl))
+        if entropy is not None and config.entropy_coef:
+            regularizers["entropy_loss"] = (-config.entropy_coef, sample_mean(entropy))
+    penalty = sum(coefficient * value for coefficient, value in regularizers.values())
+
+    loss = inner_sum / (config.grad_divisor or policy_gradient.outer_count) + penalty
+    pg_loss = inner_sum / policy_gradient.outer_count
+    reported = {"loss": pg_loss + penalty, "pg_loss": pg_loss}
+    reported |= {name: value for name, (_, value) in regularizers.items()}
+
+    metrics = step_sums(reported, step_share)
+    metrics.update(checksum(policy_gradient, step_share, loss.device))
+    metrics.update(policy_metrics(config, batch, log_probs, entropy, outcome, corrected))
+    return loss, metrics
+
+
+def needs_entropy(config: PolicyLossConfig) -> bool:
+    """Whether the loss or a metric reads the entropy."""
+    return config.entropy_coef > 0 or config.pg_metrics == "with_entropy"
+
+
+def check_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuses a micro-batch without an input that the settings need, naming the flags. Reads no tensor."""
+    for field, flags in required_inputs(config).items():
+        if field in LOG_PROB_FIELDS and getattr(batch, field) is None:
+            raise ValueError(
+                f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give Sample({field}=...) "
+                "to every sample of the step"
+            )

@@ -1,0 +1,142 @@
+"""Advantages of a step's samples from their rewards, and which samples to leave out of the loss.
+
+Per prompt group of n rewards, in float64, on the host, before the samples are built:
+
+    grpo     (reward - mean) / (std + 1e-6), std with n - 1            arXiv:2402.03300 sec. 4.1.2
+    dr_grpo  reward - mean                                             arXiv:2503.20783 sec. 3.2
+    rloo     reward - mean of the other n - 1                          arXiv:2402.14740 eq. 6
+
+Two cases that the formulas leave open are defined here: a group of one sample has no baseline, and a
+group of equal rewards no preference; both get advantages of exactly 0. They train nothing (apart
+from KL and entropy terms), so they are reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.samples import Sample
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of a group, as the field does; rewards are of order 1."""
+
+METHODS = ("grpo", "dr_grpo", "rloo")
+
+
+@dataclass(frozen=True, eq=False)
+class GroupAdvantages:
+    """Advantages of the samples of a step, and what became of its prompt groups."""
+
+    advantages: Tensor
+    """[samples] float32, one number per sample, in the order of the rewards."""
+    num_groups: int
+    zero_advantage_groups: tuple[int, ...]
+    """Group indices, sorted, of the groups whose advantages are all 0."""
+
+    @property
+    def zero_advantage_fraction(self) -> float:
+        """Share of the groups that train nothing; 0 for a step without groups."""
+        return len(self.zero_advantage_groups) / max(self.num_groups, 1)
+
+
+def group_advantages(
+    rewards: Sequence[float] | Tensor,
+    group_indices: Sequence[int] | Tensor,
+    *,
+    method: str = "grpo",
+) -> GroupAdvantages:
+    """Compares every reward with those of its prompt group.
+
+    A group is compared with what is passed here: gather the rewards of all its samples first, where
+    they are spread over data-parallel ranks.
+
+    Args:
+        rewards: [samples] finite numbers.
+        group_indices: [samples], any int64: samples of one prompt share it.
+        method: ``grpo``, ``dr_grpo`` or ``rloo``.
+
+    Raises:
+        ValueError: sizes that differ, a reward that is not finite, or an unknown method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
+    reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
+    group_index = torch.as_tensor(group_indices, dtype=torch.int64, device="cpu")
+    _check_rewards(reward, group_index)
+    groups, group, group_sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
+    size = group_sizes[group].double()
+
+    def group_sum(values: Tensor) -> Tensor:
+        """[samples] -> [samples]: the sum over the sample's group."""
+        return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)[group]
+
+    centered = reward - group_sum(reward) / size
+    # Decided on the rewards themselves: their mean rounds, and would leave a residue to normalise.
+    is_equal = _group_spread(reward, group, groups.numel()) == 0
+    if method == "grpo":
+        variance = group_sum(centered.square()) / (size - 1).clamp(min=1)
+        advantages = centered / (variance.sqrt() + STD_EPSILON)
+    elif method == "rloo":
+        advantages = centered * size / (size - 1).clamp(min=1)
+    else:
+        advantages = centered
+    return GroupAdvantages(
+        advantages=torch.where(is_equal[group], 0.0, advantages).float(),
+        num_groups=groups.numel(),
+        zero_advantage_groups=tuple(groups[is_equal].tolist()),
+    )
+
+
+def _group_spread(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """[samples] values and group numbers 0, 1, ... -> [groups] largest minus smallest value."""
+    largest = torch.full((num_groups,), -torch.inf, dtype=values.dtype)
+    smallest = torch.full((num_groups,), torch.inf, dtype=values.dtype)
+    largest.scatter_reduce_(0, group, values, "amax")
+    smallest.scatter_reduce_(0, group, values, "amin")
+    return largest - smallest
+
+
+def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:
+    """Masks every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476 3.4).
+
+    Their rewards say nothing about what they would have become. Filter after the advantages: the
+    rewards stay in their group's baseline. A masked sample adds nothing to the sum and still counts
+    in N and P, so the scale does not depend on how many are filtered; it leaves T.
+
+    Args:
+        samples: the samples of the step.
+        is_overlong: [samples], True where generation stopped at the limit and not at an end token.
+
+    Raises:
+        ValueError: not one flag per sample.
+    """
+    if len(samples) != len(is_overlong):
+        raise ValueError(
+            f"is_overlong has {len(is_overlong)} flags for {len(samples)} samples: give one each"
+        )
+    return [
+        dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+        if overlong
+        else sample
+        for sample, overlong in zip(samples, is_overlong, strict=True)
+    ]
+
+
+def _check_rewards(rewards: Tensor, group_indices: Tensor) -> None:
+    if rewards.dim() != 1 or rewards.shape != group_indices.shape:
+        raise ValueError(
+            f"rewards has shape {list(rewards.shape)} and group_indices "
+            f"{list(group_indices.shape)}: expected one number each per sample"
+        )
+    wrong = (~torch.isfinite(rewards)).nonzero()
+    if wrong.numel():
+        sample = int(wrong[0])
+        raise ValueError(
+            f"rewards[{sample}] is {float(rewards[sample])}, expected a finite number: one reward "
+            "that is not would spoil the advantages of its whole prompt group"
+        )

@@ -8,6 +8,7 @@ edited. The lists were read off megatron-core 0.15.3 to 0.19.2.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,6 +100,9 @@ def enable_cpu_runtime() -> None:
     global _enabled
     if _enabled:
         return
+    # megatron-core 0.15 compiles a CUDA helper when it is imported where nvcc is found, and torch
+    # would ask an absent GPU for its architecture (core/inference/unified_memory.py).
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     require_supported_version()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")

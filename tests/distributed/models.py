@@ -120,7 +120,7 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         variable_seq_lengths=sharding.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True,
-        perform_initialization=False,
+        perform_initialization=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

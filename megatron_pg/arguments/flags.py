@@ -6,10 +6,10 @@ import argparse
 import ast
 import inspect
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from megatron_pg.arguments.config import PolicyLossConfig, config_fields
-from megatron_pg.arguments.values import INTERVALS, choices_of, flag_of
+from megatron_pg.arguments.values import INTERVALS, choices_of, flag_of, type_hints_of
 
 PG_LOSS_DIVISOR_HELP = (
     "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."
@@ -40,7 +40,7 @@ def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def flag_names() -> tuple[str, ...]:
-    """The attribute of every flag in the order of ``--help``: the fields, and one short spelling."""
+    """The attribute of every flag, in the order of ``--help``: the fields and a short spelling."""
     names = list(config_fields(with_python_only=False))
     names.insert(names.index("loss_aggregation_divisor") + 1, "pg_loss_divisor")
     return tuple(names)
@@ -86,7 +86,7 @@ def _argparse_keywords(name: str) -> dict[str, Any]:
         return {"type": float, "metavar": "L", "help": PG_LOSS_DIVISOR_HELP}
     default = getattr(PolicyLossConfig, name)
     help_text = field_docstrings().get(name, "").replace("%", "%%")
-    if get_type_hints(PolicyLossConfig)[name] is bool:
+    if type_hints_of(PolicyLossConfig)[name] is bool:
         return {"action": "store_true", "help": help_text}
     if default is not None:
         help_text += f" (default: {default})"

@@ -160,8 +160,7 @@ def _settle_per_token_mode(config: PolicyLossConfig, host: HostSettings) -> Poli
     if host.without_per_token_mode:
         raise ValueError(
             f"--calculate-per-token-loss does not work with {host.without_per_token_mode[0]}: drop "
-            "--calculate-per-token-loss and choose --loss-aggregation token_mean, whose gradient is "
-            "the same without it"
+            "it and choose --loss-aggregation token_mean, whose gradient is the same without it"
         )
     relabelled = aggregation == "sample_mean" and not custom_reducer
     return replace(config, loss_aggregation="token_mean") if relabelled else config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -55,9 +56,15 @@ def flag_of(name: str) -> str:
     return name if name in PYTHON_ONLY_FIELDS else "--" + name.replace("_", "-")
 
 
+@lru_cache(maxsize=1)
+def type_hints_of(config_class: type[PolicyLossConfig]) -> dict[str, Any]:
+    """The evaluated annotations of the fields; evaluating them takes a while, so it is done once."""
+    return get_type_hints(config_class)
+
+
 def choices_of(config_class: type[PolicyLossConfig], name: str) -> tuple[str, ...] | None:
     """The words that a field may take; None where it is not a choice of words."""
-    hint = get_type_hints(config_class)[name]
+    hint = type_hints_of(config_class)[name]
     return get_args(hint) if get_origin(hint) is Literal else None
 
 
@@ -67,7 +74,7 @@ def check_value(config: PolicyLossConfig, name: str) -> None:
     Raises:
         ValueError: Wrong type, unknown word, NaN, or a number out of its interval.
     """
-    value, hint = getattr(config, name), get_type_hints(type(config))[name]
+    value, hint = getattr(config, name), type_hints_of(type(config))[name]
     choices = choices_of(type(config), name)
     if value is None and type(None) in get_args(hint):
         return

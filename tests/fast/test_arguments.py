@@ -1,0 +1,558 @@
+"""Every rule of the flags: what is settled, what is refused, and that a refusal names the flag."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_pg.aggregation import AGGREGATIONS
+from megatron_pg.arguments import (
+    PolicyLossConfig,
+    add_policy_loss_args,
+    validate_policy_loss_args,
+)
+from megatron_pg.arguments.config import config_fields
+from megatron_pg.arguments.flags import field_docstrings, flag_names
+from megatron_pg.arguments.validation import OPTIONAL_SAMPLE_FIELDS
+from megatron_pg.arguments.values import choices_of, flag_of
+from megatron_pg.samples import Sample
+from tests.fast import flags_page
+
+HERE = "tests.fast.test_arguments"
+
+
+def custom_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda x: x.sum()
+
+
+def custom_policy_loss(config, batch, log_probs):
+    return -log_probs
+
+
+def custom_tis(config, batch, log_probs, pg_loss):
+    return pg_loss, batch.loss_mask
+
+
+REDUCER = f"--custom-pg-loss-reducer-function-path {HERE}.custom_reducer"
+MOE = {"num_experts": 8, "moe_aux_loss_coeff": 0.01}
+
+
+def parse(line: str, **host: object) -> argparse.Namespace:
+    """Parsed flags, with the trainer's own arguments that a case needs."""
+    parser = add_policy_loss_args(argparse.ArgumentParser())
+    args = parser.parse_args(line.split())
+    vars(args).update(host)
+    return args
+
+
+# (flags, the trainer's arguments, settled aggregation, divisor, per-token flag)
+SETTLED = [
+    ("", {}, "sample_mean", None, False),
+    ("--loss-aggregation sample_mean", {}, "sample_mean", None, False),
+    ("--loss-aggregation prompt_mean", {}, "prompt_mean", None, False),
+    ("--loss-aggregation constant --loss-aggregation-divisor 8", {}, "constant", 8.0, False),
+    ("--pg-loss-divisor 8", {}, "constant", 8.0, False),
+    ("--pg-loss-divisor 8 --loss-aggregation constant", {}, "constant", 8.0, False),
+    ("--pg-loss-divisor 8 --loss-aggregation-divisor 8.0", {}, "constant", 8.0, False),
+    # token_mean turns per-token mode on where nothing speaks against it
+    ("--loss-aggregation token_mean", {}, "token_mean", None, True),
+    ("--loss-aggregation token_mean --calculate-per-token-loss", {}, "token_mean", None, True),
+    ("--loss-aggregation token_mean", {"num_experts": 8}, "token_mean", None, True),
+    ("--loss-aggregation token_mean", {"moe_aux_loss_coeff": 0.01}, "token_mean", None, True),
+    (
+        "--loss-aggregation token_mean",
+        {**MOE, "moe_router_load_balancing_type": "none"},
+        "token_mean",
+        None,
+        True,
+    ),
+    (
+        "--loss-aggregation token_mean",
+        {"num_experts": 8, "moe_aux_loss_coeff": [0.0, 0.0]},
+        "token_mean",
+        None,
+        True,
+    ),
+    ("--loss-aggregation token_mean", {"mtp_num_layers": 0}, "token_mean", None, True),
+    # ... and leaves it off where something does
+    ("--loss-aggregation token_mean", MOE, "token_mean", None, False),
+    (
+        "--loss-aggregation token_mean",
+        {
+            "num_experts": 8,
+            "moe_aux_loss_coeff": [0.0, 0.01],
+            "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+        },
+        "token_mean",
+        None,
+        False,
+    ),
+    (
+        "--loss-aggregation token_mean",
+        {"num_experts": 8, "moe_z_loss_coeff": 1e-3},
+        "token_mean",
+        None,
+        False,
+    ),
+    ("--loss-aggregation token_mean", {"mtp_num_layers": 1}, "token_mean", None, False),
+    ("--loss-aggregation token_mean", {"use_torch_fsdp2": True}, "token_mean", None, False),
+    (
+        "--loss-aggregation token_mean",
+        {"ddp_average_in_collective": True},
+        "token_mean",
+        None,
+        False,
+    ),
+    # asked for by name, per-token mode stays on beside the model's own losses
+    ("--loss-aggregation token_mean --calculate-per-token-loss", MOE, "token_mean", None, True),
+    # the flag with the sample mean, default or explicit, is the token mean
+    ("--calculate-per-token-loss", {}, "token_mean", None, True),
+    ("--calculate-per-token-loss --loss-aggregation sample_mean", {}, "token_mean", None, True),
+    ("--calculate-per-token-loss", {"mtp_num_layers": 1}, "token_mean", None, True),
+    # a custom reducer takes precedence, and its mode is what the flag says
+    (REDUCER, {}, "sample_mean", None, False),
+    (REDUCER + " --loss-aggregation prompt_mean", {}, "prompt_mean", None, False),
+    (REDUCER + " --loss-aggregation token_mean", {}, "token_mean", None, False),
+    (REDUCER + " --calculate-per-token-loss", {}, "sample_mean", None, True),
+    # a layout without a window is fine where there is none to cut
+    ("--qkv-format bshd", {"context_parallel_size": 1}, "sample_mean", None, False),
+]
+
+
+@pytest.mark.parametrize(("line", "host", "aggregation", "divisor", "per_token"), SETTLED)
+def test_flags_are_settled_and_validating_again_changes_nothing(
+    line, host, aggregation, divisor, per_token
+):
+    args = parse(line, **host)
+    untouched = {k: v for k, v in vars(args).items() if not k.startswith(("loss_", "calculate"))}
+
+    assert validate_policy_loss_args(args) is args
+
+    config = PolicyLossConfig.from_args(args)
+    assert (config.loss_aggregation, config.loss_aggregation_divisor) == (aggregation, divisor)
+    assert config.calculate_per_token_loss is args.calculate_per_token_loss is per_token
+    once = copy.deepcopy(vars(args))
+    assert untouched.items() <= once.items()
+    validate_policy_loss_args(args)
+    assert vars(args) == once
+
+
+def constant(divisor: str) -> str:
+    return f"--loss-aggregation constant --loss-aggregation-divisor {divisor}"
+
+
+# (flags, the trainer's arguments, words that the message must have)
+REFUSED = [
+    ("--loss-aggregation constant", {}, ["--loss-aggregation-divisor"]),
+    *[
+        (constant(value), {}, ["--loss-aggregation-divisor", "finite number > 0", value])
+        for value in ("0.0", "-1.0", "nan", "inf")
+    ],
+    *[
+        (f"--pg-loss-divisor {value}", {}, ["--pg-loss-divisor", "finite number > 0", value])
+        for value in ("0.0", "-1.0", "nan", "inf")
+    ],
+    *[
+        (
+            f"--loss-aggregation {mode} --loss-aggregation-divisor 4",
+            {},
+            ["--loss-aggregation-divisor 4", mode, "--loss-aggregation constant"],
+        )
+        for mode in ("sample_mean", "prompt_mean", "token_mean")
+    ],
+    ("--loss-aggregation-divisor 4", {}, ["--loss-aggregation-divisor 4", "constant"]),
+    *[
+        (
+            f"--pg-loss-divisor 4 --loss-aggregation {mode}",
+            {},
+            ["--pg-loss-divisor 4", f"--loss-aggregation {mode}"],
+        )
+        for mode in ("sample_mean", "prompt_mean", "token_mean")
+    ],
+    (
+        "--pg-loss-divisor 4 --loss-aggregation-divisor 5",
+        {},
+        ["--pg-loss-divisor 4", "--loss-aggregation-divisor 5"],
+    ),
+    (
+        f"{REDUCER} --pg-loss-divisor 4",
+        {},
+        ["--custom-pg-loss-reducer-function-path", "--pg-loss-divisor 4"],
+    ),
+    (
+        f"{REDUCER} {constant('4')}",
+        {},
+        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"],
+    ),
+    (
+        f"{REDUCER} --loss-aggregation-divisor 4",
+        {},
+        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"],
+    ),
+    (
+        f"{REDUCER} --loss-aggregation constant",
+        {},
+        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation constant"],
+    ),
+    *[
+        (f"--calculate-per-token-loss {rest}", {}, ["--calculate-per-token-loss", mode])
+        for rest, mode in [
+            ("--loss-aggregation prompt_mean", "prompt_mean"),
+            (constant("4"), "constant"),
+            ("--pg-loss-divisor 4", "constant"),
+            (f"--loss-aggregation prompt_mean {REDUCER}", "prompt_mean"),
+        ]
+    ],
+    *[
+        (
+            f"--calculate-per-token-loss {rest}",
+            {feature: True},
+            ["--calculate-per-token-loss", flag, "--loss-aggregation token_mean"],
+        )
+        for rest in ("", "--loss-aggregation token_mean")
+        for feature, flag in [
+            ("use_torch_fsdp2", "--use-torch-fsdp2"),
+            ("ddp_average_in_collective", "--ddp-average-in-collective"),
+        ]
+    ],
+    ("--eps-clip-c 3 --policy-loss cispo", {}, ["--eps-clip-c", "cispo"]),
+    ("--eps-clip-c 3 --policy-loss reinforce", {}, ["--eps-clip-c", "reinforce"]),
+    ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
+    ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
+    (
+        "--use-tis --tis-mode mask --tis-level sequence",
+        {},
+        ["--tis-mode mask", "--tis-level token"],
+    ),
+    (
+        f"--custom-tis-function-path {HERE}.custom_tis",
+        {},
+        ["--custom-tis-function-path", "--use-tis"],
+    ),
+    ("--custom-policy-loss-path no_such.fn", {}, ["--custom-policy-loss-path", "no_such"]),
+    (
+        f"--custom-policy-loss-path {HERE}.custom_tis",
+        {},
+        ["--custom-policy-loss-path", "(config, batch, log_probs)", "pg_loss"],
+    ),
+    (
+        f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss",
+        {},
+        ["--custom-tis-function-path", "pg_loss"],
+    ),
+    (
+        f"--custom-pg-loss-reducer-function-path {HERE}:custom_policy_loss",
+        {},
+        ["--custom-pg-loss-reducer-function-path", "calculate_per_token_loss"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "host", "words"), REFUSED)
+def test_refusals_name_the_flag_and_leave_the_arguments_alone(line, host, words):
+    args = parse(line, **host)
+    before = repr(sorted(vars(args).items()))
+    with pytest.raises(ValueError) as refusal:
+        validate_policy_loss_args(args)
+    for word in words:
+        assert word in str(refusal.value)
+    assert repr(sorted(vars(args).items())) == before
+
+
+def test_bshd_under_context_parallelism_is_not_implemented():
+    args = parse("--qkv-format bshd", context_parallel_size=2)
+    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
+        validate_policy_loss_args(args)
+
+
+@pytest.mark.parametrize("flag", ["--loss-aggregation", "--policy-loss", "--kl-loss-type"])
+def test_the_parser_lists_the_words_of_a_choice(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse(f"{flag} typo")
+    assert choices_of(PolicyLossConfig, flag[2:].replace("-", "_"))[-1] in capsys.readouterr().err
+
+
+OUT_OF_RANGE = {
+    "loss_aggregation": ["mean", "", None, 3],
+    "loss_aggregation_divisor": [0, -1, "8", True],
+    "calculate_per_token_loss": [1, None, "yes"],
+    "policy_loss": ["grpo"],
+    "eps_clip": [0, -0.2, 1.01, None, True, "0.2"],
+    "eps_clip_high": [0, -0.2],
+    "eps_clip_c": [1, 0.5],
+    "cispo_lower_bound": [None],
+    "kl_loss_coef": [-0.1, None],
+    "kl_loss_type": ["k4"],
+    "use_unbiased_kl": ["no"],
+    "entropy_coef": [-0.1],
+    "use_tis": [0],
+    "tis_level": ["group"],
+    "tis_mode": ["clip"],
+    "tis_clip": [0, -2],
+    "tis_clip_low": [-0.1],
+    "use_geometric_rejection": [0],
+    "geometric_rejection_low": [-0.1, 1.1],
+    "geometric_rejection_high": [0.9],
+    "use_opsm": [0],
+    "opsm_delta": [-1e-4],
+    "rejection_denominator": ["none"],
+    "rollout_temperature": [0, -1],
+    "qkv_format": ["sbhd"],
+    "pg_metrics": ["all", None],
+    "check_aggregation": [None],
+    "custom_policy_loss_path": ["", 3],
+    "custom_tis_function_path": [""],
+    "custom_pg_loss_reducer_function_path": [""],
+    "fp32_lm_head": [None],
+    "grad_divisor": [0, -1],
+}
+
+
+def test_every_field_has_a_case_out_of_range():
+    assert set(OUT_OF_RANGE) == set(config_fields())
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
+    is_number = isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(
+        ("divisor", "_high", "_c")
+    )
+    for value in OUT_OF_RANGE[name] + ([math.nan, math.inf, -math.inf] if is_number else []):
+        with pytest.raises(ValueError) as refusal:
+            PolicyLossConfig(**{name: value})
+        assert flag_of(name) in str(refusal.value)
+        assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eps_clip": 1.0, "eps_clip_high": 5, "eps_clip_c": 1.5},
+        {"eps_clip_c": 3.0, "policy_loss": "gspo"},
+        {"eps_clip_c": 3.0, "policy_loss": "reinforce", "custom_policy_loss_path": "a.b"},
+        {"cispo_lower_bound": True, "policy_loss": "cispo"},
+        {"tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
+        {"geometric_rejection_low": 1, "geometric_rejection_high": 1},
+        {"opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
+        {"calculate_per_token_loss": True, "loss_aggregation": "prompt_mean"},
+        {"grad_divisor": 2},
+    ],
+)
+def test_the_config_takes_values_at_the_edge_of_their_range(fields):
+    config = PolicyLossConfig(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.eps_clip = 0.1
+
+
+# (flags, the sample fields that they need)
+REQUIRED = [
+    ("", "old_log_probs"),
+    ("--policy-loss gspo", "old_log_probs"),
+    ("--policy-loss reinforce", ""),
+    (f"--custom-policy-loss-path {HERE}.custom_policy_loss", ""),
+    ("--policy-loss reinforce --kl-loss-coef 0.1", "ref_log_probs"),
+    ("--policy-loss reinforce --kl-loss-coef 0.1 --use-unbiased-kl", "old_log_probs ref_log_probs"),
+    ("--policy-loss reinforce --use-unbiased-kl", ""),
+    ("--policy-loss reinforce --use-opsm", "old_log_probs"),
+    ("--use-tis", "old_log_probs rollout_log_probs"),
+    ("--use-geometric-rejection", "old_log_probs rollout_log_probs"),
+    ("--policy-loss reinforce --use-tis", "old_log_probs rollout_log_probs"),
+    ("--loss-aggregation prompt_mean", "old_log_probs group_index"),
+    (f"--loss-aggregation prompt_mean {REDUCER}", "old_log_probs"),
+]
+
+
+@pytest.mark.parametrize(("line", "needed"), REQUIRED)
+def test_settings_without_the_input_they_need_are_refused(line, needed):
+    needed = needed.split()
+    args = validate_policy_loss_args(parse(line), sample_fields=needed)
+    assert list(PolicyLossConfig.from_args(args).required_sample_fields) == needed
+    for missing in needed:
+        with pytest.raises(ValueError, match=f"--.* needs {missing} of every sample"):
+            validate_policy_loss_args(parse(line), sample_fields=set(needed) - {missing})
+
+
+def test_sample_fields_are_fields_of_sample():
+    assert set(OPTIONAL_SAMPLE_FIELDS) <= {field.name for field in dataclasses.fields(Sample)}
+    with pytest.raises(ValueError, match="sample_fields: 'reference_log_probs'"):
+        validate_policy_loss_args(parse(""), sample_fields=["reference_log_probs"])
+
+
+# (flags, words of the one warning; none where there is nothing to say)
+LOGGED = [
+    ("", None),
+    ("--loss-aggregation token_mean --calculate-per-token-loss", None),
+    ("--loss-aggregation token_mean", None),
+    ("--calculate-per-token-loss", "sample_mean is now token_mean"),
+    ("--calculate-per-token-loss --loss-aggregation sample_mean", "is now token_mean"),
+    (f"{REDUCER} --loss-aggregation prompt_mean", "place of --loss-aggregation prompt_mean"),
+    (REDUCER, "--custom-pg-loss-reducer-function-path"),
+    (
+        f"--custom-policy-loss-path {HERE}.custom_policy_loss --policy-loss gspo",
+        "place of --policy-loss gspo",
+    ),
+    ("--kl-loss-coef 0.1 --kl-loss-type k1", "--kl-loss-type k1"),
+    ("--kl-loss-coef 0.1 --kl-loss-type k1 --use-unbiased-kl", None),
+    ("--kl-loss-type k1", None),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), LOGGED)
+def test_what_is_changed_or_ignored_is_said_once_and_on_rank_0_only(line, words, caplog):
+    with caplog.at_level(logging.WARNING, logger="megatron_pg"):
+        validate_policy_loss_args(parse(line, rank=1))
+        assert not caplog.messages
+        validate_policy_loss_args(parse(line, rank=0))
+    assert len(caplog.messages) == (words is not None)
+    if words is not None:
+        assert words in caplog.messages[0]
+
+
+def test_from_args_wants_validated_arguments():
+    args = parse("--pg-loss-divisor 8")
+    with pytest.raises(ValueError, match="validate_policy_loss_args"):
+        PolicyLossConfig.from_args(args)
+    assert PolicyLossConfig.from_args(validate_policy_loss_args(args)).loss_aggregation_divisor == 8
+
+
+def test_arguments_of_a_parser_without_our_flags_are_the_defaults():
+    args = SimpleNamespace(kl_loss_coef=0.5, eps_clip=0.1)
+    config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
+    assert config == PolicyLossConfig(kl_loss_coef=0.5, eps_clip=0.1)
+
+
+def test_defaults_of_the_flags_are_those_of_the_config():
+    assert PolicyLossConfig.from_args(validate_policy_loss_args(parse(""))) == PolicyLossConfig()
+
+
+def test_the_aggregations_offered_are_those_there_are():
+    assert set(choices_of(PolicyLossConfig, "loss_aggregation")) == set(AGGREGATIONS)
+
+
+def test_a_flag_that_the_parser_has_is_left_as_it_is():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--eps-clip", type=float, default=0.3, help="the host's")
+    assert add_policy_loss_args(add_policy_loss_args(parser)) is parser
+    assert parser.parse_args([]).eps_clip == 0.3
+    assert parser.format_help().count("policy loss:") == 1
+
+
+def test_a_flag_of_the_same_name_and_another_meaning_is_refused():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tis-clip", dest="trust_region")
+    with pytest.raises(ValueError, match="--tis-clip.*'trust_region'.*'tis_clip'"):
+        add_policy_loss_args(parser)
+
+
+def test_help_states_the_formulas():
+    text = " ".join(add_policy_loss_args(argparse.ArgumentParser()).format_help().split())
+    for name in flag_names():
+        assert flag_of(name) in text
+    for formula in (
+        "1/N sum_i (sum_t m x / max(D_i, 1))",
+        "1/max(T, 1) sum m x",
+        "1/(N L) sum m x",
+        "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
+        "k3: exp(-d) - 1 + d",
+        "(default: sample_mean)",
+        "(default: 0.0001)",
+    ):
+        assert formula in text
+
+
+def test_every_field_is_documented_and_the_page_of_flags_is_up_to_date():
+    assert set(field_docstrings()) == set(config_fields())
+    assert flags_page.written_table() == flags_page.table()
+
+
+@pytest.fixture
+def megatron_parse(monkeypatch):
+    """Megatron's own parser and validation, with our flags, on a small model's command line."""
+    arguments = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    # The one thing that validate_args asks of a GPU, under context parallelism.
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 10)
+    model = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --lr 1e-3 "
+        "--max-position-embeddings 32 --micro-batch-size 1 --tokenizer-type NullTokenizer "
+        "--vocab-size 32 --train-iters 1 --no-masked-softmax-fusion --no-rope-fusion "
+        "--no-gradient-accumulation-fusion --transformer-impl local "
+    )
+
+    def parse_and_validate(line: str, world_size: int = 1) -> argparse.Namespace:
+        monkeypatch.setattr("sys.argv", ["train.py", *(model + line).split()])
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        args = arguments.parse_args(extra_args_provider=add_policy_loss_args)
+        validate_policy_loss_args(args)
+        arguments.validate_args(args)
+        return args
+
+    return parse_and_validate
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("line", "aggregation", "per_token"),
+    [
+        ("", "sample_mean", False),
+        ("--loss-aggregation prompt_mean --context-parallel-size 2", "prompt_mean", False),
+        ("--loss-aggregation token_mean", "token_mean", True),
+        ("--calculate-per-token-loss", "token_mean", True),
+        ("--loss-aggregation token_mean --ddp-average-in-collective", "token_mean", False),
+        ("--loss-aggregation token_mean --num-experts 2", "token_mean", True),
+        (
+            "--loss-aggregation token_mean --num-experts 2 --moe-aux-loss-coeff 0.01",
+            "token_mean",
+            False,
+        ),
+        (
+            "--loss-aggregation token_mean --num-experts 2 --moe-aux-loss-coeff 0.01 "
+            "--moe-router-load-balancing-type none",
+            "token_mean",
+            True,
+        ),
+        (
+            "--loss-aggregation token_mean --mtp-num-layers 1 --position-embedding-type rope",
+            "token_mean",
+            False,
+        ),
+    ],
+)
+def test_on_the_arguments_of_megatron(megatron_parse, line, aggregation, per_token):
+    args = megatron_parse(line, world_size=2)
+    config = PolicyLossConfig.from_args(args)
+    assert config.loss_aggregation == args.loss_aggregation == aggregation
+    assert config.calculate_per_token_loss is args.calculate_per_token_loss is per_token
+    once = dict(vars(args))
+    validate_policy_loss_args(args)
+    assert vars(args) == once
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("line", "error", "words"),
+    [
+        (
+            "--calculate-per-token-loss --loss-aggregation prompt_mean",
+            ValueError,
+            "--calculate-per-token-loss",
+        ),
+        (
+            "--calculate-per-token-loss --ddp-average-in-collective",
+            ValueError,
+            "--ddp-average-in-collective",
+        ),
+        ("--calculate-per-token-loss --use-torch-fsdp2", ValueError, "--use-torch-fsdp2"),
+        ("--qkv-format bshd --context-parallel-size 2", NotImplementedError, "--qkv-format thd"),
+        ("--pg-loss-divisor 0", ValueError, "--pg-loss-divisor"),
+    ],
+)
+def test_refusals_on_the_arguments_of_megatron(megatron_parse, line, error, words):
+    with pytest.raises(error, match=words):
+        megatron_parse(line, world_size=2)

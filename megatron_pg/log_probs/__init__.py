@@ -34,6 +34,10 @@ def log_probs_and_entropy(
     in Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each
     rank gets the gradient of its own columns.
 
+    On CUDA, Triton kernels do the work, and **backward overwrites the logits with their gradient**
+    unless they are a leaf. Autograd raises where their old values would be needed again (a second
+    backward, another loss on the same logits); pass `logits.clone()` then.
+
     Args:
         logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's
             columns; rank r holds the global ids from `r * v/tp` on.
@@ -57,7 +61,7 @@ def log_probs_and_entropy(
     _check(logits, targets, row_mask)
     shard = VocabularyShard.build(logits.shape[1], vocab_size, tensor_parallel_group)
     scale = _temperature_tensor(temperature, logits)
-    log_probs, entropy = LogProbsAndEntropy.apply(
+    log_probs, entropy = LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets, scale, row_mask, shard, with_entropy
     )
     return log_probs, entropy

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.log_probs import torch_op
-from megatron_pg.log_probs.vocabulary_shard import (
-    RowStatistics,
-    VocabularyShard,
-    combine_statistics,
-)
+from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+
+
+@functools.cache
+def _triton_op() -> ModuleType | None:
+    try:
+        return importlib.import_module("megatron_pg.log_probs.triton_op")
+    except ImportError:
+        return None
+
+
+def row_passes(logits: Tensor) -> ModuleType:
+    """`triton_op` for logits that its kernels take, else `torch_op`: the same functions."""
+    if logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1:
+        return _triton_op() or torch_op
+    return torch_op
+
+
+def _may_be_overwritten(logits: Tensor) -> bool:
+    """On a GPU, where memory is short, unless the caller owns the values or rows share memory."""
+    return logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
-    """The op behind `log_probs_and_entropy`; keeps the logits and three numbers a row for backward."""
+    """The op behind `log_probs_and_entropy`; keeps the logits and three numbers a row for backward.
+
+    Backward overwrites CUDA logits with their gradient and marks them as modified, so that autograd
+    refuses a second use of the old values.
+    """
 
     @staticmethod
     def forward(
@@ -29,11 +52,11 @@ class LogProbsAndEntropy(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        local = torch_op.local_statistics(
+        statistics = row_passes(logits).row_statistics(
             logits, targets, shard, temperature, row_mask, with_entropy
         )
-        statistics = combine_statistics(local, temperature, row_mask, shard.group)
         ctx.shard = shard
+        ctx.in_place = _may_be_overwritten(logits)
         ctx.save_for_backward(
             logits,
             targets,
@@ -43,29 +66,19 @@ class LogProbsAndEntropy(torch.autograd.Function):
             statistics.log_sum,
             statistics.entropy,
         )
-        return statistics.log_probs, statistics.entropy.clone() if with_entropy else None
+        return statistics.log_probs, statistics.entropy if with_entropy else None
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy = gradients
-        logits, targets, temperature, row_mask, maximum, log_sum, entropy = ctx.saved_tensors
-        if grad_log_probs is None and grad_entropy is None:
+        if all(gradient is None for gradient in gradients):
             return (None,) * 6
-        if row_mask is not None:
-            grad_log_probs, grad_entropy = (
-                None if gradient is None else torch.where(row_mask, gradient, 0.0)
-                for gradient in (grad_log_probs, grad_entropy)
-            )
-        statistics = RowStatistics(maximum, log_sum, maximum, entropy)
-        out = torch.empty_like(logits)
-        torch_op.write_gradient(
-            logits,
-            targets,
-            ctx.shard,
-            temperature,
-            statistics,
-            grad_log_probs,
-            grad_entropy,
-            out,
+        logits, targets, temperature, row_mask, maximum, log_sum, entropy = ctx.saved_tensors
+        logits = logits.detach()
+        out = logits if ctx.in_place else torch.empty_like(logits)
+        statistics = RowStatistics(maximum, log_sum, log_probs=maximum, entropy=entropy)
+        row_passes(logits).write_gradient(
+            logits, targets, ctx.shard, temperature, statistics, *gradients, out, row_mask
         )
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(logits)
         return (out,) + (None,) * 5

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.log_probs.vocabulary_shard import (
+    RowStatistics,
+    VocabularyShard,
+    combine_statistics,
+)
 
 _CHUNK_ELEMENTS = 1 << 23
 
@@ -33,15 +37,15 @@ def _without_masked_rows(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
 
 
-def local_statistics(
+def row_statistics(
     logits: Tensor,
     targets: Tensor,
     shard: VocabularyShard,
     temperature: Tensor,
     row_mask: Tensor | None = None,
     with_entropy: bool = True,
-) -> Tensor:
-    """Statistics of this shard's columns: see `combine_statistics` for the four columns.
+) -> RowStatistics:
+    """Statistics of each row over the whole vocabulary; every tensor-parallel rank must call.
 
     Args:
         logits: [tokens, v/tp] in any float dtype.
@@ -49,11 +53,24 @@ def local_statistics(
         shard: this rank's part of the vocabulary.
         temperature: one element, statistics dtype.
         row_mask: [tokens] bool, rows to read; the others get finite placeholders.
-        with_entropy: False leaves the dot-product column 0.
+        with_entropy: False leaves the entropy meaningless.
 
     Returns:
-        [tokens, 4] float32 (float64 for float64 logits).
+        Statistics in float32 (float64 for float64 logits).
     """
+    local = _local_statistics(logits, targets, shard, temperature, row_mask, with_entropy)
+    return combine_statistics(local, temperature, row_mask, shard.group)
+
+
+def _local_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    temperature: Tensor,
+    row_mask: Tensor | None,
+    with_entropy: bool,
+) -> Tensor:
+    """[tokens, 4] of this shard's columns, as `combine_statistics` takes them."""
     dtype = statistics_dtype(logits.dtype)
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
     if shard.columns == 0:
@@ -95,6 +112,7 @@ def write_gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     out: Tensor,
+    row_mask: Tensor | None = None,
 ) -> None:
     """Writes the gradient to this shard's logits into `out`, which may be `logits` itself.
 
@@ -103,16 +121,19 @@ def write_gradient(
     A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are.
 
     Args:
-        logits, targets, shard, temperature: as given to `local_statistics`.
+        logits, targets, shard, temperature: as given to `row_statistics`.
         statistics: over the whole vocabulary.
         grad_log_probs, grad_entropy: [tokens] each, None for none.
-        out: [tokens, v/tp], the dtype of the logits (rounding happens once, at this store).
+        out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
+        row_mask: [tokens] bool; rows that are False get a gradient of 0.
     """
     dtype = statistics_dtype(logits.dtype)
     zero = torch.zeros((), dtype=dtype, device=logits.device)
     to_log_probs = zero.expand(len(targets)) if grad_log_probs is None else grad_log_probs.to(dtype)
     to_entropy = zero.expand(len(targets)) if grad_entropy is None else grad_entropy.to(dtype)
     live = (to_log_probs != 0) | (to_entropy != 0)
+    if row_mask is not None:
+        live = live & row_mask
     local = targets - shard.start
     here = live & (local >= 0) & (local < shard.columns)
     for rows in _row_chunks(logits):

@@ -1,0 +1,301 @@
+"""The Triton kernels of the log-prob op: one pass that reads the logits, one that overwrites them.
+
+Each program owns one row and walks over it in tiles, so a row's arithmetic does not depend on how
+many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
+vector width would lose its 16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31
+at 14,000 tokens of a vocabulary of 152,000.
+"""
+
+# Kernels are typed by Triton at their first launch, not by annotations.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_SMALLEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _rescale(maximum, safe, scale):
+    """Exponent (base 2) and factor that move statistics from one maximum to another.
+
+    The bound keeps -inf, of a part without mass, from meeting a 0 in a product.
+    """
+    shift = tl.maximum((maximum - safe) * scale, _SMALLEST)
+    return shift, tl.exp2(shift)
+
+
+@triton.jit
+def _finite(maximum):
+    """The maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0, not NaN."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def _online_update(logits, maximum, total, dot, scale):
+    """Folds a tile [VECTORS, VECTOR] into running statistics [VECTORS], one set a vector.
+
+    A vector lies in one thread, so the running maximum is kept without communication and rescaling
+    costs one exponential a vector.
+    """
+    largest = tl.maximum(maximum, tl.max(logits, axis=1))
+    safe = _finite(largest)
+    exponents = (logits - safe[:, None]) * scale
+    exponentials = tl.exp2(exponents)
+    # 0 * -inf is NaN: bound the exponent. A NaN logit still shows, through the exponential.
+    products = exponentials * tl.maximum(exponents, _SMALLEST)
+    shift, shrink = _rescale(maximum, safe, scale)
+    dot = shrink * (dot + shift * total) + tl.sum(products, axis=1)
+    total = shrink * total + tl.sum(exponentials, axis=1)
+    return largest, total, dot
+
+
+@triton.jit
+def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
+    """Largest logit, sum of exponentials, dot product with the (base 2) exponents of a row."""
+    offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    maximum = tl.full([VECTORS], -float("inf"), tl.float32)
+    total = tl.zeros([VECTORS], tl.float32)
+    dot = tl.zeros([VECTORS], tl.float32)
+    full = columns // (VECTORS * VECTOR) * (VECTORS * VECTOR)
+    for first in range(0, full, VECTORS * VECTOR):
+        tile = tl.load(base + first + offsets).to(tl.float32)
+        maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
+    if full < columns:
+        inside = full + offsets < columns
+        tile = tl.load(base + full + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
+    largest = tl.max(maximum, axis=0)
+    shift, shrink = _rescale(maximum, _finite(largest), scale)
+    dot = tl.sum(shrink * (dot + shift * total), axis=0)
+    return largest, tl.sum(shrink * total, axis=0), dot
+
+
+@triton.jit
+def _target_logit(base, target, start, columns, vocab_size):
+    """-inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    local = target - start
+    here = (local >= 0) & (local < columns)
+    known = (target >= 0) & (target < vocab_size)
+    logit = tl.load(base + local, mask=here, other=0.0).to(tl.float32)
+    return tl.where(here, logit, tl.where(known, -float("inf"), float("nan")))
+
+
+@triton.jit
+def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
+    log_sum = tl.log(total)
+    log_prob = (target_logit - maximum) / temperature - log_sum
+    return log_sum, log_prob, log_sum - dot * _LN_2 / total
+
+
+@triton.jit
+def statistics_kernel(
+    logits,
+    row_stride,
+    targets,
+    row_mask,
+    temperature,
+    maximum_out,
+    log_sum_out,
+    log_probs_out,
+    entropy_out,
+    columns,
+    start,
+    vocab_size,
+    MASKED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The final statistics of one row, where one rank holds the whole vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.full((), 1, tl.int1)
+    if MASKED:
+        live = tl.load(row_mask + row) != 0
+    if live:
+        value = tl.load(temperature)
+        base = logits + row * row_stride
+        maximum, total, dot = _row_statistics(base, columns, _LOG2_E / value, VECTORS, VECTOR)
+        target_logit = _target_logit(base, tl.load(targets + row), start, columns, vocab_size)
+        log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
+        tl.store(maximum_out + row, maximum)
+        tl.store(log_sum_out + row, log_sum)
+        tl.store(log_probs_out + row, log_prob)
+        tl.store(entropy_out + row, entropy)
+    else:
+        tl.store(maximum_out + row, 0.0)
+        tl.store(log_sum_out + row, 0.0)
+        tl.store(log_probs_out + row, 0.0)
+        tl.store(entropy_out + row, 0.0)
+
+
+@triton.jit
+def shard_statistics_kernel(
+    logits,
+    row_stride,
+    targets,
+    row_mask,
+    temperature,
+    statistics,
+    columns,
+    start,
+    vocab_size,
+    MASKED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The statistics [tokens, 4] of one row's local columns, to be combined over the shards."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.full((), 1, tl.int1)
+    if MASKED:
+        live = tl.load(row_mask + row) != 0
+    out = statistics + row * 4
+    if live:
+        value = tl.load(temperature)
+        base = logits + row * row_stride
+        maximum, total, dot = _row_statistics(base, columns, _LOG2_E / value, VECTORS, VECTOR)
+        tl.store(out, maximum)
+        tl.store(out + 1, total)
+        tl.store(out + 2, dot)
+        target = tl.load(targets + row)
+        tl.store(out + 3, _target_logit(base, target, start, columns, vocab_size))
+    else:
+        tl.store(out + tl.arange(0, 4), tl.zeros([4], tl.float32))
+
+
+@triton.jit
+def combine_kernel(
+    gathered,
+    row_mask,
+    temperature,
+    maximum_out,
+    log_sum_out,
+    log_probs_out,
+    entropy_out,
+    tokens,
+    shards,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARDS: tl.constexpr,
+):
+    """[shards, tokens, 4] statistics of all shards -> the final statistics of ROWS rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < tokens
+    shard = tl.arange(0, SHARDS)[:, None]
+    present = (shard < shards) & inside[None, :]
+    pointers = gathered + (shard.to(tl.int64) * tokens + rows[None, :]) * 4
+    maxima = tl.load(pointers, mask=present, other=-float("inf"))
+    totals = tl.load(pointers + 1, mask=present, other=0.0)
+    dots = tl.load(pointers + 2, mask=present, other=0.0)
+    targets = tl.load(pointers + 3, mask=present, other=-float("inf"))
+    value = tl.load(temperature)
+    maximum = tl.max(maxima, axis=0)
+    shift, shrink = _rescale(maxima, _finite(maximum)[None, :], _LOG2_E / value)
+    total = tl.sum(shrink * totals, axis=0)
+    dot = tl.sum(shrink * (dots + shift * totals), axis=0)
+    # Every shard marks an unknown target with NaN, which a maximum may drop and a sum may not.
+    unknown = tl.sum((targets != targets).to(tl.int32), axis=0) > 0
+    target_logit = tl.where(unknown, float("nan"), tl.max(targets, axis=0))
+    log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
+    if MASKED:
+        keep = tl.load(row_mask + rows, mask=inside, other=0) != 0
+        log_prob = tl.where(keep, log_prob, 0.0)
+        entropy = tl.where(keep, entropy, 0.0)
+    tl.store(maximum_out + rows, maximum, mask=inside)
+    tl.store(log_sum_out + rows, log_sum, mask=inside)
+    tl.store(log_probs_out + rows, log_prob, mask=inside)
+    tl.store(entropy_out + rows, entropy, mask=inside)
+
+
+@triton.jit
+def _gradient(logits, at_target, maximum, log2_sum, constant, slope, to_target, scale, ENTROPY):
+    """p * (constant + slope * log2 p), and `to_target` more at the target."""
+    log2_p = (logits - maximum) * scale - log2_sum
+    p = tl.exp2(log2_p)
+    factor = constant
+    if ENTROPY:
+        # 0 * -inf is NaN: bound the logarithm. A NaN logit still shows, through p.
+        factor = constant + slope * tl.maximum(log2_p, _SMALLEST)
+    return p * factor + tl.where(at_target, to_target, 0.0)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    row_stride,
+    out,
+    out_stride,
+    targets,
+    row_mask,
+    temperature,
+    maximum,
+    log_sum,
+    entropy,
+    grad_log_probs,
+    grad_entropy,
+    columns,
+    padded_columns,
+    start,
+    LOG_PROBS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MASKED: tl.constexpr,
+    ORDERED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Writes the gradient to one row of logits; `out` may be the logits themselves.
+
+    ORDERED: `out` is a narrower view of the very memory of `logits` (a bfloat16 gradient at the
+    front of each float32 row). A tile's stores then land on columns of this tile or of earlier ones,
+    so a barrier between the loads and the stores of each tile is enough.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    to_log_prob = tl.full((), 0.0, tl.float32)
+    to_entropy = tl.full((), 0.0, tl.float32)
+    if LOG_PROBS:
+        to_log_prob = tl.load(grad_log_probs + row)
+    if ENTROPY:
+        to_entropy = tl.load(grad_entropy + row)
+    live = (to_log_prob != 0.0) | (to_entropy != 0.0)
+    if MASKED:
+        live = live & (tl.load(row_mask + row) != 0)
+    base = logits + row * row_stride
+    out_base = out + row * out_stride
+    lanes = tl.arange(0, TILE)
+    if live:
+        value = tl.load(temperature)
+        scale = _LOG2_E / value
+        row_maximum = tl.load(maximum + row)
+        log2_sum = tl.load(log_sum + row) * _LOG2_E
+        constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
+        slope = -to_entropy * _LN_2 / value
+        to_target = to_log_prob / value
+        local = tl.load(targets + row) - start
+        local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
+        full = columns // TILE * TILE
+        for first in range(0, full, TILE):
+            tile = tl.load(base + first + lanes).to(tl.float32)
+            gradient = _gradient(
+                tile, first + lanes == local, row_maximum, log2_sum, constant, slope, to_target,
+                scale, ENTROPY,
+            )  # fmt: skip
+            if ORDERED:
+                tl.debug_barrier()
+            tl.store(out_base + first + lanes, gradient.to(out.dtype.element_ty))
+        for first in range(full, padded_columns, TILE):
+            inside = first + lanes < columns
+            tile = tl.load(base + first + lanes, mask=inside, other=0.0).to(tl.float32)
+            gradient = _gradient(
+                tile, first + lanes == local, row_maximum, log2_sum, constant, slope, to_target,
+                scale, ENTROPY,
+            )  # fmt: skip
+            gradient = tl.where(inside, gradient, 0.0).to(out.dtype.element_ty)
+            if ORDERED:
+                tl.debug_barrier()
+            tl.store(out_base + first + lanes, gradient, mask=first + lanes < padded_columns)
+    else:
+        zeros = tl.zeros([TILE], out.dtype.element_ty)
+        for first in range(0, padded_columns, TILE):
+            tl.store(out_base + first + lanes, zeros, mask=first + lanes < padded_columns)

@@ -1,0 +1,109 @@
+"""The two row passes as Triton kernels, with the signatures of `torch_op`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from megatron_pg.log_probs import triton_kernels
+from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+
+# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16.
+_VECTOR = 8
+_VECTORS = 256
+_STATISTICS_WARPS = 4
+_GRADIENT_TILE = 2048
+_GRADIENT_WARPS = 4
+_COMBINED_ROWS = 128
+
+
+def row_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    temperature: Tensor,
+    row_mask: Tensor | None = None,
+    with_entropy: bool = True,
+) -> RowStatistics:
+    """One read of the logits; see `torch_op.row_statistics`. The entropy comes at no cost."""
+    tokens = logits.shape[0]
+    outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in range(4)))
+    if tokens == 0:
+        return outputs
+    targets = targets.contiguous()
+    mask = None if row_mask is None else row_mask.contiguous()
+    pointers = (outputs.maximum, outputs.log_sum, outputs.log_probs, outputs.entropy)
+    local = shard.columns, shard.start, shard.vocab_size
+    tuning = {"VECTORS": _VECTORS, "VECTOR": _VECTOR, "num_warps": _STATISTICS_WARPS}
+    read = (logits, logits.stride(0), targets, mask, temperature)
+    if shard.group is None:
+        triton_kernels.statistics_kernel[(tokens,)](
+            *read, *pointers, *local, MASKED=mask is not None, **tuning
+        )
+        return outputs
+    own = temperature.new_empty((tokens, 4))
+    triton_kernels.shard_statistics_kernel[(tokens,)](
+        *read, own, *local, MASKED=mask is not None, **tuning
+    )
+    shards = dist.get_world_size(shard.group)
+    gathered = temperature.new_empty((shards * tokens, 4))
+    dist.all_gather_into_tensor(gathered, own, group=shard.group)
+    triton_kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
+        gathered,
+        mask,
+        temperature,
+        *pointers,
+        tokens,
+        shards,
+        MASKED=mask is not None,
+        ROWS=_COMBINED_ROWS,
+        SHARDS=triton.next_power_of_2(shards),
+    )
+    return outputs
+
+
+def write_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    temperature: Tensor,
+    statistics: RowStatistics,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    row_mask: Tensor | None = None,
+) -> None:
+    """One read and one write; see `torch_op.write_gradient`.
+
+    `out` may be `logits`, or a view of the front of each of its rows in a narrower dtype.
+    """
+    tokens, width = logits.shape
+    if tokens == 0:
+        return
+    overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
+    mask = None if row_mask is None else row_mask.contiguous()
+    triton_kernels.gradient_kernel[(tokens,)](
+        logits,
+        logits.stride(0),
+        out,
+        out.stride(0),
+        targets.contiguous(),
+        mask,
+        temperature,
+        statistics.maximum,
+        statistics.log_sum,
+        statistics.entropy,
+        None if grad_log_probs is None else grad_log_probs.to(torch.float32).contiguous(),
+        None if grad_entropy is None else grad_entropy.to(torch.float32).contiguous(),
+        shard.columns,
+        width,
+        shard.start,
+        LOG_PROBS=grad_log_probs is not None,
+        ENTROPY=grad_entropy is not None,
+        MASKED=mask is not None,
+        ORDERED=overlaps,
+        TILE=_GRADIENT_TILE,
+        num_warps=_GRADIENT_WARPS,
+    )

@@ -1,0 +1,205 @@
+"""The Triton kernels, through Triton's interpreter on the CPU, against the same oracle.
+
+The interpreter is chosen when Triton is imported, so the tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.log_probs import autograd
+from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from tests.fast import test_log_probs as shared
+from tests.fast.log_probs_oracle import peaked_logits, reference
+from tests.fast.test_log_probs_parallel import MASK, TEMPERATURE, VOCAB_SIZE, WIDTH, inputs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
+
+if INTERPRETED:
+    from megatron_pg.log_probs import triton_kernels, triton_op
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
+    assert " passed" in finished.stdout
+
+
+@pytest.fixture(params=[(1, 8), (256, 2048)], ids=["many tiles", "one tile"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles for rows of several of them; the real ones for rows shorter than one."""
+    monkeypatch.setattr(triton_op, "_VECTORS", request.param[0])
+    monkeypatch.setattr(triton_op, "_GRADIENT_TILE", request.param[1])
+    monkeypatch.setattr(autograd, "row_passes", lambda logits: triton_op)
+    # The interpreter cuts float32 to bfloat16 where a GPU rounds.
+    monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("kernels")
+class TestKernels:
+    """The tests of the torch passes, run on the kernels."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_values_and_gradients(self, dtype: torch.dtype, temperature: float) -> None:
+        shared.test_values_and_gradients(dtype, temperature)
+
+    @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+    def test_masked_rows(self, poison: float) -> None:
+        shared.test_masked_rows_are_zero_and_their_logits_harmless(poison)
+
+    @pytest.mark.parametrize("target", [-1, 12, 10**12])
+    def test_unknown_target(self, target: int) -> None:
+        shared.test_target_outside_the_vocabulary_is_nan(target)
+
+    @pytest.mark.parametrize(
+        "test",
+        [
+            shared.test_padding_columns_take_no_part_even_with_nan,
+            shared.test_extreme_logits,
+            shared.test_rows_of_zero_incoming_gradient_get_zero_even_with_nan,
+            shared.test_nan_at_an_active_row_stays_visible,
+            shared.test_one_output_alone_can_be_differentiated,
+            shared.test_temperature_may_be_a_tensor,
+            shared.test_no_tokens_stay_connected_to_the_graph,
+            shared.test_strided_logits,
+        ],
+    )
+    def test_also(self, test) -> None:
+        test()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_gradient_in_place(self, dtype: torch.dtype) -> None:
+        logits, targets = peaked_logits(6, 37, dtype=dtype)
+        targets = targets.clamp(max=32)
+        elsewhere, in_place = (
+            gradient_of(logits.clone(), targets, overlapping) for overlapping in (False, True)
+        )
+        assert torch.equal(elsewhere, in_place)
+
+    def test_narrow_gradient_at_the_front_of_each_wide_row(self) -> None:
+        logits, targets = peaked_logits(6, 40)
+        targets = targets.clamp(max=32)
+        wanted = gradient_of(logits.clone(), targets, overlapping=True).half()
+        front = logits.view(torch.float16)[:, : logits.shape[1]]
+        found = gradient_of(logits, targets, overlapping=True, out=front)
+        assert found.data_ptr() == logits.data_ptr() and torch.equal(found, wanted)
+
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_shards(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        logits, targets, *gradients = inputs()
+        shards, statistics = sharded_statistics(logits, targets, size, monkeypatch)
+        wanted = reference(
+            logits,
+            targets,
+            *gradients,
+            temperature=TEMPERATURE,
+            row_mask=MASK,
+            vocab_size=VOCAB_SIZE,
+        )
+        torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=2e-6, atol=2e-6)
+        found = torch.cat(
+            [
+                gradient_of_shard(logits, targets, shard, statistics, gradients, WIDTH // size)
+                for shard in shards
+            ],
+            1,
+        )
+        expected = wanted[2].nan_to_num(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
+        torch.testing.assert_close(found.double(), expected, rtol=5e-6, atol=2e-6)
+
+
+def gradient_of(
+    logits: Tensor, targets: Tensor, overlapping: bool, out: Tensor | None = None
+) -> Tensor:
+    shard = VocabularyShard.build(logits.shape[1], 33, None)
+    temperature = torch.tensor(0.9)
+    statistics = triton_op.row_statistics(logits, targets, shard, temperature)
+    if out is None:
+        out = logits if overlapping else torch.full_like(logits, float("nan"))
+    gradients = shared.incoming(len(targets))
+    triton_op.write_gradient(logits, targets, shard, temperature, statistics, *gradients, out)
+    return out
+
+
+def gradient_of_shard(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    statistics: RowStatistics,
+    gradients: list[Tensor],
+    width: int,
+) -> Tensor:
+    own = logits[:, shard.start : shard.start + width].clone()
+    temperature = torch.tensor(TEMPERATURE)
+    triton_op.write_gradient(own, targets, shard, temperature, statistics, *gradients, own, MASK)
+    return own
+
+
+def sharded_statistics(
+    logits: Tensor, targets: Tensor, size: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[VocabularyShard], RowStatistics]:
+    """The shards' kernels one after the other, then the combining kernel on what they sent."""
+    sent: list[Tensor] = []
+
+    def gather(gathered: Tensor, own: Tensor, group: object) -> None:
+        sent.append(own.clone())
+        gathered.copy_(torch.cat(sent).resize_(gathered.shape))
+
+    stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
+    monkeypatch.setattr(triton_op, "dist", stand_in)
+    width = WIDTH // size
+    shards = [
+        VocabularyShard(r * width, min(max(VOCAB_SIZE - r * width, 0), width), VOCAB_SIZE, gather)
+        for r in range(size)
+    ]
+    for shard in shards:
+        own = logits[:, shard.start : shard.start + width]
+        statistics = triton_op.row_statistics(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
+    return shards, statistics
+
+
+@needs_interpreter
+def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: parts merged without moving their dot products to the common maximum."""
+    logits, targets = peaked_logits(6, 37)
+    shard = VocabularyShard.build(37, None, None)
+    monkeypatch.setattr(triton_op, "_VECTORS", 2)
+    right = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+
+    whole = triton_kernels._rescale
+
+    def broken(maximum, safe, scale):
+        shift, shrink = whole(maximum, safe, scale)
+        return shift * 0.0, shrink
+
+    monkeypatch.setattr(triton_kernels, "_rescale", broken)
+    wrong = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+    wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
+    torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert not torch.allclose(wrong.double(), wanted, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The project's tests on this machine's CPU: makes its own virtual environment, then runs the stages in order.
+#
+#   bash ci/test.sh                        # Python 3.12 where there is one
+#   PYTHON=python3.11 bash ci/test.sh      # the other lane
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/environment.sh
+make_environment test
+# Small tensors in many processes: more threads only get in each other's way.
+export OMP_NUM_THREADS=1
+bash ci/lint.sh "$VENV_PYTHON"
+bash ci/fast.sh "$VENV_PYTHON"
+bash ci/distributed.sh "$VENV_PYTHON"

@@ -8,8 +8,8 @@ and log-ratios are clamped to +-20 before they are exponentiated.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_type_hints
 
 from megatron_pg.arguments.values import PYTHON_ONLY_FIELDS, check_combinations, check_value
 
@@ -167,8 +167,8 @@ class PolicyLossConfig:
     for both."""
 
     def __post_init__(self) -> None:
-        for name in config_fields():
-            check_value(self, name)
+        for name, type_hint in FIELD_TYPES.items():
+            check_value(name, getattr(self, name), type_hint)
         check_combinations(self)
 
     @classmethod
@@ -194,9 +194,13 @@ class PolicyLossConfig:
         return tuple(required_inputs(self))
 
 
+FIELD_TYPES = get_type_hints(PolicyLossConfig)
+"""The evaluated annotation of every field, by name and in order."""
+
+
 def config_fields(*, with_python_only: bool = True) -> tuple[str, ...]:
     """Field names in their order; those without a flag can be left out."""
-    names = tuple(field.name for field in fields(PolicyLossConfig))
+    names = tuple(FIELD_TYPES)
     return names if with_python_only else tuple(n for n in names if n not in PYTHON_ONLY_FIELDS)
 
 

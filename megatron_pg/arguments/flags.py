@@ -8,8 +8,8 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
-from megatron_pg.arguments.config import PolicyLossConfig, config_fields
-from megatron_pg.arguments.values import INTERVALS, choices_of, flag_of, type_hints_of
+from megatron_pg.arguments.config import FIELD_TYPES, PolicyLossConfig, config_fields
+from megatron_pg.arguments.values import INTERVALS, choices_of, flag_of
 
 PG_LOSS_DIVISOR_HELP = (
     "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."
@@ -86,7 +86,7 @@ def _argparse_keywords(name: str) -> dict[str, Any]:
         return {"type": float, "metavar": "L", "help": PG_LOSS_DIVISOR_HELP}
     default = getattr(PolicyLossConfig, name)
     help_text = field_docstrings().get(name, "").replace("%", "%%")
-    if type_hints_of(PolicyLossConfig)[name] is bool:
+    if FIELD_TYPES[name] is bool:
         return {"action": "store_true", "help": help_text}
     if default is not None:
         help_text += f" (default: {default})"
@@ -96,7 +96,7 @@ def _argparse_keywords(name: str) -> dict[str, Any]:
         keywords["default"] = None
     if name in INTERVALS:
         keywords.update(type=float, metavar="L" if name.endswith("_divisor") else "X")
-    elif (choices := choices_of(PolicyLossConfig, name)) is not None:
+    elif (choices := choices_of(FIELD_TYPES[name])) is not None:
         keywords["choices"] = choices
     else:
         keywords["metavar"] = "PATH"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from megatron_pg.arguments.config import PolicyLossConfig
@@ -56,31 +55,23 @@ def flag_of(name: str) -> str:
     return name if name in PYTHON_ONLY_FIELDS else "--" + name.replace("_", "-")
 
 
-@lru_cache(maxsize=1)
-def type_hints_of(config_class: type[PolicyLossConfig]) -> dict[str, Any]:
-    """The evaluated annotations of the fields; evaluating them takes a while, so it is done once."""
-    return get_type_hints(config_class)
+def choices_of(type_hint: Any) -> tuple[str, ...] | None:
+    """The words that a field of this type may take; None where it is not a choice of words."""
+    return get_args(type_hint) if get_origin(type_hint) is Literal else None
 
 
-def choices_of(config_class: type[PolicyLossConfig], name: str) -> tuple[str, ...] | None:
-    """The words that a field may take; None where it is not a choice of words."""
-    hint = type_hints_of(config_class)[name]
-    return get_args(hint) if get_origin(hint) is Literal else None
-
-
-def check_value(config: PolicyLossConfig, name: str) -> None:
-    """Checks one field by itself.
+def check_value(name: str, value: Any, type_hint: Any) -> None:
+    """Checks one field of ``PolicyLossConfig`` by itself.
 
     Raises:
         ValueError: Wrong type, unknown word, NaN, or a number out of its interval.
     """
-    value, hint = getattr(config, name), type_hints_of(type(config))[name]
-    choices = choices_of(type(config), name)
-    if value is None and type(None) in get_args(hint):
+    choices = choices_of(type_hint)
+    if value is None and type(None) in get_args(type_hint):
         return
     if choices is not None:
         valid, expected = value in choices, "one of " + ", ".join(choices)
-    elif hint is bool:
+    elif type_hint is bool:
         valid, expected = isinstance(value, bool), "True or False"
     elif name in INTERVALS:
         valid, expected = INTERVALS[name].contains(value), str(INTERVALS[name])

@@ -1,0 +1,167 @@
+"""Functions by import path: both spellings, and an error with its cause for everything else."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from megatron_pg.custom import (
+    POLICY_LOSS_PARAMETERS,
+    REDUCER_KEYWORDS,
+    REDUCER_PARAMETERS,
+    load_function,
+    named_keywords,
+)
+
+FLAG = "--custom-policy-loss-path"
+
+MODULE = """
+import functools
+
+def loss(config, batch, log_probs):
+    return -log_probs
+
+def any_names(a, b, c=None, *rest, d=1, **more):
+    return a
+
+def two(config, batch):
+    return config
+
+def four(config, batch, log_probs, advantages):
+    return config
+
+def keyword_only(config, batch, log_probs, *, scale):
+    return config
+
+class Loss:
+    def __call__(self, config, batch, log_probs):
+        return config
+
+instance = Loss()
+partial = functools.partial(four, advantages=None)
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path, monkeypatch):
+    """An importable package ``custom_pkg`` with good and broken modules."""
+    root = tmp_path / "custom_pkg"
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    (root / "losses.py").write_text(MODULE)
+    (root / "lacks_import.py").write_text("import no_such_dependency\n")
+    (root / "wrong_syntax.py").write_text("def loss(:\n")
+    (root / "raises.py").write_text("raise RuntimeError('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def load(path):
+    return load_function(path, flag=FLAG, positional=POLICY_LOSS_PARAMETERS)
+
+
+@pytest.mark.parametrize("path", ["custom_pkg.losses.loss", "custom_pkg.losses:loss"])
+def test_both_spellings_give_the_function(path):
+    assert load(path)(None, None, 2) == -2
+
+
+@pytest.mark.parametrize("name", ["any_names", "instance", "partial"])
+def test_anything_that_takes_the_arguments_will_do(name):
+    assert load(f"custom_pkg.losses.{name}")("config", None, None) == "config"
+
+
+def test_a_module_without_a_package():
+    assert load_function("os:getcwd", flag=FLAG, positional=()) is os.getcwd
+
+
+# (path, words that the message must have, type of the cause)
+REFUSED = [
+    ("", ["pkg.mod.fn", "pkg.mod:fn", "''"], type(None)),
+    ("loss", ["pkg.mod.fn", "'loss'"], type(None)),
+    ("custom_pkg.losses.", ["pkg.mod.fn"], type(None)),
+    ("custom_pkg.losses:", ["pkg.mod.fn"], type(None)),
+    (":loss", ["pkg.mod.fn"], type(None)),
+    (".losses.loss", ["pkg.mod.fn"], type(None)),
+    ("custom_pkg/losses.py:loss", ["pkg.mod.fn"], type(None)),
+    ("custom_pkg:losses:loss", ["pkg.mod.fn"], type(None)),
+    ("no_such_package.loss", ["no_such_package", "ModuleNotFoundError"], ModuleNotFoundError),
+    ("custom_pkg.no_such.loss", ["custom_pkg.no_such", "ModuleNotFoundError"], ImportError),
+    ("custom_pkg.lacks_import.loss", ["no_such_dependency"], ModuleNotFoundError),
+    ("custom_pkg.wrong_syntax.loss", ["SyntaxError"], SyntaxError),
+    ("custom_pkg.raises.loss", ["RuntimeError: no licence"], RuntimeError),
+    ("custom_pkg.losses.no_such", ["custom_pkg.losses", "losses.py", "'no_such'"], type(None)),
+    ("custom_pkg.losses.number", ["3", "int", "(config, batch, log_probs)"], type(None)),
+    ("custom_pkg.losses", ["custom_pkg", "losses"], type(None)),
+    ("custom_pkg.losses.two", ["(config, batch, log_probs)", "(config, batch)"], TypeError),
+    (
+        "custom_pkg.losses.four",
+        ["(config, batch, log_probs)", "(config, batch, log_probs, advantages)"],
+        TypeError,
+    ),
+    ("custom_pkg.losses.keyword_only", ["scale"], TypeError),
+    ("builtins.max", ["signature cannot be read", "Python function"], ValueError),
+]
+
+
+@pytest.mark.parametrize(("path", "words", "cause"), REFUSED)
+def test_refusals_name_flag_path_and_cause(path, words, cause):
+    with pytest.raises(ValueError) as refusal:
+        load(path)
+    message = str(refusal.value)
+    for word in [FLAG, path, *words]:
+        assert word in message
+    assert isinstance(refusal.value.__cause__, cause)
+
+
+def without_context_parallelism(total_lengths, response_lengths, loss_masks, per_token): ...
+
+
+def with_rank(total_lengths, response_lengths, loss_masks, per_token, cp_rank): ...
+
+
+def with_both(total_lengths, response_lengths, loss_masks, per_token, *, cp_size, cp_rank=None): ...
+
+
+def with_any(total_lengths, response_lengths, loss_masks, per_token, **keywords): ...
+
+
+def with_rank_only_by_position(total, response, masks, per_token, cp_rank=0, /): ...
+
+
+def with_rank_too_early(total_lengths, response_lengths, cp_rank, cp_size): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (without_context_parallelism, ()),
+        (with_rank, ("cp_rank",)),
+        (with_both, ("cp_rank", "cp_size")),
+        (with_any, ()),
+        (with_rank_only_by_position, ()),
+        (functools.partial(with_both, cp_size=1), ("cp_rank", "cp_size")),
+    ],
+)
+def test_a_reducer_is_given_the_keywords_that_its_signature_names(function, named):
+    assert named_keywords(function, REDUCER_KEYWORDS) == named
+    function(*REDUCER_PARAMETERS, **dict.fromkeys(named, 0))
+
+
+@pytest.mark.parametrize(
+    "name", ["with_both", "with_rank", "with_any", "without_context_parallelism"]
+)
+def test_the_keywords_count_as_given_when_the_signature_is_checked(name):
+    path = f"{__name__}.{name}"
+    load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS, keywords=REDUCER_KEYWORDS)
+
+
+@pytest.mark.parametrize("keywords", [(), REDUCER_KEYWORDS])
+def test_a_keyword_in_the_place_of_a_positional_argument_is_refused(keywords):
+    path = f"{__name__}.with_rank_too_early"
+    if not keywords:
+        load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS)
+        return
+    with pytest.raises(ValueError, match="multiple values for argument 'cp_rank'"):
+        load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS, keywords=keywords)

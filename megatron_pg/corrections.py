@@ -70,7 +70,8 @@ class Corrected(NamedTuple):
     loss_mask: Tensor
     """[window] bool: active tokens that were not rejected."""
     metrics: dict[str, Tensor]
-    """[window] detached float32 by name; means over the tokens before rejection are reported."""
+    """[window] detached, by `correction_metric_names`; their means are over the tokens active before
+    any rejection."""
 
 
 def apply_corrections(
@@ -96,17 +97,14 @@ def apply_corrections(
         ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function
             returned the wrong shapes.
     """
-    is_rejecting = config.use_tis or config.use_geometric_rejection or config.use_opsm
-    if not is_rejecting:
+    if not (config.use_tis or config.use_geometric_rejection or config.use_opsm):
         return Corrected(pg_loss, loss_mask, {})
-    metrics: dict[str, Tensor] = {}
-    kept = loss_mask
+    kept, is_outside = loss_mask, None
     if config.custom_tis_function_path is not None:
         pg_loss, kept = _custom_tis(config, batch, log_probs, pg_loss)
     elif config.use_tis:
         weights = importance_weights(config, batch, sequence)
         is_outside = _is_outside_tis_range(config, weights)
-        metrics["tis_clipped_fraction"] = is_outside.float()
         if config.tis_mode == "mask":
             kept = kept & ~is_outside
         pg_loss = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
@@ -116,9 +114,9 @@ def apply_corrections(
     if config.use_opsm:
         is_off_policy = -_given(sequence).policy_mean_of_tokens() > config.opsm_delta
         kept = kept & ~(is_off_policy & (batch.advantages < 0))
-    if config.use_tis or config.use_geometric_rejection:
-        metrics |= mismatch_metrics(batch)
-    metrics["rejected_fraction"] = (loss_mask & ~kept).float()
+    metrics: dict[str, Tensor] = {}
+    if config.pg_metrics != "none":
+        metrics = _correction_metrics(config, batch, kept, is_outside)
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
 
 
@@ -133,19 +131,38 @@ def importance_weights(
     return clamped_log_ratio(mismatch).exp().float()
 
 
-def mismatch_metrics(batch: PackedBatch) -> dict[str, Tensor]:
-    """How far the rollout engine is from the trainer, [window] each.
+def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """What `apply_corrections` reports under these settings (nothing under ``--pg-metrics none``).
 
-    ``rollout_ratio`` is exp(d), ``rollout_kl`` exp(d) - 1 - d, whose mean over the rollout engine's
-    tokens estimates KL(rollout || old), ``rollout_abs_difference`` is |d|.
+    With d = old_log_prob - rollout_log_prob: ``rollout_ratio`` is exp(d), ``rollout_kl`` exp(d) - 1 -
+    d, whose mean over the rollout engine's tokens estimates KL(rollout || old), and
+    ``rollout_abs_difference`` |d|. ``tis_clipped_fraction`` is the share of tokens whose weight is
+    out of bounds, ``rejected_fraction`` that of the tokens dropped by whatever correction.
     """
-    mismatch = rollout_mismatch(batch)
-    clamped = clamped_log_ratio(mismatch)
-    return {
-        "rollout_ratio": clamped.exp(),
-        "rollout_kl": clamped.expm1() - clamped,
-        "rollout_abs_difference": mismatch.abs(),
-    }
+    corrects_mismatch = config.use_tis or config.use_geometric_rejection
+    names: tuple[str, ...] = ()
+    if corrects_mismatch:
+        names += ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
+    if config.use_tis and config.custom_tis_function_path is None:
+        names += ("tis_clipped_fraction",)
+    if corrects_mismatch or config.use_opsm:
+        names += ("rejected_fraction",)
+    return names
+
+
+def _correction_metrics(
+    config: PolicyLossConfig, batch: PackedBatch, kept: Tensor, is_outside: Tensor | None
+) -> dict[str, Tensor]:
+    """[window] each, by `correction_metric_names`."""
+    metrics: dict[str, Tensor] = {"rejected_fraction": (batch.loss_mask & ~kept).float()}
+    if is_outside is not None:
+        metrics["tis_clipped_fraction"] = is_outside.float()
+    if config.use_tis or config.use_geometric_rejection:
+        mismatch = rollout_mismatch(batch).double()
+        metrics["rollout_ratio"] = mismatch.exp()
+        metrics["rollout_kl"] = mismatch.expm1() - mismatch
+        metrics["rollout_abs_difference"] = mismatch.abs()
+    return metrics
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:

@@ -16,6 +16,7 @@ context-parallel ranks comes in as ``sequence``. Masked positions are exactly 0 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,12 +46,14 @@ class ObjectiveOutput:
     loss: Tensor
     """[window], with gradient."""
     log_ratio: Tensor | None = None
-    """[window] detached log r before the clamp to +-20, for gspo that of the token's sequence; None
-    for the objectives without a ratio."""
+    """[window] detached log r before the clamp to +-20, for gspo that of the token's sequence. This
+    and the next two are None for an objective without a ratio (see `has_ratio`)."""
     is_clipped: Tensor | None = None
     """[window] bool: the ratio is outside the objective's clip range."""
     is_effectively_clipped: Tensor | None = None
     """[window] bool: the ratio is outside on the side that the sign of A makes active."""
+    is_ratio_of_sequence: bool = False
+    """The ratio is one number a sequence, so that sums of it are over sequences and not tokens."""
 
 
 Objective = Callable[..., ObjectiveOutput]
@@ -107,7 +110,9 @@ def gspo(
     log_probs = masked(log_probs, batch.loss_mask)
     sequence_log_ratio = masked(sequence.policy_mean_of_tokens(), batch.loss_mask)
     log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
-    return _clipped_surrogate(config, batch, log_ratio)
+    return dataclasses.replace(
+        _clipped_surrogate(config, batch, log_ratio), is_ratio_of_sequence=True
+    )
 
 
 def cispo(
@@ -166,6 +171,11 @@ OBJECTIVES: Mapping[str, Objective] = {
     "sft": sft,
 }
 """By the name that ``--policy-loss`` takes."""
+
+
+def has_ratio(config: PolicyLossConfig) -> bool:
+    """Whether the objective that the config names has a ratio to clip."""
+    return config.custom_policy_loss_path is None and config.policy_loss in ("ppo", "gspo", "cispo")
 
 
 class PolicyLossFunction(Protocol):
@@ -247,7 +257,8 @@ def _clipped_surrogate(
     is_above, is_below = ratio > highest, ratio < lowest
     is_positive, is_negative = advantages > 0, advantages < 0
     is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
-    bound = torch.where(is_positive, highest, lowest).to(ratio.dtype)
+    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
+    bound = torch.where(is_positive, torch.full_like(ratio, highest), lowest)
     effective_ratio = torch.where(is_effectively_clipped, bound, ratio)
     if config.eps_clip_c is not None:
         is_dual_clipped = is_negative & (ratio > config.eps_clip_c)

@@ -123,8 +123,10 @@ def policy_loss_from_log_probs(
     reported |= {name: value for name, (_, value) in regularizers.items()}
 
     metrics = step_sums(reported, step_share)
-    metrics.update(checksum(policy_gradient, step_share, loss.device))
-    metrics.update(policy_metrics(config, batch, log_probs, entropy, outcome, corrected))
+    metrics.add(checksum(policy_gradient, step_share, loss.device))
+    metrics.add(
+        policy_metrics(config, batch, log_probs, entropy, outcome, corrected, step_share=step_share)
+    )
     return loss, metrics
 
 

@@ -27,7 +27,9 @@ class TorchNorm:
                 f"--normalization is {config.normalization!r}, zero-centered gamma "
                 f"{config.layernorm_zero_centered_gamma}: TorchNorm builds plain LayerNorm and RMSNorm"
             )
-        norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        norm: torch.nn.Module = norms[config.normalization](
+            hidden_size, eps=eps, dtype=config.params_dtype
+        )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

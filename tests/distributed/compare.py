@@ -1,0 +1,65 @@
+"""How far a sharded step is from the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .models import relative_error
+from .one_step import Outcome
+
+TOLERANCE = 1e-6
+"""On max|g - reference| / max|reference| of every parameter, float32 through Megatron."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest errors of one step."""
+
+    gradient_error: float
+    worst_parameter: str
+    gradient_ratio: float
+    """<g, reference> / <reference, reference> of the worst parameter: a wrong scale shows here."""
+    metric_error: float
+    worst_metric: str
+
+    @property
+    def passed(self) -> bool:
+        # A metric is a float32 sum of either sign: its error is measured against 1 or its size.
+        return self.gradient_error < TOLERANCE and self.metric_error < 2e-6
+
+    def __str__(self) -> str:
+        return (
+            f"gradient error {self.gradient_error:.2g} ({self.worst_parameter}, "
+            f"{self.gradient_ratio:.4g} times the reference), metric error "
+            f"{self.metric_error:.2g} ({self.worst_metric})"
+        )
+
+
+def compare(found: Outcome, expected: Outcome) -> Comparison:
+    """Every parameter's gradient and every metric that both report.
+
+    Raises:
+        AssertionError: the two do not have the same parameters.
+    """
+    assert found.gradients.keys() == expected.gradients.keys()
+    errors = {
+        name: relative_error(gradient, expected.gradients[name])
+        for name, gradient in found.gradients.items()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    reference = expected.gradients[worst].double()
+    ratio = (found.gradients[worst].double() * reference).sum() / reference.pow(2).sum()
+    metric_errors = {
+        name: abs(value - expected.metrics[name]) / max(1.0, abs(expected.metrics[name]))
+        for name, value in found.metrics.items()
+        if name in expected.metrics
+    }
+    assert {"loss", "pg_loss", "aggregation_checksum"} <= metric_errors.keys()
+    worst_metric = max(metric_errors, key=lambda name: metric_errors[name])
+    return Comparison(
+        gradient_error=errors[worst],
+        worst_parameter=worst,
+        gradient_ratio=float(ratio),
+        metric_error=metric_errors[worst_metric],
+        worst_metric=worst_metric,
+    )

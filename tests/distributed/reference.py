@@ -1,0 +1,71 @@
+"""The reference: the same Megatron model in one process, each sample alone, the float64 oracle loss."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from tests import oracle
+from tests.oracle import PlainSample
+
+from .models import (
+    VOCAB_SIZE,
+    ModelOptions,
+    Sharding,
+    build_model,
+    gather_gradients,
+    initialize_groups,
+)
+from .one_step import Outcome
+from .steps import Run
+
+
+def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
+    """The outcome of each run, whatever its cut; call it in a world of one process."""
+    initialize_groups(Sharding())
+    (model,) = build_model(Sharding(), options)
+    outcomes = []
+    for run in runs:
+        model.zero_grad_buffer()
+        logits = [_logits_alone(model, sample) for sample in run.samples]
+        result = oracle.policy_loss(run.samples, logits, run.objective)
+        with model.no_sync():
+            result.loss.backward()
+        gradients = gather_gradients([model])
+        assert gradients is not None
+        outcomes.append(Outcome(gradients, _metrics(run, result)))
+    return outcomes
+
+
+def _logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
+    """[total_length, vocab] float64 logits of one sample, neither packed nor padded."""
+    length = len(sample.tokens)
+    boundaries = torch.tensor([0, length], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )
+    tokens = torch.tensor([sample.tokens])
+    positions = torch.arange(length)[None]
+    logits: Tensor = model(tokens, positions, None, packed_seq_params=packed)
+    assert logits.shape == (1, length, VOCAB_SIZE)
+    return logits[0].double()
+
+
+def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:
+    """What the package must report, by its names."""
+    expected = {
+        "loss": result.loss.item(),
+        "pg_loss": result.pg_loss.item(),
+        "aggregation_checksum": 1.0,
+    }
+    if run.regularized:
+        assert result.kl_loss is not None and result.entropy is not None
+        expected["kl_loss"] = result.kl_loss.item()
+    table = oracle.metrics(run.samples, result, run.objective)
+    names = ("new_logprobs", "clipped_ratio_fraction", "ratio_new_old", "kl_new_old")
+    return expected | {name: table[name] for name in names}

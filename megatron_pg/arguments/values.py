@@ -88,6 +88,7 @@ def check_combinations(config: PolicyLossConfig) -> None:
         ValueError: A setting lacks what it needs, or would silently be ignored.
     """
     _check_divisor(config)
+    _check_accepted_denominator(config)
     custom_loss = config.custom_policy_loss_path is not None
     has_dual_clip = config.policy_loss in ("ppo", "gspo") or custom_loss
     if config.eps_clip_c is not None and not has_dual_clip:
@@ -113,6 +114,23 @@ def check_combinations(config: PolicyLossConfig) -> None:
         raise ValueError(
             "--custom-tis-function-path takes the place of the weights of --use-tis: add "
             "--use-tis, or drop the path"
+        )
+
+
+def _check_accepted_denominator(config: PolicyLossConfig) -> None:
+    """Totals of what is kept need rejections that the data alone decide, before the step."""
+    if config.rejection_denominator != "accepted":
+        return
+    if config.use_opsm or config.custom_tis_function_path is not None:
+        flag = "--use-opsm" if config.use_opsm else "--custom-tis-function-path"
+        raise ValueError(
+            f"--rejection-denominator accepted cannot count what {flag} rejects, which is not known "
+            "before the step: use --rejection-denominator original"
+        )
+    if config.use_geometric_rejection and config.use_tis and config.tis_mode == "mask":
+        raise ValueError(
+            "--rejection-denominator accepted takes one kind of rejection: drop "
+            "--use-geometric-rejection or --tis-mode mask, or use --rejection-denominator original"
         )
 
 

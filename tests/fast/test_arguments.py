@@ -235,6 +235,21 @@ REFUSED = [
         {},
         ["--custom-tis-function-path", "--use-tis"],
     ),
+    (
+        "--rejection-denominator accepted --use-opsm",
+        {},
+        ["--rejection-denominator original", "--use-opsm"],
+    ),
+    (
+        f"--rejection-denominator accepted --use-tis --custom-tis-function-path {HERE}.custom_tis",
+        {},
+        ["--rejection-denominator original", "--custom-tis-function-path"],
+    ),
+    (
+        "--rejection-denominator accepted --use-geometric-rejection --use-tis --tis-mode mask",
+        {},
+        ["--rejection-denominator original", "--use-geometric-rejection", "--tis-mode mask"],
+    ),
     ("--custom-policy-loss-path no_such.fn", {}, ["--custom-policy-loss-path", "no_such"]),
     (
         f"--custom-policy-loss-path {HERE}.custom_tis",
@@ -342,6 +357,8 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
         {"opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
         {"calculate_per_token_loss": True, "loss_aggregation": "prompt_mean"},
         {"grad_divisor": 2},
+        {"rejection_denominator": "accepted", "use_tis": True, "tis_mode": "mask"},
+        {"rejection_denominator": "accepted", "use_tis": True, "use_geometric_rejection": True},
     ],
 )
 def test_the_config_takes_values_at_the_edge_of_their_range(fields):

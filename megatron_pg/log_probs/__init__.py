@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.log_probs.autograd import LogProbsAndEntropy
-from megatron_pg.log_probs.torch_op import statistics_dtype
+from megatron_pg.log_probs.torch_op import temperature_tensor
 from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
 
 __all__ = ["log_probs_and_entropy"]
@@ -60,7 +58,7 @@ def log_probs_and_entropy(
     """
     _check(logits, targets, row_mask)
     shard = VocabularyShard.build(logits.shape[1], vocab_size, tensor_parallel_group)
-    scale = _temperature_tensor(temperature, logits)
+    scale = temperature_tensor(temperature, logits)
     log_probs, entropy = LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets, scale, row_mask, shard, with_entropy
     )
@@ -84,17 +82,3 @@ def _check(logits: Tensor, targets: Tensor, row_mask: Tensor | None) -> None:
             f"row_mask must be {tokens} torch.bool like the rows of logits, found "
             f"{tuple(row_mask.shape)} {row_mask.dtype}"
         )
-
-
-def _temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    dtype = statistics_dtype(logits.dtype)
-    if isinstance(temperature, Tensor):
-        if temperature.numel() != 1:
-            raise ValueError(
-                f"temperature must be a number or a tensor of one element, found "
-                f"{tuple(temperature.shape)}"
-            )
-        return temperature.detach().to(device=logits.device, dtype=dtype).reshape(())
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature must be positive and finite, found {temperature}")
-    return torch.full((), temperature, dtype=dtype, device=logits.device)

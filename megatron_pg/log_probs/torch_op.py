@@ -26,6 +26,21 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """The temperature as one element of the statistics dtype on the device of `logits`."""
+    dtype = statistics_dtype(logits.dtype)
+    if isinstance(temperature, Tensor):
+        if temperature.numel() != 1:
+            raise ValueError(
+                f"temperature must be a number or a tensor of one element, found "
+                f"{tuple(temperature.shape)}"
+            )
+        return temperature.detach().to(device=logits.device, dtype=dtype).reshape(())
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be positive and finite, found {temperature}")
+    return torch.full((), temperature, dtype=dtype, device=logits.device)
+
+
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
     rows = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
     for begin in range(0, logits.shape[0], rows):

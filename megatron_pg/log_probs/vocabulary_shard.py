@@ -67,6 +67,26 @@ class RowStatistics:
     log_probs: Tensor
     entropy: Tensor
 
+    def rows(self, rows: slice) -> RowStatistics:
+        """Those of some rows, as views."""
+        return RowStatistics(
+            self.maximum[rows], self.log_sum[rows], self.log_probs[rows], self.entropy[rows]
+        )
+
+    @classmethod
+    def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
+        """Those of all rows, from those of consecutive parts; `like` gives dtype and device of none."""
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return cls(*(like.new_empty(0) for _ in range(4)))
+        return cls(
+            torch.cat([part.maximum for part in parts]),
+            torch.cat([part.log_sum for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            torch.cat([part.entropy for part in parts]),
+        )
+
 
 def combine_statistics(
     local: Tensor, temperature: Tensor, row_mask: Tensor | None, group: dist.ProcessGroup | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,55 +45,60 @@ def gathers_of(group: dist.ProcessGroup, call) -> tuple[object, list[tuple[int, 
 
 
 def shard_main(rank: int, size: int, folder: str) -> None:
+    logits, targets, *gradients = inputs()
+    width = WIDTH // size
+    leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+    (log_probs, entropy), shapes = gathers_of(
+        dist.group.WORLD,
+        lambda: log_probs_and_entropy(
+            leaf,
+            targets,
+            tensor_parallel_group=dist.group.WORLD,
+            temperature=TEMPERATURE,
+            row_mask=MASK,
+            vocab_size=VOCAB_SIZE,
+            with_entropy=True,
+        ),
+    )
+    torch.autograd.backward([log_probs, entropy], gradients)
+    torch.save((log_probs.detach(), entropy.detach(), leaf.grad, shapes), f"{folder}/{rank}.pt")
+
+
+def process_main(main: Callable[[int, int, str], None], rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size
         )
-        logits, targets, *gradients = inputs()
-        width = WIDTH // size
-        leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-        (log_probs, entropy), shapes = gathers_of(
-            dist.group.WORLD,
-            lambda: log_probs_and_entropy(
-                leaf,
-                targets,
-                tensor_parallel_group=dist.group.WORLD,
-                temperature=TEMPERATURE,
-                row_mask=MASK,
-                vocab_size=VOCAB_SIZE,
-                with_entropy=True,
-            ),
-        )
-        torch.autograd.backward([log_probs, entropy], gradients)
-        result = (log_probs.detach(), entropy.detach(), leaf.grad, shapes)
-        torch.save(result, f"{folder}/{rank}.pt")
+        main(rank, size, folder)
         dist.destroy_process_group()
     except Exception:
         Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
         raise
 
 
-def run_shards(size: int, folder: Path) -> list[tuple[Tensor, Tensor, Tensor, list]]:
+def run_processes(main: Callable[[int, int, str], None], size: int, folder: Path) -> list:
+    """Runs `main(rank, size, folder)` on `size` gloo ranks; returns what each saved as `<rank>.pt`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fast.test_log_probs_parallel"])
+    context.set_forkserver_preload([__name__])
     processes = [
-        context.Process(target=shard_main, args=(r, size, str(folder))) for r in range(size)
+        context.Process(target=process_main, args=(main, rank, size, str(folder)))
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=120)
         if process.is_alive():
             process.kill()
     errors = [path.read_text() for path in folder.glob("*.txt")]
     assert not errors and all(process.exitcode == 0 for process in processes), errors
-    return [torch.load(folder / f"{r}.pt") for r in range(size)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_equal_the_whole_vocabulary(size: int, tmp_path: Path) -> None:
-    shards = run_shards(size, tmp_path)
+    shards = run_processes(shard_main, size, tmp_path)
     logits, targets, *gradients = inputs()
     log_probs, entropy, gradient = reference(
         logits,

@@ -1,0 +1,317 @@
+"""The output layer fused with the log-prob op, against dense float64 products and the row oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.log_probs.fused_head import (
+    HeadOptions,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from tests.fast.log_probs_oracle import reference
+from tests.fast.test_log_probs_parallel import run_processes
+
+TOKENS, HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE = 11, 6, 24, 21, 0.8
+
+
+class Problem:
+    """Inputs, a clipped policy loss with an entropy term, and its float64 gradients."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.hidden = (3 * torch.randn(TOKENS, HIDDEN, generator=generator)).to(dtype)
+        self.weight = torch.randn(WIDTH, HIDDEN, generator=generator).to(dtype)
+        self.targets = torch.randint(0, VOCAB_SIZE, (TOKENS,), generator=generator)
+        self.advantages = torch.randn(TOKENS, generator=generator)
+        self.logits = self.hidden.double() @ self.weight.double().T
+        zeros = torch.zeros(TOKENS)
+        self.log_probs, self.entropy, _ = self.oracle(zeros, zeros)
+        self.old_log_probs = self.log_probs.float() + 0.3 * torch.randn(TOKENS, generator=generator)
+        self._differentiate(scale)
+
+    def oracle(self, to_log_probs: Tensor, to_entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return reference(
+            self.logits,
+            self.targets,
+            to_log_probs,
+            to_entropy,
+            temperature=TEMPERATURE,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    def token_loss(self, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        advantages = self.advantages[rows].to(log_probs)
+        ratio = (log_probs - self.old_log_probs[rows].to(log_probs)).exp()
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages) - 0.1 * entropy
+        return loss.sum() / 7
+
+    def _differentiate(self, scale: float) -> None:
+        log_probs = self.log_probs.clone().requires_grad_()
+        entropy = self.entropy.clone().requires_grad_()
+        loss = self.token_loss(log_probs, entropy, slice(0, TOKENS))
+        to_log_probs, to_entropy = torch.autograd.grad(loss * scale, (log_probs, entropy))
+        self.loss = loss.detach()
+        self.logits_gradient = self.oracle(to_log_probs, to_entropy)[2]
+        self.hidden_gradient = self.logits_gradient @ self.weight.double()
+        self.weight_gradient = self.logits_gradient.T @ self.hidden.double()
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
+
+
+def options(**changes: object) -> HeadOptions:
+    return HeadOptions(temperature=TEMPERATURE, vocab_size=VOCAB_SIZE, **changes)
+
+
+def close(found: Tensor | None, wanted: Tensor, rounding: float = 3e-6) -> None:
+    assert found is not None
+    error = (found.double() - wanted).abs().amax() / wanted.abs().amax()
+    assert error <= rounding, error
+
+
+def known(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
+    chunk = settings.pop("chunk_tokens", None)
+    fp32 = settings.pop("fp32_logits", False)
+    loss, log_probs, entropy = linear_token_loss(
+        hidden,
+        weight,
+        problem.targets,
+        problem.token_loss,
+        options(chunk_tokens=chunk, fp32_logits=fp32),
+        **settings,
+    )
+    assert not log_probs.requires_grad and not entropy.requires_grad
+    return loss
+
+
+def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
+    chunk = settings.pop("chunk_tokens", None)
+    fp32 = settings.pop("fp32_logits", False)
+    log_probs, entropy = linear_log_probs_and_entropy(
+        hidden,
+        weight,
+        problem.targets,
+        options(chunk_tokens=chunk, fp32_logits=fp32),
+        **settings,
+    )
+    return problem.token_loss(log_probs, entropy, slice(0, TOKENS))
+
+
+def kept(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
+    return downstream(problem, hidden, weight, keep_logits=True, **settings)
+
+
+def recomputed(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
+    return downstream(problem, hidden, weight, keep_logits=False, **settings)
+
+
+MODES = [known, kept, recomputed]
+every_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
+
+
+@every_mode
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 100])
+@pytest.mark.parametrize("scale", [1.0, 12.7])
+def test_gradients(mode: Callable[..., Tensor], chunk_tokens: int | None, scale: float) -> None:
+    problem = Problem(scale=scale)
+    hidden, weight = problem.leaves()
+    loss = mode(problem, hidden, weight, chunk_tokens=chunk_tokens)
+    (loss * scale).backward()
+    close(loss.detach(), problem.loss)
+    close(hidden.grad, problem.hidden_gradient)
+    close(weight.grad, problem.weight_gradient)
+    assert (weight.grad[VOCAB_SIZE:] == 0).all()
+
+
+@every_mode
+@pytest.mark.parametrize("fp32_logits", [False, True])
+def test_bfloat16(mode: Callable[..., Tensor], fp32_logits: bool) -> None:
+    problem = Problem(torch.bfloat16)
+    hidden, weight = problem.leaves()
+    loss = mode(problem, hidden, weight, chunk_tokens=4, fp32_logits=fp32_logits)
+    loss.backward()
+    rounding = 0.006 if fp32_logits else 0.06
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    close(hidden.grad, problem.hidden_gradient, rounding)
+    close(weight.grad, problem.weight_gradient, rounding)
+    close(loss.detach(), problem.loss, 1e-5 if fp32_logits else 0.06)
+
+
+@every_mode
+@pytest.mark.parametrize("tied", [False, True])
+def test_main_grad(mode: Callable[..., Tensor], tied: bool) -> None:
+    """The gradient is added to `main_grad`; DistributedDataParallel gets a stand-in."""
+    problem = Problem(torch.bfloat16)
+    hidden, weight = problem.leaves()
+    weight.main_grad = torch.full(weight.shape, 0.5)
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = tied
+    mode(problem, hidden, weight, chunk_tokens=4, fp32_logits=True).backward()
+    close(weight.main_grad - 0.5, problem.weight_gradient, 0.006)
+    assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+    if tied:
+        assert (weight.grad == 0).all()
+
+
+@every_mode
+def test_frozen_weight_and_frozen_hidden(mode: Callable[..., Tensor]) -> None:
+    problem = Problem()
+    for frozen in (0, 1):
+        leaves = problem.leaves()
+        leaves[frozen].requires_grad_(False)
+        mode(problem, *leaves).backward()
+        wanted = (problem.hidden_gradient, problem.weight_gradient)
+        assert leaves[frozen].grad is None
+        close(leaves[1 - frozen].grad, wanted[1 - frozen])
+
+
+@pytest.mark.parametrize("mode", [known, kept])
+def test_second_backward_is_refused(mode: Callable[..., Tensor]) -> None:
+    problem = Problem()
+    loss = mode(problem, *problem.leaves())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@every_mode
+def test_no_tokens(mode: Callable[..., Tensor]) -> None:
+    problem = Problem()
+    hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), problem.leaves()[1]
+    problem.targets = problem.targets[:0]
+    problem.advantages, problem.old_log_probs = torch.zeros(0), torch.zeros(0)
+    mode(problem, hidden, weight).backward()
+    assert hidden.grad.shape == (0, HIDDEN) and (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("gradient_rows", [0, 3, 4, TOKENS])
+def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int) -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    loss, log_probs, entropy = linear_token_loss(
+        hidden,
+        weight,
+        problem.targets,
+        problem.token_loss,
+        options(chunk_tokens=4),
+        gradient_rows=gradient_rows,
+    )
+    loss.backward()
+    close(loss.detach(), problem.loss)
+    close(log_probs, problem.log_probs)
+    close(entropy, problem.entropy)
+    wanted = problem.logits_gradient.clone()
+    wanted[gradient_rows:] = 0
+    torch.testing.assert_close(
+        hidden.grad.double(), wanted @ problem.weight.double(), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        weight.grad.double(), wanted.T @ problem.hidden.double(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_known_loss_scale_goes_straight_to_main_grad() -> None:
+    problem = Problem(scale=6.0)
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
+    close(weight.main_grad - 1, problem.weight_gradient)
+    (loss * 6).backward()
+    close(weight.main_grad - 1, problem.weight_gradient)
+    close(hidden.grad, problem.hidden_gradient)
+
+
+def test_a_loss_scale_that_was_not_promised_is_visible() -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    loss = known(problem, hidden, weight, loss_scale=torch.tensor(6.0))
+    (loss * 3).backward()
+    assert hidden.grad.isnan().all()
+
+
+def test_without_gradients_nothing_is_multiplied_twice() -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    with torch.no_grad():
+        loss = known(problem, hidden, weight, loss_scale=torch.tensor(1.0))
+    close(loss, problem.loss)
+    assert (weight.main_grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 4)}, ValueError, "hidden must be"),
+        ({"hidden": torch.zeros(3, 5)}, ValueError, "hidden must be"),
+        ({"hidden": torch.zeros(3, 4).bfloat16()}, ValueError, "share one float dtype"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, ValueError, "targets must be"),
+        ({"options": HeadOptions(chunk_tokens=0)}, ValueError, "chunk_tokens"),
+        ({"options": HeadOptions(temperature=0.0)}, ValueError, "temperature"),
+        ({"gradient_rows": 4}, ValueError, "gradient_rows"),
+        (
+            {"hidden": torch.zeros(3, 4).half(), "weight": torch.zeros(8, 4).half()},
+            NotImplementedError,
+            "float16",
+        ),
+    ],
+)
+def test_bad_input(change: dict[str, object], error: type[Exception], message: str) -> None:
+    arguments: dict[str, object] = {
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(8, 4),
+        "targets": torch.zeros(3, dtype=torch.int64),
+        "token_loss": lambda log_probs, entropy, rows: log_probs.sum(),
+    }
+    with pytest.raises(error, match=message):
+        linear_token_loss(**{**arguments, **change})
+
+
+def shard_main(rank: int, size: int, folder: str) -> None:
+    problem, width = Problem(), WIDTH // size
+    results = []
+    for mode in ("known", "kept", "recomputed"):
+        hidden, whole = problem.leaves()
+        weight = whole.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
+        settings = options(chunk_tokens=4, tensor_parallel_group=dist.group.WORLD)
+        if mode == "known":
+            loss, _, _ = linear_token_loss(
+                hidden, weight, problem.targets, problem.token_loss, settings
+            )
+        else:
+            log_probs, entropy = linear_log_probs_and_entropy(
+                hidden, weight, problem.targets, settings, keep_logits=mode == "kept"
+            )
+            loss = problem.token_loss(log_probs, entropy, slice(0, TOKENS))
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+def test_vocabulary_over_two_ranks(tmp_path: Path) -> None:
+    problem = Problem()
+    ranks = run_processes(shard_main, 2, tmp_path)
+    for results in zip(*ranks, strict=True):
+        for loss, _, _ in results:
+            close(loss, problem.loss)
+        close(sum(hidden for _, hidden, _ in results), problem.hidden_gradient)
+        close(torch.cat([weight for _, _, weight in results]), problem.weight_gradient)
+
+
+def test_a_wrong_coefficient_would_be_seen() -> None:
+    """Mutant: coefficients of another scale than the loss."""
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    right = problem.token_loss
+    problem.token_loss = lambda log_probs, entropy, rows: 1.001 * right(log_probs, entropy, rows)
+    known(problem, hidden, weight).backward()
+    with pytest.raises(AssertionError):
+        close(hidden.grad, problem.hidden_gradient)

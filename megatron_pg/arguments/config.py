@@ -14,7 +14,7 @@ from typing import Literal, get_type_hints
 from megatron_pg.arguments.values import PYTHON_ONLY_FIELDS, check_combinations, check_value
 
 LossAggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant"]
-PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
+PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce", "sft"]
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
 TISLevel = Literal["token", "sequence"]
 TISMode = Literal["truncate", "mask"]
@@ -52,7 +52,8 @@ class PolicyLossConfig:
     """Per-token loss, r = exp(log_prob - old_log_prob). ppo: -min(r A, clip(r, 1 - eps_clip, 1 +
     eps_clip_high) A). gspo: the same with the ratio of the sequence, log s_t = sg(mean_t log r) +
     log_prob - sg(log_prob) (arXiv:2507.18071). cispo: -sg(min(r, 1 + eps_clip_high)) A log_prob
-    (arXiv:2506.13585). reinforce: -A log_prob."""
+    (arXiv:2506.13585). reinforce: -A log_prob. sft: -log_prob, supervised: advantages are not
+    read."""
 
     eps_clip: float = 0.2
     """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
@@ -209,7 +210,10 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
 
     A custom policy loss may read what it likes of the batch: nothing is required on its behalf.
     """
-    built_in_ratio = config.policy_loss != "reinforce" and config.custom_policy_loss_path is None
+    built_in_ratio = config.custom_policy_loss_path is None and config.policy_loss not in (
+        "reinforce",
+        "sft",
+    )
     built_in_reducer = config.custom_pg_loss_reducer_function_path is None
     prompt_mean = config.loss_aggregation == "prompt_mean" and built_in_reducer
     unbiased_kl = config.use_unbiased_kl and config.kl_loss_coef > 0

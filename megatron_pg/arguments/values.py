@@ -124,7 +124,7 @@ def _check_accepted_denominator(config: PolicyLossConfig) -> None:
     if config.use_opsm or config.custom_tis_function_path is not None:
         flag = "--use-opsm" if config.use_opsm else "--custom-tis-function-path"
         raise ValueError(
-            f"--rejection-denominator accepted cannot count what {flag} rejects, which is not known "
+            f"--rejection-denominator accepted cannot count what {flag} rejects, which is unknown "
             "before the step: use --rejection-denominator original"
         )
     if config.use_geometric_rejection and config.use_tis and config.tis_mode == "mask":

@@ -1,0 +1,290 @@
+"""Bad input is refused before a step, with an error that names field, sample, found and expected.
+
+One table a door into the package: the samples, the packing, the step's totals, the reducer factory,
+the settings, the loss. An error that a user cannot act on counts as a failure here.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_pg
+from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack, step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.policy_loss import policy_loss_function
+
+NAME = "task-7/answer-2"
+PER_TOKEN_FIELDS = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+)
+VOCABULARY = 8
+
+
+def sample(**fields: Any) -> Sample:
+    """A good sample of two prompt and three response tokens, but for the given fields."""
+    good: dict[str, Any] = {
+        "tokens": [1, 2, 3, 4, 5],
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "advantages": [0.5, 0.25, -1.0],
+        "old_log_probs": [-1.0, -2.0, -0.5],
+        "group_index": 11,
+        "name": NAME,
+    }
+    return Sample(**{**good, **fields})
+
+
+def refusal_of(call: Any, error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as refusal:
+        call()
+    return str(refusal.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Samples
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize("field", PER_TOKEN_FIELDS)
+def test_a_per_token_field_of_the_wrong_size(field: str, size: int) -> None:
+    message = refusal_of(lambda: sample(**{field: [1.0] * size}))
+    for word in (NAME, field, f"{size} values", "response token", "(3)"):
+        assert word in message
+
+
+@pytest.mark.parametrize("field", PER_TOKEN_FIELDS)
+@pytest.mark.parametrize(
+    "values", [torch.ones(1, 3), [[1.0, 1.0, 1.0]], [[1.0], [1.0, 2.0]], "101"]
+)
+def test_a_per_token_field_that_is_no_vector(field: str, values: Any) -> None:
+    message = refusal_of(lambda: sample(**{field: values}))
+    assert NAME in message
+    assert field in message
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, 2.0**-30, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
+def test_a_mask_value_other_than_0_and_1(value: float, position: int, container: Any) -> None:
+    mask: list[float] = [1, 0, 1]
+    mask[position] = value
+    message = refusal_of(lambda: sample(loss_mask=container(mask)))
+    for word in (NAME, f"loss_mask[{position}]", str(float(value))[:3], "expected 0 or 1"):
+        assert word in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_advantage_that_is_no_number_at_an_active_token(value: float) -> None:
+    message = refusal_of(lambda: sample(advantages=[0.0, 0.0, value]))
+    for word in (NAME, "advantages[2]", str(value), "finite"):
+        assert word in message
+    # the same at a masked position harms nobody
+    assert sample(advantages=[0.0, value, 0.0]).num_active_tokens == 2
+
+
+LENGTHS = {
+    "negative": (-1, "expected 0 or more"),
+    "whole sequence": (5, "prompt needs at least one token"),
+    "longer than the sequence": (6, "prompt needs at least one token"),
+    "a fraction": (2.5, "expected an integer"),
+    "missing": (None, "expected an integer"),
+    "a truth value": (True, "expected an integer"),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_a_response_length_that_cannot_be(case: str) -> None:
+    length, expected = LENGTHS[case]
+    message = refusal_of(lambda: sample(response_length=length))
+    for word in (NAME, "response_length", str(length), expected):
+        assert word in message
+
+
+def test_an_empty_response_is_legal_and_an_empty_sequence_is_not() -> None:
+    empty: dict[str, Any] = {"loss_mask": [], "advantages": 0.0, "old_log_probs": []}
+    assert sample(response_length=0, **empty).num_active_tokens == 0
+    message = refusal_of(lambda: sample(tokens=[], response_length=0, **empty))
+    assert NAME in message and "prompt" in message
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1.0, 2.0, 3.0, 4.0, 5.0], torch.ones(1, 5).long(), "12345", None, [1, 2, None]]
+)
+def test_tokens_that_are_no_vector_of_integers(tokens: Any) -> None:
+    message = refusal_of(lambda: sample(tokens=tokens))
+    assert NAME in message and "tokens" in message
+
+
+@pytest.mark.parametrize("field", ["group_index", "rollout_id"])
+@pytest.mark.parametrize("value", [1.0, "1", math.nan, True, 2**63, -(2**63) - 1])
+def test_an_identifier_that_is_no_64_bit_integer(field: str, value: Any) -> None:
+    message = refusal_of(lambda: sample(**{field: value}))
+    for word in (NAME, field, repr(value), "integer"):
+        assert word in message
+    assert getattr(sample(**{field: -(2**63)}), field) == -(2**63)
+
+
+# --------------------------------------------------------------------------------------------------
+# Packing and the step's totals
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
+def test_log_probs_that_only_some_samples_carry(field: str) -> None:
+    has = sample(**{field: [-1.0] * 3}, name="has them")
+    lacks = sample(**{field: None}, name="lacks them")
+    for samples in ([has, lacks], [lacks, has]):
+        message = refusal_of(lambda samples=samples: pack(samples))
+        for word in (field, "lacks them has no", "has them"):
+            assert word in message
+
+
+def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
+    samples = [sample(), sample(group_index=None, name="no group")]
+    totals = step_totals(samples)
+    prompt_mean = AGGREGATIONS["prompt_mean"]
+    message = refusal_of(lambda: prompt_mean.denominators(totals, samples))
+    for word in ("no group", "group_index", "prompt_mean"):
+        assert word in message
+    assert "group_index" in refusal_of(lambda: prompt_mean.outer_count(totals))
+    config = PolicyLossConfig(loss_aggregation="prompt_mean")
+    batch = pack(samples)
+    logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
+    message = refusal_of(lambda: policy_loss_function(config, batch, logits, totals=totals))
+    assert "no group has no group_index" in message
+
+
+def test_a_sample_that_the_totals_were_not_told_of() -> None:
+    totals = step_totals([sample(group_index=1)])
+    stranger = sample(group_index=2, name="stranger")
+    message = refusal_of(lambda: AGGREGATIONS["prompt_mean"].denominators(totals, [stranger]))
+    for word in ("stranger", "group_index 2", "step_totals"):
+        assert word in message
+
+
+# --------------------------------------------------------------------------------------------------
+# The reducer factory
+# --------------------------------------------------------------------------------------------------
+
+FACTORY = {
+    "mask too short": (
+        {"loss_masks": [torch.ones(3), torch.ones(1)]},
+        ["loss_masks[1]", "[1]", "[2]", "response_length"],
+    ),
+    "mask too long": (
+        {"loss_masks": [torch.ones(4), torch.ones(2)]},
+        ["loss_masks[0]", "[4]", "[3]"],
+    ),
+    "mask of two dimensions": (
+        {"loss_masks": [torch.ones(1, 3), torch.ones(2)]},
+        ["loss_masks[0]", "[1, 3]", "[3]"],
+    ),
+    "one mask too many": ({"loss_masks": [torch.ones(3)] * 3}, ["loss_masks", "3", "2"]),
+    "mask of twos": (
+        {"loss_masks": [torch.ones(3), torch.full((2,), 2.0)]},
+        ["loss_masks[1]", "0 and 1", "2.0"],
+    ),
+    "mask with NaN": (
+        {"loss_masks": [torch.tensor([math.nan, 1.0, 1.0]), torch.ones(2)]},
+        ["loss_masks[0]", "0 and 1", "nan"],
+    ),
+    "a length missing": ({"response_lengths": [3]}, ["response_lengths", "total_lengths"]),
+    "a negative response": ({"response_lengths": [3, -1]}, ["response_lengths[1]", "-1"]),
+    "a sequence of no token": (
+        {"total_lengths": [5, 0], "response_lengths": [3, 0]},
+        ["total_lengths[1]", "0", "at least 1"],
+    ),
+    "no prompt": ({"total_lengths": [3, 4]}, ["sample 0", "prompt"]),
+    "response longer than all": (
+        {"total_lengths": [2, 4]},
+        ["response_lengths[0]", "3", "total_lengths[0]", "2"],
+    ),
+    "unknown mode": ({"aggregation": "seq_mean"}, ["'seq_mean'", *AGGREGATIONS]),
+    "prompt mean of unknown groups": ({"aggregation": "prompt_mean"}, ["denominators"]),
+    "a denominator missing": ({"denominators": [3.0]}, ["denominators", "[1]", "(2)"]),
+    "divisor of another mode": ({"divisor": 4.0}, ["divisor 4.0", "sample_mean", "constant"]),
+    **{
+        f"divisor {divisor}": (
+            {"aggregation": "constant", "divisor": divisor},
+            ["--loss-aggregation-divisor", str(divisor), "finite"],
+        )
+        for divisor in (None, 0, -1, math.nan, math.inf)
+    },
+    "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, ["cp_rank 2", "cp_size 2"]),
+    "unknown layout": ({"qkv_format": "sbhd"}, ["--qkv-format", "'sbhd'", "thd"]),
+}
+
+
+@pytest.mark.parametrize("case", FACTORY)
+def test_the_factory_refuses(case: str) -> None:
+    changes, words = FACTORY[case]
+    good: dict[str, Any] = {
+        "total_lengths": [5, 4],
+        "response_lengths": [3, 2],
+        "loss_masks": [torch.ones(3), torch.ones(2)],
+    }
+    message = refusal_of(lambda: get_pg_loss_reducer(**{**good, **changes}))
+    for word in words:
+        assert word in message
+
+
+def test_bshd_under_context_parallelism() -> None:
+    message = refusal_of(
+        lambda: get_pg_loss_reducer(
+            [5], [3], [torch.ones(3)], cp_rank=0, cp_size=2, qkv_format="bshd"
+        ),
+        NotImplementedError,
+    )
+    assert "--qkv-format thd" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+# --------------------------------------------------------------------------------------------------
+
+MISSING = {
+    "old_log_probs": ({}, "--policy-loss ppo"),
+    "ref_log_probs": ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
+    "rollout_log_probs": ({"use_tis": True}, "--use-tis"),
+}
+
+
+@pytest.mark.parametrize("field", MISSING)
+def test_an_input_that_a_setting_needs(field: str) -> None:
+    settings, flag = MISSING[field]
+    bare = sample(**{field: None})
+    batch, totals = pack([bare]), step_totals([bare])
+    logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
+    config = PolicyLossConfig(**settings)
+    message = refusal_of(lambda: policy_loss_function(config, batch, logits, totals=totals))
+    for word in (NAME, field, flag):
+        assert word in message
+
+
+# --------------------------------------------------------------------------------------------------
+# All of the package
+# --------------------------------------------------------------------------------------------------
+
+
+def test_no_refusal_disappears_under_python_O_or_is_swallowed() -> None:
+    """An ``assert`` is no check of a user's input, and a bare ``except`` hides what was wrong."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(megatron_pg.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.ExceptHandler) and node.type is None)
+    ]
+    assert not found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,9 +72,9 @@ class Sample:
         """Tokens of the prompt."""
         return self.total_length - self.response_length
 
-    @property
+    @functools.cached_property
     def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps."""
+        """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for it."""
         return int(self.loss_mask.sum())
 
     def _vector(self, field: str, values: Values, dtype: torch.dtype) -> Tensor:

@@ -176,13 +176,15 @@ def gradients(objective: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 def assert_same(
     found: Tensor, expected: Tensor, leaves: Sequence[Tensor], tolerance: float = 1e-12
 ) -> None:
-    """Value and every element of every gradient agree, to an absolute tolerance."""
+    """Value and every element of every gradient agree, absolutely and, where large, relatively."""
     assert found.requires_grad or not leaves, "the objective is cut off from its graph"
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     for found_gradient, expected_gradient in zip(
         gradients(found, leaves), gradients(expected, leaves), strict=True
     ):
-        torch.testing.assert_close(found_gradient, expected_gradient, rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(
+            found_gradient, expected_gradient, rtol=tolerance, atol=tolerance
+        )
 
 
 def check_cut(

@@ -1,0 +1,111 @@
+"""`policy_loss_function` on every rank and micro-batch of a cut step, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals, step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.policy_loss import policy_loss_function
+
+from . import oracle
+from .cut_steps import Cut
+from .oracle import Objective, PlainSample
+from .random_steps import VOCAB_SIZE, lengths, package_samples
+
+
+def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
+    """The settings of the oracle under the same names, and settings that the oracle lacks."""
+    shared = {field.name: getattr(objective, field.name) for field in fields(objective)}
+    return PolicyLossConfig(**{**shared, **others})  # type: ignore[arg-type]
+
+
+def local_logits(
+    micro_batch: Sequence[PlainSample],
+    logits: Sequence[Tensor],
+    cp_rank: int,
+    cp_size: int,
+    pad_to_multiple: int = 1,
+) -> Tensor:
+    """[local_tokens, vocab]: what the model of this rank gives; NaN at padding.
+
+    Args:
+        micro_batch: its samples.
+        logits: [total_length, vocab] for each of them.
+    """
+    columns = logits[0].shape[1] if logits else VOCAB_SIZE
+    padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
+    rows = torch.cat([*logits, padding])
+    layout = oracle.token_layout(*lengths(micro_batch), cp_size, pad_to_multiple)
+    return rows[[-1 if row.token is None else row.token for row in layout[cp_rank]]]
+
+
+@dataclass
+class RankLoss:
+    """What one rank computed of one micro-batch, and of how many micro-batches of its own."""
+
+    batch: PackedBatch
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    num_microbatches: int
+
+
+def rank_losses(
+    config: PolicyLossConfig,
+    step: Sequence[PlainSample],
+    logits: Sequence[Tensor],
+    cut: Cut,
+    *,
+    totals: StepTotals | None = None,
+    vocab_size: int | None = None,
+    pad_to_multiple: int = 1,
+) -> list[RankLoss]:
+    """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
+    totals = totals or step_totals(package_samples(step))
+    results = []
+    for micro_batches in cut.ranks:
+        for indices in micro_batches:
+            micro_batch = [step[index] for index in indices]
+            for cp_rank in range(cut.cp_size):
+                batch = pack(
+                    package_samples(micro_batch),
+                    cp_rank=cp_rank,
+                    cp_size=cut.cp_size,
+                    pad_to_multiple=pad_to_multiple,
+                )
+                rows = local_logits(
+                    micro_batch,
+                    [logits[index] for index in indices],
+                    cp_rank,
+                    cut.cp_size,
+                    pad_to_multiple,
+                )
+                loss, metrics = policy_loss_function(
+                    config,
+                    batch,
+                    rows,
+                    totals=totals,
+                    vocab_size=vocab_size,
+                    step_share=1 / (cut.dp_size * cut.cp_size * len(micro_batches)),
+                )
+                results.append(RankLoss(batch, loss, metrics, len(micro_batches)))
+    return results
+
+
+def summed_loss(results: Sequence[RankLoss]) -> Tensor:
+    """The objective of the step: the sum over ranks and micro-batches."""
+    return torch.stack([result.loss for result in results]).sum()
+
+
+def summed_metrics(results: Sequence[RankLoss]) -> dict[str, float]:
+    """Numerators and denominators added up, then divided, as Megatron's train_step does."""
+    metrics = {}
+    for name in results[0].metrics:
+        numerator, denominator = sum(result.metrics[name].double() for result in results)
+        metrics[name] = (numerator / denominator).item()
+    return metrics

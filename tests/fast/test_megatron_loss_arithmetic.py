@@ -1,0 +1,312 @@
+"""What Megatron does to a loss, in a few lines without Megatron, undone by the scale contract.
+
+`megatron_gradients` is schedules.py's forward_step_calc_loss, DistributedDataParallel's gradient
+scaling and finalize_model_grads' division by tokens, as read in megatron-core 0.16.1 and 0.19.2.
+tests/distributed runs the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals, step_totals
+from megatron_pg.megatron import versions
+from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
+from tests import oracle
+from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
+from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
+from tests.oracle import Objective, PlainSample
+from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+
+LossOutput = tuple[Any, ...]
+"""(loss, metrics) or (loss, n, metrics)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Sizes that the schedule and data parallelism work with."""
+
+    per_token: bool
+    dp_size: int
+    cp_size: int
+
+
+def megatron_gradients(
+    job: Job, outputs: Sequence[tuple[LossOutput, int]], leaves: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradients that the optimizer sees.
+
+    Args:
+        job: the sizes and the mode of the model's config.
+        outputs: what each call of loss_func returned, on any rank, and that rank's number of
+            micro-batches.
+        leaves: what to differentiate for.
+    """
+    total = [torch.zeros_like(leaf) for leaf in leaves]
+    total_num_tokens = torch.zeros((), dtype=torch.int32)
+    for output, num_microbatches in outputs:
+        loss = output[0]
+        if len(output) == 3:
+            num_tokens = output[1]
+            total_num_tokens += num_tokens
+            if not job.per_token:
+                loss = loss / torch.clamp(num_tokens, min=1) / num_microbatches
+        else:
+            loss = loss * job.cp_size / num_microbatches
+        for gradient, part in zip(total, gradients(loss, leaves), strict=True):
+            gradient += part
+    if job.per_token:
+        scaling = 1.0 / max(int(total_num_tokens), 1)
+    else:
+        scaling = 1.0 / (job.dp_size * job.cp_size)
+    return [gradient * scaling for gradient in total]
+
+
+def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    """What megatron_loss returns to the schedule, on a rank of this job."""
+    contract = scale_contract(
+        None,
+        totals,
+        calculate_per_token_loss=job.per_token,
+        data_parallel_size=job.dp_size,
+        context_parallel_size=job.cp_size,
+        num_microbatches=result.num_microbatches,
+        num_active_tokens=result.batch.num_active_tokens,
+        num_local_tokens=result.batch.window.local_tokens,
+    )
+    return contract.apply(result.loss, result.metrics)
+
+
+def drop_data_parallel(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    return contract_output(replace(job, dp_size=1), totals, result)
+
+
+def drop_num_microbatches(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    return contract_output(job, totals, replace(result, num_microbatches=1))
+
+
+def extra_context_parallel_factor(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    loss, *rest = contract_output(job, totals, result)
+    return loss * job.cp_size, *rest
+
+
+def two_values_in_per_token_mode(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    """The field's gradient norm of 1e4: nothing divides the sum."""
+    output = contract_output(job, totals, result)
+    return output[0], output[-1]
+
+
+def three_values_in_the_other_mode(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    """A token sum, left to the schedule to divide by the micro-batch's tokens."""
+    num_tokens = torch.tensor(result.batch.num_active_tokens, dtype=torch.int32)
+    return result.loss * totals.num_active_tokens, num_tokens, result.metrics
+
+
+def local_token_count(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
+    """Multiplies by this rank's n where the step's is meant."""
+    if not job.per_token:
+        return contract_output(job, totals, result)
+    _, num_tokens, metrics = contract_output(job, totals, result)
+    return result.loss * num_tokens, num_tokens, metrics
+
+
+Return = Callable[[Job, StepTotals, RankLoss], LossOutput]
+
+MUTANTS: dict[str, tuple[Return, bool]] = {
+    # name -> (what loss_func returns, the mode of the model's config in which it is wrong)
+    "drop_data_parallel": (drop_data_parallel, False),
+    "drop_num_microbatches": (drop_num_microbatches, False),
+    "extra_context_parallel_factor": (extra_context_parallel_factor, False),
+    "extra_context_parallel_factor_per_token": (extra_context_parallel_factor, True),
+    "two_values_in_per_token_mode": (two_values_in_per_token_mode, True),
+    "three_values_in_the_other_mode": (three_values_in_the_other_mode, False),
+    "local_token_count": (local_token_count, True),
+}
+
+
+def check_gradients(
+    output: Return, per_token: bool, step: list[PlainSample], cut: Cut, objective: Objective
+) -> None:
+    """Megatron's final gradient is the oracle's."""
+    logits = random_logits(step)
+    job = Job(per_token, cut.dp_size, cut.cp_size)
+    totals = step_totals(package_samples(step))
+    results = rank_losses(package_config(objective), step, logits, cut, totals=totals)
+    found = megatron_gradients(
+        job, [(output(job, totals, result), result.num_microbatches) for result in results], logits
+    )
+    expected = gradients(oracle.policy_loss(step, logits, objective).loss, logits)
+    for found_gradient, expected_gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(found_gradient, expected_gradient, rtol=0, atol=1e-12)
+
+
+def objective_of(aggregation: str) -> Objective:
+    """With KL and entropy terms, whose outer count is not that of the policy gradient."""
+    return Objective(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        kl_loss_coef=0.2,
+        entropy_coef=0.1,
+    )
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_final_gradient_is_the_objectives(cut: str, aggregation: str, per_token: bool) -> None:
+    """Ragged micro-batch counts over data-parallel ranks and empty micro-batches included."""
+    step = random_step(seed=40, num_samples=6)
+    check_gradients(
+        contract_output, per_token, step, CUTS[cut](len(step)), objective_of(aggregation)
+    )
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_rejected(name: str) -> None:
+    output, per_token = MUTANTS[name]
+    step = random_step(seed=40, num_samples=6)
+    cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
+    check_gradients(contract_output, per_token, step, cut, objective_of("token_mean"))
+    with pytest.raises(AssertionError):
+        check_gradients(output, per_token, step, cut, objective_of("token_mean"))
+
+
+def test_token_mean_in_per_token_mode_is_megatrons_usual_pair() -> None:
+    """(masked sum, active tokens), as Megatron's own language-model loss returns them."""
+    step = random_step(seed=41)
+    logits = random_logits(step)
+    cut = CUTS["cp_2"](len(step))
+    config = package_config(Objective(loss_aggregation="token_mean"))
+    totals = step_totals(package_samples(step))
+    for result in rank_losses(config, step, logits, cut):
+        loss, num_tokens, _ = contract_output(Job(True, 1, 2), totals, result)
+        assert num_tokens == int(result.batch.loss_mask.sum())
+        masked_sum = result.loss * oracle.active_tokens(step, range(len(step)))
+        torch.testing.assert_close(loss, masked_sum, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+def test_values_that_the_schedule_can_use(per_token: bool) -> None:
+    """n is a 0-d int32 tensor: a float fails in its accumulator, a Python int in torch.clamp."""
+    step = random_step(seed=42)
+    totals = step_totals(package_samples(step))
+    (result,) = rank_losses(
+        package_config(Objective()), step, random_logits(step), CUTS["whole"](len(step))
+    )
+    output = contract_output(Job(per_token, 1, 1), totals, result)
+    assert len(output) == (3 if per_token else 2)
+    assert output[0].shape == ()
+    if per_token:
+        assert output[1].dtype == torch.int32 and output[1].shape == ()
+        accumulator = torch.zeros((), dtype=torch.int)
+        accumulator += torch.clamp(output[1], min=1)
+    # The schedule rescales the returned loss in place; neither the metrics nor s may follow.
+    reported, loss = output[-1]["loss"].clone(), result.loss.clone()
+    with torch.no_grad():
+        output[0].mul_(1000)
+    assert torch.equal(output[-1]["loss"], reported)
+    assert torch.equal(result.loss, loss)
+
+
+def test_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
+    """The mutant of the test above: .detach() without .clone()."""
+    loss = torch.ones((), requires_grad=True) * 2
+    reported = loss.detach()
+    loss *= 4
+    assert reported.item() == 8.0
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token: bool) -> None:
+    step = [plain_sample([0, 0]), plain_sample([0])]
+    objective = Objective(loss_aggregation="token_mean")
+    check_gradients(contract_output, per_token, step, CUTS["cp_2"](2), objective)
+
+
+def test_the_sum_over_ranks_is_what_the_contract_starts_from() -> None:
+    step = random_step(seed=43)
+    logits = random_logits(step)
+    objective = objective_of("prompt_mean")
+    found = summed_loss(
+        rank_losses(package_config(objective), step, logits, CUTS["cp_4"](len(step)))
+    )
+    expected = oracle.policy_loss(step, logits, objective).loss
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Auxiliary losses in per-token mode
+# --------------------------------------------------------------------------------------------------
+
+
+def moe_contract(**changes: object) -> ScaleContract:
+    """The contract of a model with a mixture-of-experts auxiliary loss, in per-token mode."""
+    model_config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.01, mtp_num_layers=None)
+    step = random_step(seed=44)
+    totals = replace(step_totals(package_samples(step)), num_tokens=100)
+    settings = {
+        "model_config": model_config,
+        "totals": totals,
+        "calculate_per_token_loss": True,
+        "data_parallel_size": 2,
+        "context_parallel_size": 1,
+        "num_microbatches": 2,
+        "num_active_tokens": 8,
+        "num_local_tokens": 32,
+    } | changes
+    return scale_contract(settings.pop("model_config"), settings.pop("totals"), **settings)
+
+
+MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
+DENSE = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
+NO_COEFFICIENT = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, mtp_num_layers=None)
+SEVERAL = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=[0.0, 0.1], mtp_num_layers=None)
+
+
+@pytest.mark.parametrize("model_config", (None, MTP, SEVERAL))
+def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
+    """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
+    changes = {} if model_config is None else {"model_config": model_config}
+    contract = moe_contract(**changes)
+    assert contract.num_tokens == 32
+    assert contract.factor == 100
+
+
+@pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT))
+def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
+    totals = step_totals(package_samples(random_step(seed=44)))
+    contract = moe_contract(model_config=model_config, totals=totals)
+    assert contract.num_tokens == 8
+    assert contract.factor == totals.num_active_tokens
+
+
+def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
+    totals = step_totals(package_samples(random_step(seed=44)))
+    with pytest.raises(ValueError, match="num_tokens"):
+        moe_contract(totals=totals)
+    assert moe_contract(totals=totals, calculate_per_token_loss=False).factor == 4
+
+
+@pytest.mark.parametrize("version", ((0, 16, 1), (0, 18, 2), (0, 19, 0)))
+def test_auxiliary_loss_under_context_parallelism_needs_0_19(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
+    if version >= (0, 19):
+        assert moe_contract(context_parallel_size=2).num_tokens == 32
+    else:
+        with pytest.raises(NotImplementedError, match=r"(?s)context-parallel-size.*0\.19"):
+            moe_contract(context_parallel_size=2)
+
+
+@pytest.mark.parametrize("num_microbatches", (0, -1))
+def test_impossible_micro_batch_counts_are_refused(num_microbatches: int) -> None:
+    with pytest.raises(ValueError, match="num_microbatches"):
+        moe_contract(num_microbatches=num_microbatches)

@@ -1,0 +1,482 @@
+"""policy_loss_function from logits, on every rank of a cut step, against the oracle."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.batch import pack
+from megatron_pg.policy_loss import policy_loss_function
+from tests import oracle
+from tests.cut_policy_loss import (
+    RankLoss,
+    local_logits,
+    package_config,
+    rank_losses,
+    summed_loss,
+    summed_metrics,
+)
+from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same, gradients, random_cut, whole
+from tests.dispatches import CountDispatches
+from tests.oracle import Objective, PlainSample
+from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+
+OBJECTIVES = {
+    "ppo": Objective(),
+    "clip_higher": Objective(eps_clip=0.1, eps_clip_high=0.28),
+    "dual_clip": Objective(eps_clip_c=1.5),
+    "kl_k1": Objective(kl_loss_coef=0.1, kl_loss_type="k1"),
+    "kl_k2": Objective(kl_loss_coef=0.1, kl_loss_type="k2"),
+    "kl_k3": Objective(kl_loss_coef=0.1, kl_loss_type="k3"),
+    "kl_low_var": Objective(kl_loss_coef=0.1, kl_loss_type="low_var_kl"),
+    "kl_unbiased": Objective(kl_loss_coef=0.1, use_unbiased_kl=True),
+    "entropy": Objective(entropy_coef=0.05),
+    "everything": Objective(
+        eps_clip_high=0.3,
+        eps_clip_c=2.0,
+        kl_loss_coef=0.2,
+        entropy_coef=0.01,
+        rollout_temperature=0.7,
+    ),
+}
+
+
+def aggregated(objective: Objective, aggregation: str) -> Objective:
+    divisor = DIVISOR if aggregation == "constant" else None
+    return replace(objective, loss_aggregation=aggregation, loss_aggregation_divisor=divisor)
+
+
+def check_policy_loss(
+    step: list[PlainSample], logits: list[Tensor], objective: Objective, cut: Cut
+) -> list[RankLoss]:
+    """The ranks' losses add up to the oracle's, with its gradient for every logit."""
+    results = rank_losses(package_config(objective), step, logits, cut)
+    expected = oracle.policy_loss(step, logits, objective)
+    assert_same(summed_loss(results), expected.loss, logits)
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# Value and gradient
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
+    step = random_step(seed=20)
+    objective = aggregated(OBJECTIVES[name], aggregation)
+    check_policy_loss(step, random_logits(step), objective, whole(len(step)))
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_no_cut_changes_value_or_gradient(cut: str, aggregation: str) -> None:
+    """Only pg_loss follows the aggregation; the KL and entropy terms stay sample means."""
+    step = random_step(seed=21)
+    objective = aggregated(OBJECTIVES["everything"], aggregation)
+    check_policy_loss(step, random_logits(step), objective, CUTS[cut](len(step)))
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_samples=st.integers(1, 7),
+    dp_size=st.integers(1, 2),
+    num_microbatches=st.integers(1, 3),
+    cp_size=st.sampled_from((1, 2, 4, 8)),
+    aggregation=st.sampled_from(oracle.AGGREGATIONS),
+    name=st.sampled_from(sorted(OBJECTIVES)),
+)
+def test_random_steps_and_cuts(
+    seed: int,
+    num_samples: int,
+    dp_size: int,
+    num_microbatches: int,
+    cp_size: int,
+    aggregation: str,
+    name: str,
+) -> None:
+    step = random_step(seed, num_samples=num_samples)
+    cut = random_cut(
+        random.Random(seed),
+        num_samples,
+        dp_size=dp_size,
+        num_microbatches=num_microbatches,
+        cp_size=cp_size,
+    )
+    objective = aggregated(OBJECTIVES[name], aggregation)
+    check_policy_loss(step, random_logits(step, seed), objective, cut)
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 4))
+def test_padding_takes_no_part(cp_size: int) -> None:
+    """The extra segment that sequence parallelism asks for; its logits are NaN here."""
+    step = random_step(seed=33)
+    logits = random_logits(step)
+    objective = OBJECTIVES["everything"]
+    results = rank_losses(
+        package_config(objective),
+        step,
+        logits,
+        replace(CUTS["ragged_dp_3_with_empty_micro_batches"](len(step)), cp_size=cp_size),
+        pad_to_multiple=16 * cp_size,
+    )
+    assert all(result.batch.window.num_tokens % (16 * cp_size) == 0 for result in results)
+    assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
+
+
+def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
+    """A step without clipped tokens would make the tests above blind to the clip."""
+    step = random_step(seed=20)
+    result = oracle.policy_loss(step, random_logits(step), Objective())
+    pairs = [
+        (ratio.item(), advantage)
+        for sample, ratios in zip(step, result.ratios, strict=True)
+        for ratio, advantage in zip(ratios, sample.advantages, strict=True)
+        if ratio > 0
+    ]
+    for positive in (True, False):
+        ratios = [ratio for ratio, advantage in pairs if (advantage > 0) == positive]
+        assert any(ratio < 0.8 for ratio in ratios)
+        assert any(0.8 <= ratio <= 1.2 for ratio in ratios)
+        assert any(ratio > 2.0 for ratio in ratios)  # also beyond the dual clip
+
+
+@pytest.mark.parametrize("distance", (-60.0, -16.0, 16.0, 60.0))
+@pytest.mark.parametrize("advantage", (-1.0, 0.0, 1.0))
+def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
+    """Beyond it the ratio is exp(+-20) and has no gradient."""
+    sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[distance])
+    logits = random_logits([sample])
+    check_policy_loss([sample], logits, Objective(), whole(1))
+
+
+def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
+    """The symptom in the field: old log-probs at temperature t against new ones at 1."""
+    step = random_step(seed=22)
+    logits = random_logits(step)
+    objective = Objective(rollout_temperature=0.6)
+    old = oracle.policy_loss(step, logits, objective).log_probs
+    step = [
+        replace(sample, old_log_probs=log_probs.tolist())
+        for sample, log_probs in zip(step, old, strict=True)
+    ]
+    config = package_config(replace(objective, eps_clip=1e-4))
+    metrics = summed_metrics(rank_losses(config, step, logits, whole(len(step))))
+    assert metrics["clipped_ratio_fraction"] == 0.0
+    assert metrics["ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+    # The check's own check: at temperature 1 the ratios are far from 1.
+    config = package_config(replace(objective, rollout_temperature=1.0))
+    metrics = summed_metrics(rank_losses(config, step, logits, whole(len(step))))
+    assert abs(metrics["ratio_new_old"] - 1.0) > 0.1
+
+
+def test_grad_divisor_scales_the_gradient_and_not_the_report() -> None:
+    step = random_step(seed=23)
+    logits = random_logits(step)
+    objective = Objective(kl_loss_coef=0.1)
+    config = package_config(objective, grad_divisor=7)
+    results = rank_losses(config, step, logits, whole(len(step), cp_size=2))
+    expected = oracle.policy_loss(step, logits, objective)
+    inner = expected.pg_loss * oracle.outer_count(step, "sample_mean")
+    assert expected.kl_loss is not None
+    assert_same(summed_loss(results), inner / 7 + 0.1 * expected.kl_loss, logits)
+    metrics = summed_metrics(results)
+    assert metrics["pg_loss"] == pytest.approx(expected.pg_loss.item(), rel=1e-12)
+    assert metrics["loss"] == pytest.approx(expected.loss.item(), rel=1e-12)
+
+
+def test_padded_vocabulary_takes_no_part() -> None:
+    step = random_step(seed=24)
+    logits = random_logits(step)
+    padded = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
+    objective = OBJECTIVES["everything"]
+    results = rank_losses(
+        package_config(objective), step, padded, whole(len(step)), vocab_size=logits[0].shape[1]
+    )
+    assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
+
+
+def test_float32_stays_within_float32_of_the_oracle() -> None:
+    step = random_step(seed=25)
+    logits = random_logits(step)
+    objective = OBJECTIVES["everything"]
+    batch = pack(package_samples(step))
+    loss, _ = policy_loss_function(
+        package_config(objective),
+        batch,
+        torch.cat(logits).float()[None],
+        totals=step_totals(package_samples(step)),
+    )
+    assert loss.dtype == torch.float32
+    expected = oracle.policy_loss(step, logits, objective).loss
+    found_gradients, expected_gradients = gradients(loss, logits), gradients(expected, logits)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    largest = max(gradient.abs().max().item() for gradient in expected_gradients)
+    for found, wanted in zip(found_gradients, expected_gradients, strict=True):
+        assert (found - wanted).abs().max().item() <= 1e-6 * largest
+
+
+# --------------------------------------------------------------------------------------------------
+# Masked positions, empty ranks, NaN
+# --------------------------------------------------------------------------------------------------
+
+
+def with_garbage(step: list[PlainSample], garbage: float) -> list[PlainSample]:
+    """Every per-token field holds garbage where the mask is 0: tool tokens have no log-probs."""
+
+    def spoiled(values: list[float] | None, mask: list[int]) -> list[float]:
+        assert values is not None
+        return [value if keep else garbage for value, keep in zip(values, mask, strict=True)]
+
+    return [
+        replace(
+            sample,
+            advantages=spoiled(sample.advantages, sample.loss_mask),
+            old_log_probs=spoiled(sample.old_log_probs, sample.loss_mask),
+            ref_log_probs=spoiled(sample.ref_log_probs, sample.loss_mask),
+        )
+        for sample in step
+    ]
+
+
+def with_garbage_logits(
+    step: list[PlainSample], logits: list[Tensor], garbage: float
+) -> list[Tensor]:
+    """The logits of rows that score no active token are garbage, and leaves again."""
+    spoiled = []
+    for sample, part in zip(step, logits, strict=True):
+        scored = torch.zeros(len(sample.tokens), dtype=torch.bool)
+        for token, keep in enumerate(sample.loss_mask):
+            scored[sample.prompt_length + token - 1] = bool(keep)
+        spoiled.append(
+            torch.where(scored[:, None], part.detach(), garbage).clone().requires_grad_()
+        )
+    return spoiled
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("cp_size", (1, 2))
+@pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
+def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
+    name: str, cp_size: int, garbage: float
+) -> None:
+    """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
+    clean = random_step(seed=26)
+    assert any(0 in sample.loss_mask for sample in clean)
+    clean_logits = random_logits(clean)
+    expected = oracle.policy_loss(clean, clean_logits, OBJECTIVES[name]).loss
+
+    step = with_garbage(clean, garbage)
+    logits = with_garbage_logits(clean, clean_logits, garbage)
+    results = rank_losses(package_config(OBJECTIVES[name]), step, logits, whole(len(step), cp_size))
+    found = summed_loss(results)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for gradient, wanted in zip(
+        gradients(found, logits), gradients(expected, clean_logits), strict=True
+    ):
+        assert gradient.isfinite().all()
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
+    assert all(math.isfinite(value) for value in summed_metrics(results).values())
+
+
+def test_masking_only_the_result_would_give_nan_gradients() -> None:
+    """What the test above is for: `where` after `exp` is not enough."""
+    log_prob = torch.zeros(2, requires_grad=True)
+    ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
+    torch.where(torch.tensor([True, False]), ratio, 0.0).sum().backward()
+    assert log_prob.grad is not None and log_prob.grad[1].isnan()
+
+
+@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
+def test_nan_at_an_active_position_stays_visible(field: str) -> None:
+    step = random_step(seed=27)
+    last = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
+    token = step[last].loss_mask.index(1)
+    values = list(getattr(step[last], field))
+    values[token] = math.nan
+    step[last] = replace(step[last], **{field: values})
+    logits = random_logits(step)
+    objective = Objective(kl_loss_coef=0.1)
+    loss = summed_loss(rank_losses(package_config(objective), step, logits, whole(len(step))))
+    assert loss.isnan()
+    assert gradients(loss, logits)[last].isnan().any()
+
+
+@pytest.mark.parametrize("garbage", (math.nan, math.inf))
+def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
+    sample = plain_sample([1, 1])
+    (logits,) = random_logits([sample])
+    with torch.no_grad():
+        logits[sample.prompt_length, 3] = garbage
+    loss = summed_loss(rank_losses(package_config(Objective()), [sample], [logits], whole(1)))
+    assert not loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ("ppo", "everything"))
+def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) -> None:
+    """An empty micro-batch, a rank without response tokens and a fully masked sample."""
+    masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
+    outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
+    config = package_config(OBJECTIVES[name])
+    totals = step_totals(package_samples([masked, outer_chunks]))
+    for micro_batch in ([], [masked], [outer_chunks]):
+        batch = pack(package_samples(micro_batch), cp_rank=0, cp_size=2)
+        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+        rows = local_logits(micro_batch, random_logits(micro_batch), 0, 2).detach().nan_to_num()
+        loss, _ = policy_loss_function(config, batch, rows * weight, totals=totals)
+        loss.backward()
+        assert loss.item() == 0.0
+        assert weight.grad is not None and weight.grad.item() == 0.0
+
+
+def test_step_without_an_active_token_is_zero_and_finite() -> None:
+    step = [plain_sample([0, 0]), plain_sample([0])]
+    logits = random_logits(step)
+    for aggregation in oracle.AGGREGATIONS:
+        config = package_config(aggregated(Objective(), aggregation))
+        loss = summed_loss(rank_losses(config, step, logits, whole(2, cp_size=2)))
+        assert loss.item() == 0.0
+        assert not any(gradient.any() for gradient in gradients(loss, logits))
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+# --------------------------------------------------------------------------------------------------
+
+
+def expected_metrics(
+    step: list[PlainSample], logits: list[Tensor], objective: Objective
+) -> dict[str, float]:
+    """All but the extrema, which are no sums."""
+    result = oracle.policy_loss(step, logits, objective)
+    assert result.kl_loss is not None
+    sums = oracle.metrics(step, result, objective) | {
+        "loss": result.loss.item(),
+        "pg_loss": result.pg_loss.item(),
+        "kl_loss": result.kl_loss.item(),
+        "num_tokens": float(oracle.active_tokens(step, range(len(step)))),
+        "aggregation_checksum": 1.0,
+    }
+    return {name: value for name, value in sums.items() if "_advantage" not in name}
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize(
+    "cut",
+    ("whole", "cp_4", "dp_3_three_micro_batches_cp_4", "ragged_dp_3_with_empty_micro_batches"),
+)
+def test_metrics_are_the_steps_whatever_the_cut(cut: str, aggregation: str) -> None:
+    step = random_step(seed=28)
+    logits = random_logits(step)
+    objective = aggregated(Objective(kl_loss_coef=0.1, eps_clip_high=0.3), aggregation)
+    config = package_config(objective, pg_metrics="with_entropy")
+    metrics = summed_metrics(rank_losses(config, step, logits, CUTS[cut](len(step))))
+    for name, value in expected_metrics(step, logits, objective).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_metrics_are_detached_copies_of_the_loss() -> None:
+    """Megatron rescales the returned loss in place; a view of it would be rescaled with it."""
+    step = random_step(seed=29)
+    (result,) = rank_losses(
+        package_config(Objective()), step, random_logits(step), whole(len(step))
+    )
+    before = {name: value.clone() for name, value in result.metrics.items()}
+    with torch.no_grad():
+        result.loss *= 1000
+    for name, value in result.metrics.items():
+        assert not value.requires_grad
+        assert torch.equal(value, before[name])
+
+
+def checksum(step: list[PlainSample], trained: list[PlainSample], cp_ranks: range) -> float:
+    """The checksum of a step whose totals count `step` and whose ranks train on `trained`."""
+    cut = whole(len(trained), cp_size=2)
+    results = rank_losses(
+        package_config(Objective()),
+        trained,
+        random_logits(trained),
+        cut,
+        totals=step_totals(package_samples(step)),
+    )
+    return sum(
+        (results[cp_rank].metrics["aggregation_checksum"][0].item() for cp_rank in cp_ranks), 0.0
+    )
+
+
+def test_checksum_tells_duplicated_dropped_and_mis_sliced_samples() -> None:
+    step = random_step(seed=30)
+    both = range(2)
+    assert checksum(step, step, both) == pytest.approx(1.0, abs=1e-5)
+    assert checksum(step, [*step, step[2]], both) > 1.001
+    assert checksum(step, step[:2] + step[3:], both) < 0.999
+    # Both ranks took rank 1's slice.
+    assert abs(2 * checksum(step, step, range(1, 2)) - 1.0) > 0.001
+
+
+# --------------------------------------------------------------------------------------------------
+# Cost
+# --------------------------------------------------------------------------------------------------
+
+
+def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
+    """Operators of a micro-batch's loss, forward and backward, the reducer's factory included."""
+    samples = package_samples([plain_sample([1, 0, 1]) for _ in range(num_samples)])
+    config = package_config(aggregated(Objective(entropy_coef=0.1), aggregation))
+    batch = pack(samples, cp_rank=1, cp_size=2)
+    totals = step_totals(samples)
+    logits = torch.zeros(batch.window.local_tokens, 11, requires_grad=True)
+    policy_loss_function(config, batch, logits, totals=totals)  # fills what is cached
+    with CountDispatches() as forward:
+        loss, _ = policy_loss_function(config, batch, logits, totals=totals)
+    with CountDispatches() as backward:
+        loss.backward()
+    return len(forward.names), len(backward.names)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
+    assert count_dispatches(2, aggregation) == count_dispatches(500, aggregation)
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+
+def test_logits_of_another_length_are_refused() -> None:
+    step = random_step(seed=31)
+    batch = pack(package_samples(step), cp_rank=0, cp_size=2)
+    totals = step_totals(package_samples(step))
+    unsharded = torch.cat(random_logits(step))
+    with pytest.raises(ValueError, match=rf"(?s){len(unsharded)}.*{batch.window.local_tokens}"):
+        policy_loss_function(package_config(Objective()), batch, unsharded, totals=totals)
+
+
+@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
+def test_missing_input_is_refused_by_name(field: str) -> None:
+    samples = [replace(sample, **{field: None}) for sample in package_samples(random_step(seed=32))]
+    batch = pack(samples)
+    logits = torch.zeros(batch.window.local_tokens, 11)
+    with pytest.raises(ValueError, match=field):
+        policy_loss_function(
+            package_config(Objective(kl_loss_coef=0.1)), batch, logits, totals=step_totals(samples)
+        )
+
+
+def test_prompt_mean_without_groups_is_refused() -> None:
+    samples = package_samples([plain_sample([1], group=None)])
+    config = package_config(aggregated(Objective(), "prompt_mean"))
+    batch = pack(samples)
+    with pytest.raises(ValueError, match="group_index"):
+        policy_loss_function(config, batch, torch.zeros(3, 11), totals=step_totals(samples))

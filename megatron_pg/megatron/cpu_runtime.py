@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,17 +70,27 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; a new one each time, as torch.compile wants them told apart."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    return nothing
 
 
-@contextlib.contextmanager
-def _null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+def _null_range() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    return null_range
 
 
-def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
+def _itself() -> Callable[..., torch.Tensor]:
+    def itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return itself
 
 
 _enabled = False
@@ -107,9 +118,11 @@ def enable_cpu_runtime() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
     _redirect_cuda_module()
-    torch.Tensor.cuda = _itself  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = _itself()  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = _itself()  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign, assignment]
+    # Megatron compiles small functions for fusion; on CPU that costs a C++ build for each of them.
+    torch.compiler.set_stance("force_eager")
     _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
     _enabled = True
     _use_stateless_random_tracker()
@@ -120,9 +133,12 @@ def _redirect_cuda_module() -> None:
     cuda: Any = torch.cuda
     stream = NullStream()
     cuda.current_device = lambda: CPU
+    # Megatron's validate_args asks for the architecture under TP and CP (training/arguments.py).
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(name="cpu", major=9, minor=0)
+    cuda.get_device_capability = lambda device=None: (9, 0)
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.Stream = cuda.Event = NullStream
-    cuda.stream = _null_range
+    cuda.stream = _null_range()
     for name in (
         "synchronize",
         "empty_cache",
@@ -130,14 +146,14 @@ def _redirect_cuda_module() -> None:
         "set_stream",
         "reset_peak_memory_stats",
     ):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, _nothing())
     # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
     for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, _nothing())
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, _nothing)
-    cuda.nvtx.range = _null_range
+        setattr(cuda.nvtx, name, _nothing())
+    cuda.nvtx.range = _null_range()
 
 
 def _use_stateless_random_tracker() -> None:

@@ -1,0 +1,126 @@
+"""One step of megatron.training's own train_step, with the package's two lines in its forward_step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_pg import (
+    PackedBatch,
+    PolicyLossConfig,
+    Sample,
+    add_policy_loss_args,
+    pack,
+    step_totals,
+    validate_policy_loss_args,
+)
+from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.packing import packed_seq_params
+from tests.random_steps import package_samples
+
+from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
+from .one_step import Outcome
+from .steps import Run
+
+COMMAND_LINE = """
+    train --num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --lr-decay-style constant
+    --context-parallel-size 2 --distributed-backend gloo --transformer-impl local --tokenizer-type NullTokenizer
+    --vocab-size 16 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
+    --attention-backend unfused --eval-iters 0
+"""
+"""A Megatron launch line as its users write it; --global-batch-size 2 makes two micro-batches a step."""
+
+
+def stock_step(
+    run: Run, flags: list[str], cut: Callable[[list[Sample]], list[list[Sample]]]
+) -> tuple[Outcome | None, dict[str, float]]:
+    """The gradients that train_step leaves behind (on rank 0), and what it returns to be logged."""
+    from megatron.training import training
+
+    sharding = Sharding(context=2)
+    args = _parsed(flags)
+    config = PolicyLossConfig.from_args(args)
+    initialize_groups(sharding)
+    chunks = build_model(
+        sharding, ModelOptions(calculate_per_token_loss=args.calculate_per_token_loss)
+    )
+    optimizer, scheduler = _optimizer(chunks, args)
+    model_config = chunks[0].config
+    model_config.finalize_model_grads_func = finalize_model_grads
+
+    samples = package_samples(run.samples)
+    micro_batches = cut(samples)
+    totals = step_totals(samples, data_parallel_group=None)  # line 1
+
+    def batches() -> Iterator[PackedBatch]:
+        rank = torch.distributed.get_rank()
+        for each in micro_batches:
+            yield pack(each, cp_rank=rank, cp_size=2)
+
+    def forward_step(data_iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
+        batch = next(data_iterator)
+        output = model(
+            batch.tokens[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=packed_seq_params(batch),
+        )
+        loss_func = megatron_loss(
+            config, batch, totals, num_microbatches=get_num_microbatches()
+        )  # line 2
+        return output, loss_func
+
+    logged, skipped, *_ = training.train_step(
+        forward_step,
+        _rerunnable(batches()),
+        chunks,
+        optimizer,
+        scheduler,
+        model_config,
+        get_forward_backward_func(),
+        iteration=0,
+    )
+    if skipped:
+        raise RuntimeError("train_step skipped the step")
+    # The optimizer's step changes parameters and leaves the gradients in their buffers.
+    gradients = gather_gradients(chunks)
+    outcome = None if gradients is None else Outcome(gradients, {})
+    return outcome, {name: float(value) for name, value in logged.items()}
+
+
+def _parsed(flags: list[str]) -> Any:
+    from megatron.core.rerun_state_machine import initialize_rerun_state_machine
+    from megatron.training import arguments, global_vars
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under CP
+    sys.argv = [*COMMAND_LINE.split(), *flags]
+    args = arguments.parse_args(extra_args_provider=add_policy_loss_args)
+    args = validate_policy_loss_args(args)
+    args = arguments.validate_args(args)
+    global_vars.set_global_variables(args, build_tokenizer=False)
+    initialize_rerun_state_machine()
+    return args
+
+
+def _rerunnable(iterator: Iterator[PackedBatch]) -> Any:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    return RerunDataIterator(iterator)
+
+
+def _optimizer(chunks: list[Any], args: Any) -> tuple[Any, Any]:
+    from megatron.training import training
+
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=0.0), chunks
+    )
+    return optimizer, training.get_optimizer_param_scheduler(optimizer)

@@ -1,0 +1,61 @@
+"""The two lines, added to an unchanged megatron.training train step, give the reference's gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pg import Sample
+from megatron_pg.megatron.versions import has_megatron_training
+
+from .compare import TOLERANCE
+from .launch import run_ranks
+from .models import ModelOptions, relative_error
+from .reference import reference_steps
+from .steps import AGGREGATIONS, DIVISOR, Run
+
+pytestmark = pytest.mark.skipif(
+    not has_megatron_training(), reason="this megatron-core wheel has no megatron.training"
+)
+
+
+def halves(samples: list[Sample]) -> list[list[Sample]]:
+    return [samples[:5], samples[5:]]
+
+
+def one_twice(samples: list[Sample]) -> list[list[Sample]]:
+    return [samples[:6], samples[5:]]
+
+
+def one_missing(samples: list[Sample]) -> list[list[Sample]]:
+    return [samples[:5], samples[6:]]
+
+
+def flags_of(aggregation: str) -> list[str]:
+    flags = ["--loss-aggregation", aggregation]
+    return flags + (["--pg-loss-divisor", str(DIVISOR)] if aggregation == "constant" else [])
+
+
+def run_stock(aggregation: str, cut: object) -> tuple[object, dict[str, float]]:
+    from .stock_training import stock_step
+
+    return run_ranks(stock_step, 2, Run(aggregation), flags_of(aggregation), cut)[0]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_stock_train_step_has_the_reference_gradients(aggregation: str) -> None:
+    outcome, logged = run_stock(aggregation, halves)
+    (reference,) = run_ranks(reference_steps, 1, ModelOptions(), [Run(aggregation)])[0]
+    for name, gradient in outcome.gradients.items():
+        assert relative_error(gradient, reference.gradients[name]) < TOLERANCE, name
+    for name in ("loss", "pg_loss", "aggregation_checksum", "new_logprobs", "ratio_new_old"):
+        expected = reference.metrics[name]
+        assert logged[name] == pytest.approx(expected, rel=2e-6, abs=2e-6), name
+
+
+@pytest.mark.parametrize("cut, too_large", [(one_twice, True), (one_missing, False)])
+def test_the_logged_checksum_names_a_sample_trained_on_twice_or_never(
+    cut: object, too_large: bool
+) -> None:
+    _, logged = run_stock("sample_mean", cut)
+    assert abs(logged["aggregation_checksum"] - 1) > 0.01
+    assert (logged["aggregation_checksum"] > 1) == too_large

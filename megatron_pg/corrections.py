@@ -170,34 +170,17 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
 
     The totals of a step are fixed before it starts. Called before ``step_totals``, this makes them
     the totals of what is kept, by the rejections that the data alone decide: IcePop and geometric
-    rejection. With ``--rejection-denominator original`` the samples come back as they are, and the
-    loss takes rejected tokens out of the numerator alone. On the host.
+    rejection (the config refuses the others with it). With ``--rejection-denominator original`` the
+    samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
+    the host.
 
     Raises:
-        ValueError: a rejection that depends on the policy in training (``--use-opsm``) or is not
-            known to the package (a custom function), or log-probs are missing.
+        ValueError: log-probs are missing.
     """
-    if config.rejection_denominator == "original":
-        return list(samples)
-    _check_known_before_step(config)
-    if not config.use_geometric_rejection and not _uses_icepop(config):
+    is_rejecting = config.use_geometric_rejection or _uses_icepop(config)
+    if config.rejection_denominator == "original" or not is_rejecting:
         return list(samples)
     return [_accepted(config, sample) for sample in samples]
-
-
-def _check_known_before_step(config: PolicyLossConfig) -> None:
-    if config.use_opsm or config.custom_tis_function_path is not None:
-        raise ValueError(
-            "--rejection-denominator accepted needs rejections that are known before the step: "
-            "--use-opsm depends on the policy as it trains, and nothing is known of what a "
-            "--custom-tis-function-path drops; use --rejection-denominator original with them"
-        )
-    if _uses_icepop(config) and config.use_geometric_rejection:
-        raise ValueError(
-            "--rejection-denominator accepted: --use-geometric-rejection takes its mean over the "
-            "tokens before --tis-mode mask, which the accepted samples no longer name; use one of "
-            "the two, or --rejection-denominator original"
-        )
 
 
 def _uses_icepop(config: PolicyLossConfig) -> bool:

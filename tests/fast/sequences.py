@@ -1,0 +1,107 @@
+"""Random responses, as the objectives' oracle and as the package hold them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.samples import Sample
+from tests.fast.objectives_oracle import Sequence1
+
+
+def random_sequence(
+    seed: int, length: int, *, active_rate: float = 0.75, spread: float = 0.3
+) -> Sequence1:
+    """Log-probs that differ from each other by about `spread`; every number fits into bfloat16."""
+    rng = random.Random(seed)
+
+    def numbers(lowest: float, highest: float) -> list[float]:
+        values = torch.tensor([rng.uniform(lowest, highest) for _ in range(length)])
+        return values.bfloat16().tolist()
+
+    base = numbers(-3.0, -0.5)
+
+    def near() -> list[float]:
+        noise = numbers(-spread, spread)
+        moved = [value + shift for value, shift in zip(base, noise, strict=True)]
+        return torch.tensor(moved).bfloat16().tolist()
+
+    return Sequence1(
+        log_probs=torch.tensor(near(), dtype=torch.float64, requires_grad=True),
+        loss_mask=[int(rng.random() < active_rate) for _ in range(length)],
+        advantages=numbers(-2.0, 2.0),
+        old_log_probs=near(),
+        ref_log_probs=near(),
+        rollout_log_probs=near(),
+    )
+
+
+def random_sequences(seed: int = 0, **settings: float) -> list[Sequence1]:
+    """Ragged; one is fully masked, one has a single token, one has none."""
+    sequences = [random_sequence(seed * 100 + n, n, **settings) for n in (7, 1, 12, 0, 5, 9)]
+    return [*sequences, random_sequence(seed, 3, active_rate=0.0)]
+
+
+def grid_sequence(log_ratios: Sequence[float], advantages: Sequence[float]) -> Sequence1:
+    """One token for every pair; all the differences of log-probs are the same log-ratio."""
+    pairs = [(log_ratio, advantage) for log_ratio in log_ratios for advantage in advantages]
+    values = [log_ratio for log_ratio, _ in pairs]
+    zeros = [0.0] * len(pairs)
+    return Sequence1(
+        log_probs=torch.tensor(values, dtype=torch.float64, requires_grad=True),
+        loss_mask=[1] * len(pairs),
+        advantages=[advantage for _, advantage in pairs],
+        old_log_probs=zeros,
+        ref_log_probs=zeros,
+        rollout_log_probs=[-value for value in values],
+    )
+
+
+def package_sample(sequence: Sequence1, **fields: object) -> Sample:
+    """The same response after a prompt of two tokens."""
+    length = len(sequence.loss_mask)
+    return Sample(
+        tokens=torch.zeros(length + 2, dtype=torch.int64),
+        response_length=length,
+        loss_mask=torch.tensor(sequence.loss_mask, dtype=torch.int64),
+        advantages=torch.tensor(sequence.advantages),
+        old_log_probs=torch.tensor(sequence.old_log_probs),
+        ref_log_probs=torch.tensor(sequence.ref_log_probs),
+        rollout_log_probs=torch.tensor(sequence.rollout_log_probs),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def package_batch(
+    sequences: Sequence[Sequence1], cp_rank: int = 0, cp_size: int = 1
+) -> PackedBatch:
+    return pack([package_sample(s) for s in sequences], cp_rank=cp_rank, cp_size=cp_size)
+
+
+def flat_log_probs(sequences: Sequence[Sequence1], dtype: torch.dtype = torch.float64) -> Tensor:
+    """A leaf [responses laid end to end], which is the window at context-parallel size 1."""
+    flat = torch.cat([torch.zeros(0), *(s.log_probs.detach() for s in sequences)])
+    return flat.to(dtype).requires_grad_()
+
+
+def flat_gradient(total: Tensor, sequences: Sequence[Sequence1]) -> Tensor:
+    """The gradient of the oracle's total for every log-prob, laid end to end."""
+    leaves = [s.log_probs for s in sequences]
+    if not total.requires_grad:  # every token is clipped
+        return torch.zeros_like(torch.cat(leaves))
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return torch.cat(
+        [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, found, strict=True)
+        ]
+    )
+
+
+def stacked(values: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Token losses of every sample, laid end to end."""
+    return torch.stack([value for sample in values for value in sample])

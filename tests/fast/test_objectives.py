@@ -1,0 +1,332 @@
+"""The policy objectives against their formulas, value and gradient, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.objectives import (
+    OBJECTIVES,
+    ObjectiveOutput,
+    clipped_log_ratio,
+    get_objective,
+    has_ratio,
+)
+from megatron_pg.sequence import sequence_log_ratios
+from tests.fast import objectives_oracle as oracle
+from tests.fast.objectives_oracle import Sequence1
+from tests.fast.sequences import (
+    flat_gradient,
+    flat_log_probs,
+    grid_sequence,
+    package_batch,
+    random_sequences,
+    stacked,
+)
+
+LOW, HIGH = math.exp(-0.25), math.exp(0.25)
+"""Bounds that a ratio can meet exactly: 1 - (1 - LOW) is LOW."""
+
+ADVANTAGES = (-2.0, -1.0, 0.0, 0.5, 3.0)
+EXTREMES = (-1e4, -25.0, -20.5, -20.0, -19.5, -3.0, 3.0, 19.5, 20.0, 20.5, 25.0, 1e4)
+AROUND_BOUNDS = (-0.251, -0.249, -0.125, 0.0, 0.125, 0.249, 0.251, 1.0, 1.101, 1.097)
+ON_BOUNDS = (-0.25, 0.25)
+
+SETTINGS: dict[str, tuple[str, dict, dict]] = {
+    # name: (objective, the package's settings, the oracle's)
+    "ppo": ("ppo", {"eps_clip": 1 - LOW}, {"low": LOW, "high": 1 + (1 - LOW)}),
+    "ppo_clip_higher": (
+        "ppo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1},
+        {"low": LOW, "high": HIGH},
+    ),
+    "ppo_dual_clip": (
+        "ppo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 3.0},
+        {"low": LOW, "high": HIGH, "dual": 3.0},
+    ),
+    "ppo_dual_clip_below_the_upper_bound": (
+        "ppo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 1.125},
+        {"low": LOW, "high": HIGH, "dual": 1.125},
+    ),
+    "gspo": (
+        "gspo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1},
+        {"low": LOW, "high": HIGH},
+    ),
+    "gspo_dual_clip": ("gspo", {"eps_clip_c": 1.5}, {"dual": 1.5}),
+    "cispo": ("cispo", {"eps_clip_high": HIGH - 1}, {"high": HIGH}),
+    "cispo_lower_bound": (
+        "cispo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "cispo_lower_bound": True},
+        {"low": LOW, "high": HIGH, "cispo_lower_bound": True},
+    ),
+    "reinforce": ("reinforce", {}, {}),
+    "sft": ("sft", {}, {}),
+}
+
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 3e-6, "atol": 3e-6},
+    # The inputs fit into bfloat16 and the loss is computed in float32; the gradient is rounded back.
+    torch.bfloat16: {"rtol": 3e-6, "atol": 3e-6},
+}
+BFLOAT16_GRADIENT = {"rtol": 2**-8, "atol": 1e-6}
+
+
+def package_objective(
+    name: str, settings: dict, batch: PackedBatch, log_probs: Tensor
+) -> ObjectiveOutput:
+    config = PolicyLossConfig(policy_loss=name, **settings)
+    sequence = sequence_log_ratios(config, batch, log_probs)
+    return OBJECTIVES[name](config, batch, log_probs, sequence=sequence)
+
+
+def check(case: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
+    """Value and every element of the gradient, the tokens weighted unequally."""
+    name, settings, oracle_settings = SETTINGS[case]
+    expected = stacked([oracle.objective(name, s, **oracle_settings) for s in sequences])
+    weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
+    expected_gradient = flat_gradient((expected * weights).sum(), sequences)
+
+    log_probs = flat_log_probs(sequences, dtype)
+    found = package_objective(name, settings, package_batch(sequences), log_probs)
+    assert found.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    (found.loss * weights).sum().backward()
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.loss.double(), expected, **tolerance)
+    if dtype == torch.bfloat16:
+        tolerance = BFLOAT16_GRADIENT
+    torch.testing.assert_close(log_probs.grad.double(), expected_gradient, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_random_sequences_equal_the_formula(case: str, dtype: torch.dtype) -> None:
+    check(case, random_sequences(1), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith("gspo")])
+def test_around_the_bounds_and_at_extreme_ratios(case: str, dtype: torch.dtype) -> None:
+    check(case, [grid_sequence((*AROUND_BOUNDS, *EXTREMES), ADVANTAGES)], dtype)
+
+
+@pytest.mark.parametrize("case", ["gspo", "gspo_dual_clip"])
+@pytest.mark.parametrize("log_ratio", [*AROUND_BOUNDS, *EXTREMES])
+def test_gspo_around_the_bounds_and_at_extreme_ratios(case: str, log_ratio: float) -> None:
+    """Every token of a sequence has the same log-ratio, so it is that of the sequence."""
+    check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
+
+
+@pytest.mark.parametrize("case", ["ppo_clip_higher", "ppo_dual_clip", "gspo", "cispo_lower_bound"])
+def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> None:
+    for log_ratio in (*ON_BOUNDS, math.log(3.0)):
+        check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
+    sequence = grid_sequence(ON_BOUNDS, [1.0, -1.0])
+    name, settings, _ = SETTINGS["ppo_clip_higher"]
+    log_probs = flat_log_probs([sequence])
+    found = package_objective(name, settings, package_batch([sequence]), log_probs)
+    found.loss.sum().backward()
+    assert not found.is_clipped.any()
+    assert (log_probs.grad != 0).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
+    sequences = [
+        dataclasses.replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)
+    ]
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    package_objective(name, {}, batch, log_probs).loss.sum().backward()
+    expected = -batch.advantages.double() * batch.loss_mask
+    torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-15)
+
+
+def test_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
+    """The mutant of gspo: without the stop-gradient a token gets 1/n of every token's gradient."""
+    sequences = random_sequences(3)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    package_objective("gspo", {}, batch, log_probs).loss.sum().backward()
+    (sequence,) = [s for s in sequences if len(s.loss_mask) == 12]
+    active = sequence.active()
+    mean = sum(sequence.log_probs[t] - sequence.old_log_probs[t] for t in active) / len(active)
+    mutant = sum(
+        oracle.surrogate(mean.exp(), sequence.advantages[t], 0.8, 1.2, None) for t in active
+    )
+    mutant_gradient = flat_gradient(mutant, [sequence])
+    start = 7 + 1
+    assert not torch.allclose(log_probs.grad[start : start + 12], mutant_gradient, atol=1e-3)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_garbage_at_masked_positions_reaches_nothing(name: str, garbage: float) -> None:
+    sequences = random_sequences(4)
+    clean = package_batch(sequences)
+    dirty = dataclasses.replace(
+        clean,
+        advantages=clean.advantages.masked_fill(~clean.loss_mask, garbage),
+        old_log_probs=clean.old_log_probs.masked_fill(~clean.loss_mask, garbage),
+    )
+    clean_log_probs = flat_log_probs(sequences)
+    dirty_log_probs = (
+        clean_log_probs.detach().masked_fill(~clean.loss_mask, garbage).requires_grad_()
+    )
+    expected = package_objective(name, {}, clean, clean_log_probs)
+    found = package_objective(name, {}, dirty, dirty_log_probs)
+    expected.loss.sum().backward()
+    found.loss.sum().backward()
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(dirty_log_probs.grad, clean_log_probs.grad)
+    assert (found.loss[~clean.loss_mask] == 0).all()
+    assert (dirty_log_probs.grad[~clean.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("ppo", "old_log_probs"),
+        ("gspo", "old_log_probs"),
+        ("cispo", "old_log_probs"),
+        *((name, "log_probs") for name in OBJECTIVES),
+    ],
+)
+def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: str) -> None:
+    sequences = [grid_sequence([0.0, 0.1], [1.0, -1.0])]
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
+    if field == "log_probs":
+        log_probs[1] = torch.nan
+    else:
+        old_log_probs = batch.old_log_probs.clone()
+        old_log_probs[1] = torch.nan
+        batch = dataclasses.replace(batch, old_log_probs=old_log_probs)
+    log_probs.requires_grad_()
+    found = package_objective(name, {}, batch, log_probs)
+    found.loss.sum().backward()
+    assert torch.isnan(found.loss[1])
+    if name not in ("sft", "reinforce"):  # whose gradients do not contain the log-prob
+        assert torch.isnan(log_probs.grad[1])
+
+
+def test_clip_flags_and_log_ratio() -> None:
+    """is_clipped: outside the range; effectively: on the side that the sign of A makes active."""
+    log_ratios = (-1.0, 0.0, 1.0)
+    sequence = grid_sequence(log_ratios, (-1.0, 0.0, 1.0))
+    found = package_objective("ppo", {}, package_batch([sequence]), flat_log_probs([sequence]))
+    clipped = [True] * 3 + [False] * 3 + [True] * 3
+    effectively = [True, False, False, False, False, False, False, False, True]
+    assert found.is_clipped.tolist() == clipped
+    assert found.is_effectively_clipped.tolist() == effectively
+    assert found.log_ratio.tolist() == [value for value in log_ratios for _ in range(3)]
+    assert not found.log_ratio.requires_grad
+
+    found = package_objective("cispo", {}, package_batch([sequence]), flat_log_probs([sequence]))
+    assert found.is_clipped.tolist() == [False] * 6 + [True] * 3
+    lower = {"cispo_lower_bound": True}
+    found = package_objective("cispo", lower, package_batch([sequence]), flat_log_probs([sequence]))
+    assert found.is_clipped.tolist() == clipped
+
+
+def test_log_ratio_of_the_metrics_is_that_before_the_clamp() -> None:
+    sequence = grid_sequence([1e4], [1.0])
+    found = package_objective("ppo", {}, package_batch([sequence]), flat_log_probs([sequence]))
+    assert found.log_ratio.tolist() == [1e4]
+    clamped = clipped_log_ratio(
+        flat_log_probs([sequence]), torch.zeros(1), torch.ones(1, dtype=torch.bool)
+    )
+    assert clamped.tolist() == [20.0]
+
+
+def test_gspo_ratio_is_one_number_a_sequence() -> None:
+    sequences = random_sequences(5)
+    batch = package_batch(sequences)
+    found = package_objective("gspo", {}, batch, flat_log_probs(sequences))
+    expected = torch.cat(
+        [torch.tensor(s.loss_mask, dtype=torch.float64) * oracle.policy_mean(s) for s in sequences]
+    )
+    assert found.is_ratio_of_sequence
+    torch.testing.assert_close(found.log_ratio, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_inputs_that_are_missing_are_named() -> None:
+    sequences = random_sequences(6)
+    batch = dataclasses.replace(package_batch(sequences), old_log_probs=None)
+    for name in ("ppo", "cispo"):
+        with pytest.raises(ValueError, match=f"--policy-loss {name} needs old_log_probs"):
+            package_objective(name, {}, batch, flat_log_probs(sequences))
+    config = PolicyLossConfig(policy_loss="gspo")
+    with pytest.raises(ValueError, match="old_log_probs"):
+        sequence_log_ratios(config, batch, flat_log_probs(sequences))
+    with pytest.raises(ValueError, match="sequence_log_ratios"):
+        OBJECTIVES["gspo"](config, package_batch(sequences), flat_log_probs(sequences))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_empty_micro_batch_is_legal_and_connected(name: str) -> None:
+    log_probs = torch.zeros(0, requires_grad=True)
+    found = package_objective(name, {}, pack([]), log_probs)
+    assert found.loss.shape == (0,) and found.loss.requires_grad
+
+
+def test_only_objectives_with_a_ratio_report_one() -> None:
+    sequences = random_sequences(7)
+    for name in OBJECTIVES:
+        found = package_objective(name, {}, package_batch(sequences), flat_log_probs(sequences))
+        is_reported = found.log_ratio is not None
+        assert is_reported == has_ratio(PolicyLossConfig(policy_loss=name))
+        assert is_reported == (found.is_clipped is not None)
+
+
+# A user's own loss.
+
+seen: dict[str, Tensor] = {}
+
+
+def squared_ratio_loss(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    seen.update(old=batch.old_log_probs, advantages=batch.advantages, log_probs=log_probs)
+    return -(batch.advantages * (log_probs - batch.old_log_probs).exp() ** 2)
+
+
+def loss_of_the_wrong_size(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
+    return log_probs.sum()
+
+
+def custom_config(function: str) -> PolicyLossConfig:
+    return PolicyLossConfig(custom_policy_loss_path=f"{__name__}:{function}")
+
+
+def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
+    sequences = random_sequences(8)
+    batch = package_batch(sequences)
+    masked = ~batch.loss_mask
+    dirty = dataclasses.replace(
+        batch,
+        old_log_probs=batch.old_log_probs.masked_fill(masked, -torch.inf),
+        advantages=batch.advantages.masked_fill(masked, torch.nan),
+    )
+    log_probs = flat_log_probs(sequences).detach().masked_fill(masked, torch.nan).requires_grad_()
+    config = custom_config("squared_ratio_loss")
+    found = get_objective(config)(config, dirty, log_probs)
+    found.loss.sum().backward()
+    assert all((seen[name][masked] == 0).all() for name in ("old", "advantages", "log_probs"))
+    ratio = (log_probs.detach() - batch.old_log_probs).exp()
+    expected = torch.where(batch.loss_mask, -(batch.advantages * ratio**2), 0.0)
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(log_probs.grad, 2 * expected)
+
+
+def test_custom_loss_of_the_wrong_size_is_refused() -> None:
+    sequences = random_sequences(9)
+    config = custom_config("loss_of_the_wrong_size")
+    with pytest.raises(ValueError, match="--custom-policy-loss-path .*expected this rank's"):
+        get_objective(config)(config, package_batch(sequences), flat_log_probs(sequences))

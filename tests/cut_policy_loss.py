@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,10 +13,34 @@ from megatron_pg.arguments import PolicyLossConfig
 from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.policy_loss import policy_loss_function
 
-from . import oracle
-from .cut_steps import Cut
+from .cut_steps import DIVISOR, Cut
 from .oracle import Objective, PlainSample
 from .random_steps import VOCAB_SIZE, lengths, package_samples
+from .token_layout import token_layout
+
+OBJECTIVES = {
+    "ppo": Objective(),
+    "clip_higher": Objective(eps_clip=0.1, eps_clip_high=0.28),
+    "dual_clip": Objective(eps_clip_c=1.5),
+    "kl_k1": Objective(kl_loss_coef=0.1, kl_loss_type="k1"),
+    "kl_k2": Objective(kl_loss_coef=0.1, kl_loss_type="k2"),
+    "kl_k3": Objective(kl_loss_coef=0.1, kl_loss_type="k3"),
+    "kl_low_var": Objective(kl_loss_coef=0.1, kl_loss_type="low_var_kl"),
+    "kl_unbiased": Objective(kl_loss_coef=0.1, use_unbiased_kl=True),
+    "entropy": Objective(entropy_coef=0.05),
+    "everything": Objective(
+        eps_clip_high=0.3,
+        eps_clip_c=2.0,
+        kl_loss_coef=0.2,
+        entropy_coef=0.01,
+        rollout_temperature=0.7,
+    ),
+}
+
+
+def aggregated(objective: Objective, aggregation: str) -> Objective:
+    divisor = DIVISOR if aggregation == "constant" else None
+    return replace(objective, loss_aggregation=aggregation, loss_aggregation_divisor=divisor)
 
 
 def package_config(objective: Objective, **others: object) -> PolicyLossConfig:
@@ -41,7 +65,7 @@ def local_logits(
     columns = logits[0].shape[1] if logits else VOCAB_SIZE
     padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
     rows = torch.cat([*logits, padding])
-    layout = oracle.token_layout(*lengths(micro_batch), cp_size, pad_to_multiple)
+    layout = token_layout(*lengths(micro_batch), cp_size, pad_to_multiple)
     return rows[[-1 if row.token is None else row.token for row in layout[cp_rank]]]
 
 

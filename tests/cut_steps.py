@@ -20,6 +20,7 @@ from megatron_pg.reducers import get_pg_loss_reducer
 from . import oracle
 from .oracle import PlainSample
 from .random_steps import lengths, loss_masks, package_samples
+from .token_layout import token_layout
 
 DIVISOR = 4.0
 
@@ -105,7 +106,7 @@ class Package:
         self, micro_batch: Sequence[PlainSample], cp_rank: int, cp_size: int
     ) -> list[int]:
         """Indices into the micro-batch's flat responses that this rank computes losses for."""
-        layout = oracle.token_layout(*lengths(micro_batch), cp_size)
+        layout = token_layout(*lengths(micro_batch), cp_size)
         return [row.response for row in layout[cp_rank] if row.response is not None]
 
     def rank_sum(

@@ -2,7 +2,7 @@
 
 Dense, unsharded, float64, plain Python loops, autograd for every gradient. It shares no code with
 `megatron_pg` and must stay that way: a test that compares the package with itself proves nothing.
-Slow is fine here; clever is not.
+Slow is fine here; clever is not. The token layout has its own file, `tests.token_layout`.
 
 Words: a *sample* is one prompt and its response; a *rollout* is one or more samples that count as
 one; a *prompt group* is all rollouts of one prompt; a *step* is all samples of one optimizer step.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -356,107 +355,3 @@ def metrics(
         "min_advantage": min(active_advantages),
         "entropy": document_mean(samples, result.entropies),
     }
-
-
-# --------------------------------------------------------------------------------------------------
-# The zigzag token layout of context parallelism
-# --------------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """One position of the packed sequence. None: padding, or no response token is scored here."""
-
-    segment: int
-    """Which sequence of the packing; the extra padding sequence, if any, is the last."""
-    position: int
-    """Position inside the sequence, its padding included."""
-    token: int | None
-    """Index of the token into the concatenation of the unpadded sequences."""
-    target: int | None
-    """Index, in the same concatenation, of the response token predicted here."""
-    response: int | None
-    """Index of that response token into the concatenation of all responses."""
-
-
-def padded_length(total_length: int, cp_size: int) -> int:
-    """The length rounded up to two chunks per rank; without context parallelism, unchanged."""
-    length = total_length
-    while cp_size > 1 and length % (2 * cp_size) != 0:
-        length += 1
-    return length
-
-
-def segment_lengths(
-    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1
-) -> list[int]:
-    """Padded length of every sequence of the packing, the extra padding sequence included.
-
-    The extra one is there where the whole must divide by `pad_to_multiple` and does not, or where
-    there is no sample at all; it is as short as it can be and is cut in chunks like any other.
-    """
-    lengths = [padded_length(total_length, cp_size) for total_length in total_lengths]
-    extra = 0
-    while sum(lengths) + extra == 0 or (sum(lengths) + extra) % pad_to_multiple != 0:
-        extra = padded_length(extra + 1, cp_size)
-    return [*lengths, extra] if extra else lengths
-
-
-def sequence_rows(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    cp_size: int,
-    pad_to_multiple: int = 1,
-) -> list[list[Row]]:
-    """Every packed sequence, padded but not yet cut: one `Row` per position.
-
-    Targets are the tokens shifted by one, and the shift is done here, on whole sequences.
-    """
-    sequences = []
-    first_token = first_response = 0
-    for segment, length in enumerate(segment_lengths(total_lengths, cp_size, pad_to_multiple)):
-        total = total_lengths[segment] if segment < len(total_lengths) else 0
-        response = response_lengths[segment] if segment < len(total_lengths) else 0
-        prompt = total - response
-        rows = []
-        for position in range(length):
-            predicted = position + 1
-            is_scored = prompt <= predicted < total
-            rows.append(
-                Row(
-                    segment=segment,
-                    position=position,
-                    token=first_token + position if position < total else None,
-                    target=first_token + predicted if is_scored else None,
-                    response=first_response + predicted - prompt if is_scored else None,
-                )
-            )
-        sequences.append(rows)
-        first_token += total
-        first_response += response
-    return sequences
-
-
-def token_layout(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    cp_size: int,
-    pad_to_multiple: int = 1,
-) -> list[list[Row]]:
-    """The rows that each context-parallel rank holds, in the order in which it holds them.
-
-    Each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and 2 cp_size - 1 - r.
-    Without context parallelism the only rank holds everything.
-    """
-    ranks: list[list[Row]] = [[] for _ in range(cp_size)]
-    for rows in sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple):
-        if cp_size == 1:
-            ranks[0].extend(rows)
-            continue
-        chunk_length = len(rows) // (2 * cp_size)
-        chunks = [
-            rows[chunk * chunk_length : (chunk + 1) * chunk_length] for chunk in range(2 * cp_size)
-        ]
-        for rank in range(cp_size):
-            ranks[rank].extend(chunks[rank])
-            ranks[rank].extend(chunks[2 * cp_size - 1 - rank])
-    return ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -17,41 +16,18 @@ from megatron_pg.batch import pack
 from megatron_pg.policy_loss import policy_loss_function
 from tests import oracle
 from tests.cut_policy_loss import (
+    OBJECTIVES,
     RankLoss,
-    local_logits,
+    aggregated,
     package_config,
     rank_losses,
     summed_loss,
     summed_metrics,
 )
-from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same, gradients, random_cut, whole
+from tests.cut_steps import CUTS, Cut, assert_same, gradients, random_cut, whole
 from tests.dispatches import CountDispatches
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, plain_sample, random_logits, random_step
-
-OBJECTIVES = {
-    "ppo": Objective(),
-    "clip_higher": Objective(eps_clip=0.1, eps_clip_high=0.28),
-    "dual_clip": Objective(eps_clip_c=1.5),
-    "kl_k1": Objective(kl_loss_coef=0.1, kl_loss_type="k1"),
-    "kl_k2": Objective(kl_loss_coef=0.1, kl_loss_type="k2"),
-    "kl_k3": Objective(kl_loss_coef=0.1, kl_loss_type="k3"),
-    "kl_low_var": Objective(kl_loss_coef=0.1, kl_loss_type="low_var_kl"),
-    "kl_unbiased": Objective(kl_loss_coef=0.1, use_unbiased_kl=True),
-    "entropy": Objective(entropy_coef=0.05),
-    "everything": Objective(
-        eps_clip_high=0.3,
-        eps_clip_c=2.0,
-        kl_loss_coef=0.2,
-        entropy_coef=0.01,
-        rollout_temperature=0.7,
-    ),
-}
-
-
-def aggregated(objective: Objective, aggregation: str) -> Objective:
-    divisor = DIVISOR if aggregation == "constant" else None
-    return replace(objective, loss_aggregation=aggregation, loss_aggregation_divisor=divisor)
 
 
 def check_policy_loss(
@@ -224,129 +200,6 @@ def test_float32_stays_within_float32_of_the_oracle() -> None:
     largest = max(gradient.abs().max().item() for gradient in expected_gradients)
     for found, wanted in zip(found_gradients, expected_gradients, strict=True):
         assert (found - wanted).abs().max().item() <= 1e-6 * largest
-
-
-# --------------------------------------------------------------------------------------------------
-# Masked positions, empty ranks, NaN
-# --------------------------------------------------------------------------------------------------
-
-
-def with_garbage(step: list[PlainSample], garbage: float) -> list[PlainSample]:
-    """Every per-token field holds garbage where the mask is 0: tool tokens have no log-probs."""
-
-    def spoiled(values: list[float] | None, mask: list[int]) -> list[float]:
-        assert values is not None
-        return [value if keep else garbage for value, keep in zip(values, mask, strict=True)]
-
-    return [
-        replace(
-            sample,
-            advantages=spoiled(sample.advantages, sample.loss_mask),
-            old_log_probs=spoiled(sample.old_log_probs, sample.loss_mask),
-            ref_log_probs=spoiled(sample.ref_log_probs, sample.loss_mask),
-        )
-        for sample in step
-    ]
-
-
-def with_garbage_logits(
-    step: list[PlainSample], logits: list[Tensor], garbage: float
-) -> list[Tensor]:
-    """The logits of rows that score no active token are garbage, and leaves again."""
-    spoiled = []
-    for sample, part in zip(step, logits, strict=True):
-        scored = torch.zeros(len(sample.tokens), dtype=torch.bool)
-        for token, keep in enumerate(sample.loss_mask):
-            scored[sample.prompt_length + token - 1] = bool(keep)
-        spoiled.append(
-            torch.where(scored[:, None], part.detach(), garbage).clone().requires_grad_()
-        )
-    return spoiled
-
-
-@pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
-@pytest.mark.parametrize("cp_size", (1, 2))
-@pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
-def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
-    name: str, cp_size: int, garbage: float
-) -> None:
-    """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
-    clean = random_step(seed=26)
-    assert any(0 in sample.loss_mask for sample in clean)
-    clean_logits = random_logits(clean)
-    expected = oracle.policy_loss(clean, clean_logits, OBJECTIVES[name]).loss
-
-    step = with_garbage(clean, garbage)
-    logits = with_garbage_logits(clean, clean_logits, garbage)
-    results = rank_losses(package_config(OBJECTIVES[name]), step, logits, whole(len(step), cp_size))
-    found = summed_loss(results)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    for gradient, wanted in zip(
-        gradients(found, logits), gradients(expected, clean_logits), strict=True
-    ):
-        assert gradient.isfinite().all()
-        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12)
-    assert all(math.isfinite(value) for value in summed_metrics(results).values())
-
-
-def test_masking_only_the_result_would_give_nan_gradients() -> None:
-    """What the test above is for: `where` after `exp` is not enough."""
-    log_prob = torch.zeros(2, requires_grad=True)
-    ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
-    torch.where(torch.tensor([True, False]), ratio, 0.0).sum().backward()
-    assert log_prob.grad is not None and log_prob.grad[1].isnan()
-
-
-@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_nan_at_an_active_position_stays_visible(field: str) -> None:
-    step = random_step(seed=27)
-    last = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
-    token = step[last].loss_mask.index(1)
-    values = list(getattr(step[last], field))
-    values[token] = math.nan
-    step[last] = replace(step[last], **{field: values})
-    logits = random_logits(step)
-    objective = Objective(kl_loss_coef=0.1)
-    loss = summed_loss(rank_losses(package_config(objective), step, logits, whole(len(step))))
-    assert loss.isnan()
-    assert gradients(loss, logits)[last].isnan().any()
-
-
-@pytest.mark.parametrize("garbage", (math.nan, math.inf))
-def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
-    sample = plain_sample([1, 1])
-    (logits,) = random_logits([sample])
-    with torch.no_grad():
-        logits[sample.prompt_length, 3] = garbage
-    loss = summed_loss(rank_losses(package_config(Objective()), [sample], [logits], whole(1)))
-    assert not loss.isfinite()
-
-
-@pytest.mark.parametrize("name", ("ppo", "everything"))
-def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) -> None:
-    """An empty micro-batch, a rank without response tokens and a fully masked sample."""
-    masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
-    outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
-    config = package_config(OBJECTIVES[name])
-    totals = step_totals(package_samples([masked, outer_chunks]))
-    for micro_batch in ([], [masked], [outer_chunks]):
-        batch = pack(package_samples(micro_batch), cp_rank=0, cp_size=2)
-        weight = torch.ones((), dtype=torch.float64, requires_grad=True)
-        rows = local_logits(micro_batch, random_logits(micro_batch), 0, 2).detach().nan_to_num()
-        loss, _ = policy_loss_function(config, batch, rows * weight, totals=totals)
-        loss.backward()
-        assert loss.item() == 0.0
-        assert weight.grad is not None and weight.grad.item() == 0.0
-
-
-def test_step_without_an_active_token_is_zero_and_finite() -> None:
-    step = [plain_sample([0, 0]), plain_sample([0])]
-    logits = random_logits(step)
-    for aggregation in oracle.AGGREGATIONS:
-        config = package_config(aggregated(Objective(), aggregation))
-        loss = summed_loss(rank_losses(config, step, logits, whole(2, cp_size=2)))
-        assert loss.item() == 0.0
-        assert not any(gradient.any() for gradient in gradients(loss, logits))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.cut_steps import (
 )
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, plain_sample, random_losses, random_step
+from tests.token_layout import token_layout
 
 GROUP_IDS = (-(2**63), 0, 2**63 - 1)
 
@@ -261,5 +262,5 @@ def test_the_named_cuts_reject(name: str) -> None:
 def test_random_steps_leave_some_rank_without_a_response() -> None:
     """The property would be easier if every window held something."""
     step = random_step(seed=0)
-    layout = oracle.token_layout(*lengths(step[:2]), 8)
+    layout = token_layout(*lengths(step[:2]), 8)
     assert any(all(row.response is None for row in rows) for rows in layout)

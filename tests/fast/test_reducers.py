@@ -22,13 +22,14 @@ from tests.random_steps import (
     random_losses,
     random_step,
 )
+from tests.token_layout import token_layout
 
 CP_SIZES = (1, 2, 4, 8)
 
 
 def scored(step: list[oracle.PlainSample], cp_rank: int, cp_size: int) -> list[int]:
     """Indices into the flat responses that the oracle hands to this rank."""
-    layout = oracle.token_layout(*lengths(step), cp_size)
+    layout = token_layout(*lengths(step), cp_size)
     return [row.response for row in layout[cp_rank] if row.response is not None]
 
 
@@ -285,7 +286,7 @@ def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
     reducer = get_pg_loss_reducer(
         [9, 5], [6, 3], [torch.ones(6), torch.ones(3)], cp_rank=cp_rank, cp_size=2
     )
-    layout = oracle.token_layout([9, 5], [6, 3], 2)
+    layout = token_layout([9, 5], [6, 3], 2)
     size = sum(row.response is not None for row in layout[cp_rank])
     reducer(torch.zeros(size))
     for wrong in (size - 1, size + 1, 9 if size != 9 else 10):

@@ -14,6 +14,7 @@ from megatron_pg.samples import Sample
 from megatron_pg.token_window import TokenWindow
 from tests import oracle
 from tests.random_steps import package_samples, random_step
+from tests.token_layout import segment_lengths, token_layout
 
 CP_SIZES = (1, 2, 4, 8)
 
@@ -43,8 +44,8 @@ def check_window(
     total_lengths: list[int], response_lengths: list[int], cp_size: int, pad_to_multiple: int
 ) -> None:
     """Every field of every rank's window equals the oracle's."""
-    layout = oracle.token_layout(total_lengths, response_lengths, cp_size, pad_to_multiple)
-    segments = oracle.segment_lengths(total_lengths, cp_size, pad_to_multiple)
+    layout = token_layout(total_lengths, response_lengths, cp_size, pad_to_multiple)
+    segments = segment_lengths(total_lengths, cp_size, pad_to_multiple)
     for cp_rank, rows in enumerate(layout):
         window = TokenWindow.build(
             total_lengths,
@@ -178,7 +179,7 @@ def check_pack(
     def flat(name: str) -> list:
         return [value for sample in plain for value in getattr(sample, name)]
 
-    layout = oracle.token_layout(
+    layout = token_layout(
         [len(sample.tokens) for sample in plain],
         [sample.response_length for sample in plain],
         cp_size,

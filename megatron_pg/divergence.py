@@ -35,7 +35,8 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     """
     ref_log_probs = required_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     reference = masked(ref_log_probs.detach(), batch.loss_mask)
-    kl = kl_estimate(masked(log_probs, batch.loss_mask) - reference, config.kl_loss_type)
+    log_probs = masked(log_probs, batch.loss_mask)
+    kl = kl_estimate(log_probs - reference, config.kl_loss_type)
     if not config.use_unbiased_kl:
         return kl
     old_log_probs = required_log_probs(batch, "old_log_probs", "--use-unbiased-kl")

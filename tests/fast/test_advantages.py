@@ -1,0 +1,111 @@
+"""Group-relative advantages against plain loops, and the cases that the formulas leave open."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from megatron_pg.advantages import METHODS, filter_overlong, group_advantages
+from megatron_pg.aggregation import step_totals
+from megatron_pg.samples import Sample
+
+LARGEST = 2**63 - 1
+
+
+def expected_advantages(rewards: list[float], groups: list[int], method: str) -> list[float]:
+    """Sample by sample, from the group's rewards."""
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(members) == 1 or max(members) == min(members):
+            advantages.append(0.0)
+        elif method == "rloo":
+            advantages.append(reward - (sum(members) - reward) / (len(members) - 1))
+        else:
+            centered = reward - sum(members) / len(members)
+            scale = statistics.stdev(members) + 1e-6 if method == "grpo" else 1.0
+            advantages.append(centered / scale)
+    return advantages
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_to_the_loops(method: str, seed: int) -> None:
+    rng = random.Random(seed)
+    names = [rng.randrange(-LARGEST - 1, LARGEST) for _ in range(4)] + [LARGEST]
+    groups = [rng.choice(names) for _ in range(30)]
+    rewards = [rng.choice([0.0, 0.25, 1.0, rng.uniform(-5, 5)]) for _ in groups]
+    found = group_advantages(rewards, groups, method=method)
+    assert found.advantages.dtype == torch.float32
+    expected = torch.tensor(expected_advantages(rewards, groups, method))
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-6, atol=1e-7)
+    assert found.num_groups == len(set(groups))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reward", [0.1, 1.0, -7.3, 1e6])
+def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
+    """(0.1 + 0.1 + 0.1) / 3 is not 0.1: a mean that rounds must not become an advantage."""
+    found = group_advantages([reward] * 3 + [0.0, 1.0], [5, 5, 5, -2, -2], method=method)
+    assert found.advantages[:3].tolist() == [0.0, 0.0, 0.0]
+    assert found.advantages[3] < 0 < found.advantages[4]
+    assert found.zero_advantage_groups == (5,)
+    assert found.zero_advantage_fraction == 0.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lone_sample_has_advantage_zero(method: str) -> None:
+    found = group_advantages([3.0, 0.0, 1.0], [9, 4, 4], method=method)
+    assert found.advantages[0] == 0.0
+    assert found.zero_advantage_groups == (9,)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_do_not_mix_and_order_does_not_matter(method: str) -> None:
+    rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0], [1, 1, 2, 1, 2]
+    whole = group_advantages(rewards, groups, method=method).advantages
+    first = group_advantages([0.0, 1.0, 2.0], [1, 1, 1], method=method).advantages
+    assert torch.equal(whole[[0, 1, 3]], first)
+    order = [3, 0, 4, 1, 2]
+    shuffled = group_advantages(
+        [rewards[i] for i in order], [groups[i] for i in order], method=method
+    )
+    torch.testing.assert_close(shuffled.advantages, whole[order], rtol=1e-6, atol=0)
+
+
+def test_a_step_without_samples() -> None:
+    found = group_advantages([], [])
+    assert found.advantages.shape == (0,) and found.num_groups == 0
+    assert found.zero_advantage_groups == () and found.zero_advantage_fraction == 0.0
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_rewards_that_are_not_finite_are_named(reward: float) -> None:
+    with pytest.raises(ValueError, match=r"rewards\[1\] is .*expected a finite number"):
+        group_advantages([0.0, reward], [0, 0])
+
+
+def test_bad_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
+        group_advantages([0.0, 1.0], [0, 0, 0])
+    with pytest.raises(ValueError, match="method is 'gae': expected one of grpo, dr_grpo, rloo"):
+        group_advantages([0.0, 1.0], [0, 0], method="gae")
+
+
+def test_overlong_samples_are_masked_and_still_counted() -> None:
+    samples = [
+        Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], advantages=0.5, name=name)
+        for name in ("cut", "ended")
+    ]
+    filtered = filter_overlong(samples, [True, False])
+    assert [s.loss_mask.tolist() for s in filtered] == [[False, False], [True, True]]
+    assert filtered[1] is samples[1]
+    assert samples[0].loss_mask.all(), "the sample that was given is left as it was"
+    totals = step_totals(filtered)
+    assert (totals.num_rollouts, totals.num_active_tokens) == (2, 2)
+    with pytest.raises(ValueError, match="is_overlong has 1 flags for 2 samples"):
+        filter_overlong(samples, [True])

@@ -1,0 +1,127 @@
+"""The divergence estimates against their formulas, value and gradient, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.divergence import kl_estimate, kl_penalty
+from tests.fast import objectives_oracle as oracle
+from tests.fast.objectives_oracle import Sequence1
+from tests.fast.sequences import (
+    flat_gradient,
+    flat_log_probs,
+    grid_sequence,
+    package_batch,
+    random_sequences,
+    stacked,
+)
+
+KINDS = ("k1", "k2", "k3", "low_var_kl")
+DIFFERENCES = (-1e4, -25.0, -20.5, -19.5, -2.5, -1e-3, 0.0, 1e-3, 2.5, 10.9, 19.5, 20.5, 1e4)
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 3e-6, "atol": 1e-7},
+    torch.bfloat16: {"rtol": 3e-6, "atol": 1e-7},
+}
+
+
+def config(kind: str, unbiased: bool) -> PolicyLossConfig:
+    return PolicyLossConfig(kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=unbiased)
+
+
+def check(kind: str, unbiased: bool, sequences: list[Sequence1], dtype: torch.dtype) -> None:
+    expected = stacked([oracle.kl(s, kind, unbiased=unbiased) for s in sequences])
+    expected_gradient = flat_gradient(expected.sum(), sequences)
+    log_probs = flat_log_probs(sequences, dtype)
+    found = kl_penalty(config(kind, unbiased), package_batch(sequences), log_probs)
+    found.sum().backward()
+    torch.testing.assert_close(found.double(), expected, **TOLERANCES[dtype])
+    tolerance = TOLERANCES[dtype]
+    if dtype == torch.bfloat16:
+        tolerance = {"rtol": 2**-8, "atol": 1e-6}
+    torch.testing.assert_close(log_probs.grad.double(), expected_gradient, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_sequences_equal_the_formula(kind: str, unbiased: bool, dtype: torch.dtype) -> None:
+    check(kind, unbiased, random_sequences(1), dtype)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_differences_equal_the_formula(kind: str, unbiased: bool) -> None:
+    check(kind, unbiased, [grid_sequence(DIFFERENCES, [1.0])], torch.float64)
+
+
+def test_low_var_kl_is_clamped_at_10() -> None:
+    found = kl_estimate(torch.tensor([-4.0, -2.0, 12.0]).double(), "low_var_kl")
+    assert found[0] == 10 and found[2] == 10 and 0 < found[1] < 10
+
+
+def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
+    """exp(-d) - 1 + d would round to 0 or to an epsilon of float32 here; the estimate is d^2 / 2."""
+    difference = torch.tensor([1e-4, -1e-4, 3e-4])
+    found = kl_estimate(difference, "k3")
+    torch.testing.assert_close(found, difference.square() / 2, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_garbage_at_masked_positions_reaches_nothing(kind: str, unbiased: bool) -> None:
+    sequences = random_sequences(2)
+    batch = package_batch(sequences)
+    masked = ~batch.loss_mask
+    dirty = dataclasses.replace(
+        batch,
+        ref_log_probs=batch.ref_log_probs.masked_fill(masked, math.nan),
+        old_log_probs=batch.old_log_probs.masked_fill(masked, -math.inf),
+    )
+    clean_log_probs = flat_log_probs(sequences)
+    dirty_log_probs = clean_log_probs.detach().masked_fill(masked, math.inf).requires_grad_()
+    expected = kl_penalty(config(kind, unbiased), batch, clean_log_probs)
+    found = kl_penalty(config(kind, unbiased), dirty, dirty_log_probs)
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(dirty_log_probs.grad, clean_log_probs.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_at_an_active_position_stays_visible(kind: str) -> None:
+    sequences = [grid_sequence([0.0, 0.1], [1.0])]
+    batch = package_batch(sequences)
+    ref_log_probs = torch.tensor([0.0, math.nan])
+    batch = dataclasses.replace(batch, ref_log_probs=ref_log_probs)
+    found = kl_penalty(config(kind, False), batch, flat_log_probs(sequences))
+    assert torch.isnan(found).tolist() == [False, True]
+
+
+def test_the_unbiased_gradient_passes_through_the_ratio() -> None:
+    """The mutant with a stopped ratio has another gradient."""
+    sequences = random_sequences(3)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    kl_penalty(config("k3", True), batch, log_probs).sum().backward()
+    mutant_log_probs = flat_log_probs(sequences)
+    ratio = (mutant_log_probs.detach() - batch.old_log_probs).exp()
+    (ratio * kl_penalty(config("k3", False), batch, mutant_log_probs)).sum().backward()
+    assert not torch.allclose(log_probs.grad, mutant_log_probs.grad, atol=1e-4)
+
+
+def test_inputs_that_are_missing_and_unknown_kinds_are_named() -> None:
+    sequences = random_sequences(4)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    without_ref = dataclasses.replace(batch, ref_log_probs=None)
+    with pytest.raises(ValueError, match="--kl-loss-coef needs ref_log_probs"):
+        kl_penalty(config("k3", False), without_ref, log_probs)
+    without_old = dataclasses.replace(batch, old_log_probs=None)
+    with pytest.raises(ValueError, match="--use-unbiased-kl needs old_log_probs"):
+        kl_penalty(config("k3", True), without_old, log_probs)
+    with pytest.raises(ValueError, match="--kl-loss-type is 'k4'"):
+        kl_estimate(log_probs, "k4")

@@ -14,15 +14,20 @@ That is why the objective and its gradient do not depend on how the step is cut.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.samples import Sample
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -195,49 +200,107 @@ def step_totals(
     Raises:
         ValueError: a rollout whose samples belong to different prompt groups, or to one and to none.
     """
-    local = [
-        (sample.group_index, sample.rollout_id, sample.num_active_tokens) for sample in samples
-    ]
-    everyone = [local]
-    if data_parallel_group is not None and dist.get_world_size(data_parallel_group) > 1:
-        gathered: list[list[tuple[int | None, int | None, int]] | None]
-        gathered = [None] * dist.get_world_size(data_parallel_group)
-        dist.all_gather_object(gathered, local, group=data_parallel_group)
-        everyone = [part for part in gathered if part is not None]
-    return _count([sample for part in everyone for sample in part], samples)
+    local = SampleCounts.of(samples)
+    return totals_of_counts(gather(local, data_parallel_group), local)
 
 
-def _count(
-    everyone: Sequence[tuple[int | None, int | None, int]], local: Sequence[Sample]
-) -> StepTotals:
-    rollouts: dict[int, int] = defaultdict(int)
-    groups: dict[int, int] = defaultdict(int)
-    group_of_rollout: dict[int, int | None] = {}
-    lone_rollouts = lone_active_rollouts = 0
-    for group_index, rollout_id, active_tokens in everyone:
-        if group_index is not None:
-            groups[group_index] += active_tokens
-        if rollout_id is None:
-            lone_rollouts += 1
-            lone_active_rollouts += active_tokens > 0
-            continue
-        rollouts[rollout_id] += active_tokens
-        if group_of_rollout.setdefault(rollout_id, group_index) != group_index:
-            raise ValueError(
-                f"rollout_id {rollout_id} has samples of group_index {group_of_rollout[rollout_id]} and {group_index}: "
-                "a rollout answers one prompt"
+@dataclass(frozen=True, eq=False)
+class SampleCounts:
+    """What one data-parallel rank tells the others of its samples: [samples] arrays, cheap to send."""
+
+    group_index: NDArray[np.int64]
+    """0 where the sample has none."""
+    has_group: NDArray[np.bool_]
+    rollout_id: NDArray[np.int64]
+    """0 where the sample has none."""
+    has_rollout: NDArray[np.bool_]
+    active_tokens: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleCounts:
+        group_index, has_group = _identifiers([sample.group_index for sample in samples])
+        rollout_id, has_rollout = _identifiers([sample.rollout_id for sample in samples])
+        active_tokens = np.array([sample.num_active_tokens for sample in samples], dtype=np.int64)
+        return cls(group_index, has_group, rollout_id, has_rollout, active_tokens)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SampleCounts]) -> SampleCounts:
+        return cls(
+            *(
+                np.concatenate([getattr(part, field.name) for part in parts])
+                for field in dataclasses.fields(cls)
             )
-    grouped = all(group_index is not None for group_index, _, _ in everyone)
+        )
+
+
+def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Every rank's picklable value, in rank order; every rank of the group must call it. None: this rank alone."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    gathered: list[Value | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return cast(list[Value], gathered)
+
+
+def totals_of_counts(everyone: Sequence[SampleCounts], local: SampleCounts) -> StepTotals:
+    """The totals of a step from the counts of every data-parallel rank; `local` is this rank's own.
+
+    Raises:
+        ValueError: see :func:`step_totals`.
+    """
+    step = SampleCounts.concatenate(everyone)
+    _check_rollouts_have_one_group(step)
+    rollouts = _sums_by_id(step.rollout_id, step.has_rollout, step.active_tokens)
+    groups = _sums_by_id(step.group_index, step.has_group, step.active_tokens)
+    alone = step.active_tokens[~step.has_rollout]
+    is_grouped = bool(step.has_group.all())
     return StepTotals(
-        num_rollouts=lone_rollouts + len(rollouts),
-        num_prompt_groups=len(groups) if grouped else None,
-        num_active_tokens=sum(active_tokens for _, _, active_tokens in everyone),
-        num_active_rollouts=lone_active_rollouts + sum(total > 0 for total in rollouts.values()),
-        num_active_prompt_groups=sum(total > 0 for total in groups.values()) if grouped else None,
-        rollout_active_tokens={
-            s.rollout_id: rollouts[s.rollout_id] for s in local if s.rollout_id is not None
-        },
-        group_active_tokens={
-            s.group_index: groups[s.group_index] for s in local if s.group_index is not None
-        },
+        num_rollouts=alone.size + len(rollouts),
+        num_prompt_groups=len(groups) if is_grouped else None,
+        num_active_tokens=int(step.active_tokens.sum()),
+        num_active_rollouts=int(np.count_nonzero(alone))
+        + sum(total > 0 for total in rollouts.values()),
+        num_active_prompt_groups=sum(t > 0 for t in groups.values()) if is_grouped else None,
+        rollout_active_tokens=_of_ids(rollouts, local.rollout_id[local.has_rollout]),
+        group_active_tokens=_of_ids(groups, local.group_index[local.has_group]),
+    )
+
+
+def _identifiers(values: Sequence[int | None]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """[samples] ids with 0 for None, and which of them there are; any int64 may be an id, so none can mean None."""
+    ids = np.array([0 if value is None else value for value in values], dtype=np.int64)
+    return ids, np.array([value is not None for value in values], dtype=np.bool_)
+
+
+def _sums_by_id(
+    ids: NDArray[np.int64], has_id: NDArray[np.bool_], values: NDArray[np.int64]
+) -> dict[int, int]:
+    """Sum of the values of each id; samples without one are left out."""
+    found, index = np.unique(ids[has_id], return_inverse=True)
+    sums = np.zeros(found.size, dtype=np.int64)
+    np.add.at(sums, index, values[has_id])
+    return dict(zip(found.tolist(), sums.tolist(), strict=True))
+
+
+def _of_ids(totals: Mapping[int, int], ids: NDArray[np.int64]) -> dict[int, int]:
+    """The totals of these ids."""
+    return {identifier: totals[identifier] for identifier in np.unique(ids).tolist()}
+
+
+def _check_rollouts_have_one_group(step: SampleCounts) -> None:
+    rows = np.flatnonzero(step.has_rollout)
+    found, first, index = np.unique(step.rollout_id[rows], return_index=True, return_inverse=True)
+    expected = rows[first][index]
+    differs = (step.group_index[rows] != step.group_index[expected]) | (
+        step.has_group[rows] != step.has_group[expected]
+    )
+    if not differs.any():
+        return
+    at = int(np.flatnonzero(differs)[0])
+    one, other = (
+        int(step.group_index[sample]) if step.has_group[sample] else None
+        for sample in (expected[at], rows[at])
+    )
+    raise ValueError(
+        f"rollout_id {int(found[index[at]])} has samples of group_index {one} and {other}: a rollout answers one prompt"
     )

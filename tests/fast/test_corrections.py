@@ -1,0 +1,302 @@
+"""The corrections of rollout mismatch against their formulas, value, gradient and mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.corrections import (
+    Corrected,
+    accepted_samples,
+    apply_corrections,
+    correction_metric_names,
+)
+from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.sequence import sequence_log_ratios
+from tests.fast import objectives_oracle as oracle
+from tests.fast.objectives_oracle import Correction, Sequence1
+from tests.fast.sequences import (
+    flat_gradient,
+    flat_log_probs,
+    grid_sequence,
+    package_batch,
+    package_sample,
+    random_sequences,
+    stacked,
+)
+
+GEOMETRIC = {
+    "use_geometric_rejection": True,
+    "geometric_rejection_low": 0.95,
+    "geometric_rejection_high": 1.03,
+}
+ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.2}
+TIS_SEQUENCE = {"use_tis": True, "tis_level": "sequence", "tis_clip_low": 0.5, "tis_clip": 1.5}
+OPSM = {"use_opsm": True, "opsm_delta": 0.01}
+
+CASES: dict[str, tuple[dict, Correction]] = {
+    "none": ({}, Correction()),
+    "tis": ({"use_tis": True, "tis_clip": 1.1}, Correction(tis="token", tis_high=1.1)),
+    "tis_both_bounds": (
+        {"use_tis": True, "tis_clip_low": 0.9, "tis_clip": 1.1},
+        Correction(tis="token", tis_low=0.9, tis_high=1.1),
+    ),
+    "tis_sequence": (TIS_SEQUENCE, Correction(tis="sequence", tis_low=0.5, tis_high=1.5)),
+    "icepop": (ICEPOP, Correction(tis="mask", tis_low=0.8, tis_high=1.2)),
+    "geometric": (GEOMETRIC, Correction(geometric=(0.95, 1.03))),
+    "opsm": (OPSM, Correction(opsm_delta=0.01)),
+    "all_with_tis_sequence": (
+        {**TIS_SEQUENCE, **GEOMETRIC, **OPSM},
+        Correction("sequence", 0.5, 1.5, geometric=(0.95, 1.03), opsm_delta=0.01),
+    ),
+    "all_with_icepop": (
+        {**ICEPOP, **GEOMETRIC, **OPSM},
+        Correction("mask", 0.8, 1.2, geometric=(0.95, 1.03), opsm_delta=0.01),
+    ),
+}
+
+
+def corrected(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> tuple[Corrected, Tensor]:
+    sequence = sequence_log_ratios(config, batch, log_probs)
+    loss = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence).loss
+    found = apply_corrections(config, batch, log_probs, loss, batch.loss_mask, sequence=sequence)
+    return found, loss
+
+
+def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
+    settings, correction = CASES[case]
+    pairs = [oracle.correct(s, oracle.objective(policy_loss, s), correction) for s in sequences]
+    expected = stacked([losses for losses, _ in pairs])
+    expected_mask = [bool(keep) for _, mask in pairs for keep in mask]
+    expected_gradient = flat_gradient(expected.sum(), sequences)
+
+    log_probs = flat_log_probs(sequences, dtype)
+    config = PolicyLossConfig(policy_loss=policy_loss, **settings)
+    found, _ = corrected(config, package_batch(sequences), log_probs)
+    found.pg_loss.sum().backward()
+    assert found.loss_mask.tolist() == expected_mask
+    # Importance weights come from float32 log-probs and are float32 themselves.
+    tolerance = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(found.pg_loss.double(), expected, **tolerance)
+    if dtype == torch.bfloat16:
+        tolerance = {"rtol": 2**-8, "atol": 1e-6}
+    torch.testing.assert_close(log_probs.grad.double(), expected_gradient, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "reinforce"])
+@pytest.mark.parametrize("case", CASES)
+def test_random_sequences_equal_the_formula(
+    case: str, policy_loss: str, dtype: torch.dtype
+) -> None:
+    check(case, policy_loss, random_sequences(1), dtype)
+
+
+def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
+    """Otherwise the comparison above would say little."""
+    sequences = random_sequences(1)
+    for case, (_, correction) in CASES.items():
+        masks = [oracle.correct(s, oracle.objective("ppo", s), correction)[1] for s in sequences]
+        kept = sum(map(sum, masks))
+        before = sum(sum(s.loss_mask) for s in sequences)
+        if case in ("icepop", "geometric", "opsm"):
+            assert 0 < kept < before, case
+
+
+@pytest.mark.parametrize("case", ["tis", "tis_both_bounds", "icepop"])
+def test_extreme_mismatches(case: str) -> None:
+    mismatches = (-1e4, -20.5, -19.5, -0.3, -0.1, 0.0, 0.05, 0.15, 0.3, 19.5, 20.5, 1e4)
+    check(case, "reinforce", [grid_sequence(mismatches, (-1.0, 2.0))], torch.float64)
+
+
+@pytest.mark.parametrize("mismatch", [-1e4, -3.0, -0.1, -0.04, 0.0, 0.02, 0.04, 5.0, 1e4])
+@pytest.mark.parametrize("case", ["tis_sequence", "geometric", "opsm"])
+def test_sequences_of_extreme_mismatch(case: str, mismatch: float) -> None:
+    check(case, "reinforce", [grid_sequence([mismatch], (-1.0, 0.0, 2.0))], torch.float64)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masks_only_shrink_and_what_is_dropped_is_zero(case: str) -> None:
+    for seed in range(5):
+        batch = package_batch(random_sequences(seed, spread=0.5))
+        log_probs = flat_log_probs(random_sequences(seed, spread=0.5))
+        found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, log_probs)
+        assert not (found.loss_mask & ~batch.loss_mask).any()
+        assert (found.pg_loss[~found.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_garbage_at_masked_positions_reaches_nothing(case: str) -> None:
+    sequences = random_sequences(2)
+    batch = package_batch(sequences)
+    masked = ~batch.loss_mask
+    dirty = dataclasses.replace(
+        batch,
+        advantages=batch.advantages.masked_fill(masked, math.nan),
+        old_log_probs=batch.old_log_probs.masked_fill(masked, -math.inf),
+        rollout_log_probs=batch.rollout_log_probs.masked_fill(masked, math.nan),
+    )
+    clean_log_probs = flat_log_probs(sequences)
+    dirty_log_probs = clean_log_probs.detach().masked_fill(masked, math.nan).requires_grad_()
+    config = PolicyLossConfig(**CASES[case][0])
+    expected, _ = corrected(config, batch, clean_log_probs)
+    found, _ = corrected(config, dirty, dirty_log_probs)
+    expected.pg_loss.sum().backward()
+    found.pg_loss.sum().backward()
+    assert torch.equal(found.pg_loss, expected.pg_loss)
+    assert torch.equal(found.loss_mask, expected.loss_mask)
+    assert torch.equal(dirty_log_probs.grad, clean_log_probs.grad)
+    for name, values in found.metrics.items():
+        assert torch.equal(values[batch.loss_mask], expected.metrics[name][batch.loss_mask])
+
+
+@pytest.mark.parametrize("case", ["tis", "tis_sequence", "icepop", "all_with_icepop"])
+def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -> None:
+    """A rejection must not swallow it: NaN is neither inside nor outside of a range."""
+    sequences = [grid_sequence([0.0, 0.01], [1.0])]
+    batch = package_batch(sequences)
+    batch = dataclasses.replace(batch, rollout_log_probs=torch.tensor([0.0, math.nan]))
+    found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, flat_log_probs(sequences))
+    assert torch.isnan(found.pg_loss[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -> None:
+    sequences = random_sequences(3)
+    batch = package_batch(sequences)
+    config = PolicyLossConfig(**CASES[case][0])
+    found, _ = corrected(config, batch, flat_log_probs(sequences))
+    assert set(found.metrics) == set(correction_metric_names(config))
+    if not found.metrics:
+        return
+    dropped = batch.loss_mask & ~found.loss_mask
+    assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
+    active = batch.loss_mask
+    if "rollout_ratio" in found.metrics:
+        mismatch = torch.tensor([d for s in sequences for d in oracle.mismatches(s)]).double()
+        assert_close = torch.testing.assert_close
+        assert_close(found.metrics["rollout_ratio"][active], mismatch.exp())
+        assert_close(found.metrics["rollout_kl"][active], mismatch.exp() - 1 - mismatch)
+        assert_close(found.metrics["rollout_abs_difference"][active], mismatch.abs())
+    silent = dataclasses.replace(config, pg_metrics="none")
+    assert corrected(silent, batch, flat_log_probs(sequences))[0].metrics == {}
+
+
+def test_what_is_missing_is_named() -> None:
+    sequences = random_sequences(4)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    without = dataclasses.replace(batch, rollout_log_probs=None)
+    for settings in ({"use_tis": True}, GEOMETRIC):
+        with pytest.raises(ValueError, match="rollout_log_probs"):
+            corrected(PolicyLossConfig(**settings), without, log_probs)
+    for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
+        config = PolicyLossConfig(**settings)
+        with pytest.raises(ValueError, match="sequence_log_ratios"):
+            apply_corrections(config, batch, log_probs, log_probs, batch.loss_mask)
+
+
+def test_an_empty_micro_batch_is_legal() -> None:
+    log_probs = torch.zeros(0, requires_grad=True)
+    for settings, _ in CASES.values():
+        found, _ = corrected(PolicyLossConfig(**settings), pack([]), log_probs)
+        assert found.pg_loss.shape == (0,) and found.pg_loss.requires_grad
+
+
+# The denominator under rejection.
+
+
+def policy_gradient_of(config: PolicyLossConfig, sequences: list[Sequence1]) -> float:
+    samples = accepted_samples(config, [package_sample(s) for s in sequences])
+    log_probs = flat_log_probs(sequences)
+    loss, _ = policy_loss_from_log_probs(
+        config, pack(samples), log_probs, None, totals=step_totals(samples)
+    )
+    return loss.item()
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean"])
+@pytest.mark.parametrize("denominator", ["original", "accepted"])
+@pytest.mark.parametrize("case", ["icepop", "geometric"])
+def test_both_denominators(case: str, denominator: str, aggregation: str) -> None:
+    sequences = random_sequences(5)
+    settings, correction = CASES[case]
+    numerators, kept, before = [], [], []
+    for s in sequences:
+        losses, mask = oracle.correct(s, oracle.objective("ppo", s), correction)
+        numerators.append(sum(losses).item() if losses else 0.0)
+        kept.append(sum(mask))
+        before.append(sum(s.loss_mask))
+    assert sum(kept) < sum(before)
+    counts = kept if denominator == "accepted" else before
+    if aggregation == "sample_mean":
+        means = [n / max(count, 1) for n, count in zip(numerators, counts, strict=True)]
+        expected = sum(means) / len(sequences)
+    else:
+        expected = sum(numerators) / sum(counts)
+    config = PolicyLossConfig(
+        loss_aggregation=aggregation, rejection_denominator=denominator, **settings
+    )
+    assert policy_gradient_of(config, sequences) == pytest.approx(expected, rel=2e-6, abs=1e-7)
+
+
+def test_accepted_samples_leaves_what_needs_no_rejection_alone() -> None:
+    samples = [package_sample(s) for s in random_sequences(6)]
+    for settings in ({}, {"use_tis": True}):
+        config = PolicyLossConfig(rejection_denominator="accepted", **settings)
+        assert all(a is b for a, b in zip(accepted_samples(config, samples), samples, strict=True))
+    config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
+    bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")
+    with pytest.raises(ValueError, match="the first needs rollout_log_probs"):
+        accepted_samples(config, [bare])
+
+
+# A user's own correction.
+
+
+def keep_likely_tokens(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    assert torch.isfinite(batch.rollout_log_probs).all()
+    keeps_masked_tokens_too = torch.ones_like(batch.loss_mask)
+    keeps_masked_tokens_too[: batch.loss_mask.numel() // 2] = False
+    return 2 * pg_loss, keeps_masked_tokens_too.float()
+
+
+def wrong_shape(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    return pg_loss, batch.loss_mask[:-1]
+
+
+def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
+    sequences = random_sequences(7)
+    batch = package_batch(sequences)
+    dirty = batch.rollout_log_probs.masked_fill(~batch.loss_mask, math.nan)
+    batch = dataclasses.replace(batch, rollout_log_probs=dirty)
+    path = f"{__name__}:keep_likely_tokens"
+    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
+    found, loss = corrected(config, batch, flat_log_probs(sequences))
+    half = batch.loss_mask.numel() // 2
+    expected_mask = batch.loss_mask.clone()
+    expected_mask[:half] = False
+    assert torch.equal(found.loss_mask, expected_mask)
+    assert torch.equal(found.pg_loss, torch.where(expected_mask, 2 * loss, 0.0))
+    assert set(found.metrics) == set(correction_metric_names(config))
+
+
+def test_custom_function_of_the_wrong_shape_is_refused() -> None:
+    sequences = random_sequences(8)
+    path = f"{__name__}.wrong_shape"
+    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
+    with pytest.raises(ValueError, match="returned a loss_mask of shape .*token window"):
+        corrected(config, package_batch(sequences), flat_log_probs(sequences))

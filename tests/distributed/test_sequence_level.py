@@ -1,0 +1,202 @@
+"""gspo and the sequence-level corrections with the tokens of a sequence spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import pack
+from megatron_pg.corrections import apply_corrections
+from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.sequence import SequenceReduction, sequence_log_ratios
+from tests.distributed.launch import run_ranks
+from tests.fast import objectives_oracle as oracle
+from tests.fast.objectives_oracle import Correction, Sequence1
+from tests.fast.sequences import (
+    flat_gradient,
+    flat_log_probs,
+    package_sample,
+    random_sequence,
+    random_sequences,
+    stacked,
+)
+
+MICRO_BATCHES: dict[str, list[Sequence1]] = {
+    "ragged": random_sequences(1),
+    # One response token in all: every rank but one has an empty window.
+    "one_token": [random_sequence(11, 1, active_rate=1.0)],
+}
+
+CASES: dict[str, tuple[dict, Correction]] = {
+    "gspo": ({"policy_loss": "gspo"}, Correction()),
+    "gspo_with_corrections": (
+        {
+            "policy_loss": "gspo",
+            "use_tis": True,
+            "tis_level": "sequence",
+            "tis_clip_low": 0.5,
+            "tis_clip": 1.5,
+            "use_geometric_rejection": True,
+            "geometric_rejection_low": 0.95,
+            "geometric_rejection_high": 1.03,
+            "use_opsm": True,
+            "opsm_delta": 0.01,
+        },
+        Correction("sequence", 0.5, 1.5, geometric=(0.95, 1.03), opsm_delta=0.01),
+    ),
+    "ppo_with_opsm": ({"use_opsm": True, "opsm_delta": 0.01}, Correction(opsm_delta=0.01)),
+    "ppo_token_level": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
+}
+
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+def samples_of(sequences: list[Sequence1]) -> list:
+    return [package_sample(s, group_index=index // 2) for index, s in enumerate(sequences)]
+
+
+def corrected_on_this_rank(
+    settings: dict, sequences: list[Sequence1], group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(indices into the responses laid end to end, losses, gradient for all log-probs)."""
+    config = PolicyLossConfig(**settings)
+    batch = pack(samples_of(sequences), cp_rank=dist.get_rank(), cp_size=dist.get_world_size())
+    everything = flat_log_probs(sequences)
+    log_probs = everything[batch.window.response_indices]
+    sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=group)
+    loss = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence).loss
+    found = apply_corrections(config, batch, log_probs, loss, batch.loss_mask, sequence=sequence)
+    found.pg_loss.sum().backward()
+    return batch.window.response_indices, found.pg_loss.detach(), everything.grad
+
+
+def corrections_worker() -> dict:
+    """Every case: the rank's losses, and the shapes of the tensors that were all-reduced."""
+    results = {}
+    original = dist.all_reduce
+    for case, (settings, _) in CASES.items():
+        for name, sequences in MICRO_BATCHES.items():
+            shapes: list[tuple[int, ...]] = []
+
+            def counted(tensor: Tensor, *args: object, shapes=shapes, **options: object):
+                shapes.append(tuple(tensor.shape))
+                return original(tensor, *args, **options)
+
+            dist.all_reduce = counted
+            try:
+                found = corrected_on_this_rank(settings, sequences, dist.group.WORLD)
+            finally:
+                dist.all_reduce = original
+            mutant = corrected_on_this_rank(settings, sequences, None)
+            results[case, name] = (found, mutant, shapes)
+    return results
+
+
+def assembled(parts: list[tuple[Tensor, Tensor, Tensor]], length: int) -> tuple[Tensor, Tensor]:
+    losses = torch.zeros(length, dtype=torch.float64)
+    for indices, values, _ in parts:
+        losses[indices] = values
+    return losses, sum(gradient for _, _, gradient in parts)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
+    ranks = run_ranks(corrections_worker, size)
+    for case, (settings, correction) in CASES.items():
+        policy_loss = settings.get("policy_loss", "ppo")
+        for name, sequences in MICRO_BATCHES.items():
+            expected = stacked(
+                [
+                    oracle.correct(s, oracle.objective(policy_loss, s), correction)[0]
+                    for s in sequences
+                ]
+            )
+            gradient = flat_gradient(expected.sum(), sequences)
+            found, found_gradient = assembled(
+                [rank[case, name][0] for rank in ranks], expected.numel()
+            )
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=2e-6)
+
+            is_sequence_level = case != "ppo_token_level"
+            shapes = [(3, len(sequences))] if is_sequence_level else []
+            assert all(rank[case, name][2] == shapes for rank in ranks), "one all-reduce, by all"
+            if name == "ragged" and is_sequence_level:
+                mutant, _ = assembled([rank[case, name][1] for rank in ranks], expected.numel())
+                assert not torch.allclose(mutant, expected, atol=1e-3), "local sums would pass"
+    windows = [rank["gspo", "one_token"][0][0].numel() for rank in ranks]
+    assert sorted(windows) == [0] * (size - 1) + [1]
+
+
+def aggregation_worker() -> dict[str, tuple[float, Tensor]]:
+    sequences = MICRO_BATCHES["ragged"]
+    samples = samples_of(sequences)
+    batch = pack(samples, cp_rank=dist.get_rank(), cp_size=dist.get_world_size())
+    results = {}
+    for aggregation in AGGREGATIONS:
+        config = PolicyLossConfig(
+            policy_loss="gspo",
+            loss_aggregation=aggregation,
+            loss_aggregation_divisor=4.0 if aggregation == "constant" else None,
+        )
+        everything = flat_log_probs(sequences)
+        loss, _ = policy_loss_from_log_probs(
+            config,
+            batch,
+            everything[batch.window.response_indices],
+            None,
+            totals=step_totals(samples),
+            context_parallel_group=dist.group.WORLD,
+        )
+        loss.backward()
+        results[aggregation] = (loss.item(), everything.grad)
+    return results
+
+
+def test_gspo_under_every_aggregation() -> None:
+    sequences = MICRO_BATCHES["ragged"]
+    counts = [sum(s.loss_mask) for s in sequences]
+    group_counts = [
+        sum(counts[index // 2 * 2 : index // 2 * 2 + 2]) for index in range(len(counts))
+    ]
+    num_groups = (len(sequences) + 1) // 2
+    weights = {
+        "sample_mean": [1 / max(count, 1) / len(sequences) for count in counts],
+        "prompt_mean": [1 / max(count, 1) / num_groups for count in group_counts],
+        "token_mean": [1 / sum(counts)] * len(counts),
+        "constant": [1 / 4.0 / len(sequences)] * len(counts),
+    }
+    ranks = run_ranks(aggregation_worker, 2)
+    for aggregation in AGGREGATIONS:
+        expected = sum(
+            weight * sum(oracle.objective("gspo", s), oracle.ZERO)
+            for weight, s in zip(weights[aggregation], sequences, strict=True)
+        )
+        gradient = flat_gradient(expected, sequences)
+        found = sum(rank[aggregation][0] for rank in ranks)
+        assert found == pytest.approx(expected.item(), abs=1e-12)
+        found_gradient = sum(rank[aggregation][1] for rank in ranks)
+        torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-12)
+
+
+def reduction_worker() -> tuple[Tensor, Tensor, Tensor]:
+    """Rank 1 of 2 has no token at all."""
+    ids = torch.tensor([0, 2, 2, 2]) if dist.get_rank() == 0 else torch.zeros(0, dtype=torch.int64)
+    values = torch.tensor([1.0, 2.0, 4.0, float("nan")])[: ids.numel()].requires_grad_()
+    mask = torch.tensor([True, True, True, False])[: ids.numel()]
+    reduction = SequenceReduction(ids, 3, dist.group.WORLD)
+    total, mean = reduction.sum(values, mask), reduction.mean(values, mask)
+    assert not total.requires_grad and not mean.requires_grad
+    return total, mean, reduction.to_tokens(mean)
+
+
+def test_sums_means_and_broadcast() -> None:
+    for rank, (total, mean, tokens) in enumerate(run_ranks(reduction_worker, 2)):
+        assert total.tolist() == [1.0, 0.0, 6.0]
+        assert mean.tolist() == [1.0, 0.0, 3.0]
+        assert tokens.tolist() == ([1.0, 3.0, 3.0, 3.0] if rank == 0 else [])

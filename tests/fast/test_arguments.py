@@ -223,6 +223,7 @@ REFUSED = [
     ],
     ("--eps-clip-c 3 --policy-loss cispo", {}, ["--eps-clip-c", "cispo"]),
     ("--eps-clip-c 3 --policy-loss reinforce", {}, ["--eps-clip-c", "reinforce"]),
+    ("--eps-clip-c 3 --policy-loss sft", {}, ["--eps-clip-c", "sft"]),
     ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
     ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
     (
@@ -373,6 +374,8 @@ REQUIRED = [
     ("", "old_log_probs"),
     ("--policy-loss gspo", "old_log_probs"),
     ("--policy-loss reinforce", ""),
+    ("--policy-loss sft", ""),
+    ("--policy-loss cispo", "old_log_probs"),
     (f"--custom-policy-loss-path {HERE}.custom_policy_loss", ""),
     ("--policy-loss reinforce --kl-loss-coef 0.1", "ref_log_probs"),
     ("--policy-loss reinforce --kl-loss-coef 0.1 --use-unbiased-kl", "old_log_probs ref_log_probs"),
@@ -573,3 +576,15 @@ def test_on_the_arguments_of_megatron(megatron_parse, line, aggregation, per_tok
 def test_refusals_on_the_arguments_of_megatron(megatron_parse, line, error, words):
     with pytest.raises(error, match=words):
         megatron_parse(line, world_size=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_help_renders_on_the_parser_of_megatron():
+    """Action by action: megatron-core 0.19.2's ``--help`` fails on a percent sign of its own."""
+    arguments = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    parser = add_policy_loss_args(arguments.add_megatron_arguments(argparse.ArgumentParser()))
+    formatter = parser._get_formatter()
+    for name in flag_names():
+        action = parser._option_string_actions[flag_of(name)]
+        assert action.dest == name
+        assert formatter._expand_help(action)

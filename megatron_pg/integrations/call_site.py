@@ -1,0 +1,172 @@
+"""The reducers that are exact at the call site of slime, miles and their kin, and the refusal of those that are not.
+
+Such a trainer calls ``f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`` for each micro-batch,
+takes its reducer's inner sum s of the rank, and scales it itself. With N the rollouts of the step, DP, CP and M as in
+:mod:`megatron_pg.megatron.scale_contract` (read in slime/backends/megatron_utils/loss.py, ``loss_function``, commit
+00c2d6db):
+
+1. ``calculate_per_token_loss`` off: returns ``(s * M / N * DP * CP, 1, metrics)``. Megatron divides by 1 and by M and
+   averages over DP * CP ranks, so the objective is ``sum of s / N``: exact where the outer count is N, which is
+   ``sample_mean`` (of rollouts of one sample: the call site carries no rollout totals) and ``constant``.
+2. ``calculate_per_token_loss`` on: returns ``(s * CP, n, metrics)``, n the mask sums of the whole micro-batch, at
+   least 1 for each sample, the same number on every CP rank. Megatron sums the gradients and divides them by the sum
+   of n over DP * CP ranks and micro-batches, ``CP * (T + Z)`` with Z samples that have no active token. So the
+   objective is ``sum of s / (T + Z)``: ``token_mean`` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
+
+A mode under the other of the two flags would be divided by the other count, and ``prompt_mean`` needs G and P, which
+the call site does not carry: these are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_pg.megatron.host import context_parallel_place, global_args
+from megatron_pg.reducers import Reducer, get_pg_loss_reducer
+
+DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
+"""Environment variable of the divisor L of ``constant``."""
+
+PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
+
+
+def sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """The sample mean (GRPO) of rollouts that are one sample each.
+
+    Args:
+        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
+        response_lengths: response tokens of each sample.
+        loss_masks: one ``[response_length]`` tensor of 0 and 1 per sample.
+        calculate_per_token_loss: the trainer's flag; must be off.
+
+    Returns:
+        ``reducer(x [window]) -> 0-d`` inner sum of this rank, which the trainer scales.
+
+    Raises:
+        ValueError: per-token mode is on, or lengths and masks do not fit.
+        NotImplementedError: ``--qkv-format bshd`` under context parallelism.
+    """
+    _refuse_per_token_mode("sample_mean", calculate_per_token_loss)
+    return _reducer("sample_mean", total_lengths, response_lengths, loss_masks)
+
+
+def constant(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N.
+
+    L is the environment variable ``MEGATRON_PG_LOSS_AGGREGATION_DIVISOR`` or ``loss_aggregation_divisor`` of
+    Megatron's global args. Arguments, result and errors as of :func:`sample_mean`; also a ValueError where neither
+    gives L, or both give different ones.
+    """
+    _refuse_per_token_mode("constant", calculate_per_token_loss)
+    return _reducer("constant", total_lengths, response_lengths, loss_masks, divisor=_divisor())
+
+
+def token_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """The token mean over the whole step; needs the trainer's ``--calculate-per-token-loss``.
+
+    The trainer counts one token for a sample without any (see the module's docstring): exact where every sample has
+    an active token. Arguments, result and errors as of :func:`sample_mean`, but that per-token mode must be on.
+    """
+    if not calculate_per_token_loss:
+        raise ValueError(
+            f"{PREFIX}token_mean without --calculate-per-token-loss: the trainer would divide the sum of the tokens by "
+            "its number of rollouts, and the call site does not carry the active tokens of the step; add "
+            "--calculate-per-token-loss"
+        )
+    return _reducer("token_mean", total_lengths, response_lengths, loss_masks)
+
+
+def prompt_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """Refused: the call site carries neither prompt groups nor the step's totals.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{PREFIX}prompt_mean: a prompt mean needs the prompt group of every sample and the group's active tokens over "
+        "the whole step, and this call carries lengths and masks of one micro-batch; use constant, sample_mean or "
+        "token_mean here, or compute the loss with megatron_pg.megatron.loss.megatron_loss, which has them"
+    )
+
+
+def _reducer(
+    aggregation: str,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],
+    *,
+    divisor: float | None = None,
+) -> Reducer:
+    cp_rank, cp_size = context_parallel_place()
+    return get_pg_loss_reducer(
+        total_lengths,
+        response_lengths,
+        loss_masks,
+        aggregation=aggregation,
+        divisor=divisor,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        qkv_format=getattr(global_args(), "qkv_format", None) or "thd",
+    )
+
+
+def _refuse_per_token_mode(aggregation: str, calculate_per_token_loss: bool) -> None:
+    if calculate_per_token_loss:
+        raise ValueError(
+            f"{PREFIX}{aggregation} with --calculate-per-token-loss: the trainer would divide the result by the step's "
+            "tokens and not by its rollouts; drop --calculate-per-token-loss, or use token_mean"
+        )
+
+
+def _divisor() -> float:
+    """L of ``constant``, from the environment or Megatron's global args."""
+    given = {
+        DIVISOR_VARIABLE: _divisor_of_environment(),
+        "--loss-aggregation-divisor": getattr(global_args(), "loss_aggregation_divisor", None),
+    }
+    found = {source: value for source, value in given.items() if value is not None}
+    if not found:
+        raise ValueError(
+            f"{PREFIX}constant has no divisor: set {DIVISOR_VARIABLE} in the environment of the training processes, or "
+            "loss_aggregation_divisor in Megatron's global args, to a finite number of tokens above 0"
+        )
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{PREFIX}constant has two divisors, {' and '.join(f'{k}={v:g}' for k, v in found.items())}: give one"
+        )
+    return next(iter(found.values()))
+
+
+def _divisor_of_environment() -> float | None:
+    text = os.environ.get(DIVISOR_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{DIVISOR_VARIABLE} is {text!r}: expected a number of tokens above 0"
+        ) from error

@@ -1,0 +1,129 @@
+"""The reducers of `megatron_pg.integrations` through real Megatron, scaled as such a trainer scales them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_pg import integrations
+from megatron_pg.aggregation import StepTotals
+from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.batch import PackedBatch
+from megatron_pg.custom import REDUCER_PARAMETERS, load_function
+from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.objectives import get_objective
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from tests.oracle import PlainSample
+from tests.random_steps import random_step
+
+from .compare import Comparison, compare
+from .launch import run_ranks
+from .models import ModelOptions, Sharding
+from .one_step import Outcome, build, train_step
+from .reference import reference_steps
+from .steps import DIVISOR, NUM_SAMPLES, Run
+
+SHARDING = Sharding(context=2, data=2)
+MODES = {"sample_mean": False, "constant": False, "token_mean": True}
+"""The aggregations offered, and the --calculate-per-token-loss that each needs."""
+
+
+@dataclass(frozen=True)
+class TrainerRun(Run):
+    """Rollouts of one sample each and, in per-token mode, a token in each: what the call site can count."""
+
+    @property
+    def samples(self) -> list[PlainSample]:
+        step = [replace(sample, rollout_id=None) for sample in random_step(3, num_samples=16)]
+        if MODES[self.aggregation]:
+            step = [sample for sample in step if sum(sample.loss_mask)]
+        return step[:NUM_SAMPLES]
+
+
+def trainer_loss(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    totals: StepTotals,
+    *,
+    num_microbatches: int,
+    model: Any,
+    reducer_path: str | None = None,
+) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """A loss_func as slime and miles build theirs: reducer by path, their own scale, three values in both modes."""
+    path = reducer_path or f"megatron_pg.integrations.{config.loss_aggregation}"
+    per_token = model.config.calculate_per_token_loss
+    context_size = parallel_state.get_context_parallel_world_size()
+
+    def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        log_probs, _ = log_probs_and_entropy(
+            output_tensor[0], batch.targets, row_mask=batch.row_mask
+        )
+        log_probs = log_probs[batch.logit_rows]
+        reducer = load_function(path, flag="path", positional=REDUCER_PARAMETERS)(
+            list(batch.window.total_lengths),
+            list(batch.window.response_lengths),
+            [sample.loss_mask for sample in batch.samples],
+            per_token,
+        )
+        loss = reducer(get_objective(config)(config, batch, log_probs).loss)
+        _, metrics = policy_loss_from_log_probs(
+            config, batch, log_probs.detach(), None, totals=totals
+        )
+        count = sum(max(sample.num_active_tokens, 1) for sample in batch.samples)
+        num_tokens = torch.tensor(count if per_token else 1, dtype=torch.int32)
+        if per_token:
+            return loss * context_size, num_tokens, metrics
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return loss * num_microbatches / totals.num_rollouts * ranks, num_tokens, metrics
+
+    return loss_func
+
+
+def off_by_context_parallel(*arguments: Any, **keywords: Any) -> Callable[[Tensor], Any]:
+    """The same loss with a factor CP too much."""
+    loss_func = trainer_loss(*arguments, **keywords)
+
+    def scaled(output_tensor: Tensor) -> Any:
+        loss, num_tokens, metrics = loss_func(output_tensor)
+        return loss * 2, num_tokens, metrics
+
+    return scaled
+
+
+def trainer_steps(aggregation: str) -> list[Outcome | None]:
+    os.environ[integrations.DIVISOR_VARIABLE] = str(DIVISOR)
+    options = ModelOptions(calculate_per_token_loss=MODES[aggregation])
+    chunks = build(SHARDING, options)
+    run = TrainerRun(aggregation)
+    return [
+        train_step(chunks, SHARDING, run, loss=loss)
+        for loss in (trainer_loss, off_by_context_parallel)
+    ]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Outcome]:
+    runs = [TrainerRun(aggregation) for aggregation in MODES]
+    return dict(zip(MODES, run_ranks(reference_steps, 1, ModelOptions(), runs)[0], strict=True))
+
+
+def comparison_without_metrics(found: Outcome, expected: Outcome) -> Comparison:
+    """The metrics of such a trainer are its own."""
+    return compare(replace(found, metrics=expected.metrics), expected)
+
+
+@pytest.mark.parametrize("aggregation", MODES)
+def test_gradients_equal_the_unsharded_reference(
+    aggregation: str, references: dict[str, Outcome]
+) -> None:
+    right, mutant = run_ranks(trainer_steps, SHARDING.world_size, aggregation)[0]
+    comparison = comparison_without_metrics(right, references[aggregation])
+    assert comparison.passed, str(comparison)
+    assert not comparison_without_metrics(mutant, references[aggregation]).passed

@@ -1,0 +1,234 @@
+"""The import paths for other trainers: what is exact at their call site is, and the rest is refused."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg import integrations
+from megatron_pg.custom import REDUCER_PARAMETERS, load_function
+from tests import oracle
+from tests.cut_steps import CUTS, Cut, assert_same
+from tests.oracle import PlainSample
+from tests.random_steps import lengths, loss_masks, plain_sample, random_losses, random_step
+from tests.token_layout import token_layout
+
+DIVISOR = 4.0
+MODES = {"sample_mean": False, "constant": False, "token_mean": True}
+"""The aggregations offered, and the trainer's --calculate-per-token-loss that each needs."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divisor is set, and no test before this one has left Megatron's globals behind."""
+    monkeypatch.setenv(integrations.DIVISOR_VARIABLE, str(DIVISOR))
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
+
+
+class Trainer:
+    """The call site: a micro-batch's reducer by path, the trainer's scale, and what Megatron does to it.
+
+    Its own words for the sizes, its own arithmetic; mutants override a method.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str, per_token: bool) -> None:
+        self.monkeypatch = monkeypatch
+        self.path, self.per_token = path, per_token
+
+    def scaled(self, loss: Tensor, microbatches: int, rollouts: int, dp: int, cp: int) -> Tensor:
+        """What the trainer's loss function returns."""
+        if self.per_token:
+            return loss * cp
+        return loss * microbatches / rollouts * dp * cp
+
+    def num_tokens(self, micro_batch: Sequence[PlainSample]) -> int:
+        """What it returns beside it."""
+        if not self.per_token:
+            return 1
+        return sum(max(sum(sample.loss_mask), 1) for sample in micro_batch)
+
+    def set_place(self, rank: int, size: int) -> None:
+        """Megatron's parallel state as this rank sees it."""
+        state = types.ModuleType("megatron.core.parallel_state")
+        state.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
+        state.get_context_parallel_rank = lambda: rank  # type: ignore[attr-defined]
+        state.get_context_parallel_world_size = lambda: size  # type: ignore[attr-defined]
+        self.monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+
+    def rank_loss(
+        self, micro_batch: Sequence[PlainSample], losses: Sequence[Tensor], rank: int, size: int
+    ) -> Tensor:
+        """The inner sum of one context-parallel rank."""
+        self.set_place(rank, size)
+        function = load_function(self.path, flag="path", positional=REDUCER_PARAMETERS)
+        reducer = function(*lengths(micro_batch), loss_masks(micro_batch), self.per_token)
+        flat = torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
+        layout = token_layout(*lengths(micro_batch), size)
+        return reducer(flat[[row.response for row in layout[rank] if row.response is not None]])
+
+    def objective(self, step: list[PlainSample], losses: list[Tensor], cut: Cut) -> Tensor:
+        """What the gradients of the whole job add up to."""
+        dp, cp = cut.dp_size, cut.cp_size
+        rollouts = len(oracle.rollouts(step))
+        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        for micro_batches in cut.ranks:
+            for indices in micro_batches:
+                samples = [step[index] for index in indices]
+                for rank in range(cp):
+                    loss = self.rank_loss(samples, [losses[i] for i in indices], rank, cp)
+                    loss = self.scaled(loss, len(micro_batches), rollouts, dp, cp)
+                    n = self.num_tokens(samples)
+                    # Megatron: per-token mode sums, and divides by all n at the end; the other divides by n and by
+                    # the micro-batches, and averages over data- and context-parallel ranks.
+                    tokens += n
+                    total = total + (
+                        loss if self.per_token else loss / n / len(micro_batches) / (dp * cp)
+                    )
+        return total / tokens if self.per_token else total
+
+
+def one_sample_rollouts(seed: int, *, fully_masked: bool) -> list[PlainSample]:
+    """A random step whose rollouts are one sample each."""
+    step = [
+        plain_sample(sample.loss_mask, prompt_length=sample.prompt_length, group=0)
+        for sample in random_step(seed)
+    ]
+    return step if fully_masked else [sample for sample in step if sum(sample.loss_mask)]
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("aggregation", MODES)
+def test_exact_at_the_call_site(monkeypatch, aggregation, cut):
+    per_token = MODES[aggregation]
+    step = one_sample_rollouts(3, fully_masked=not per_token)
+    losses = random_losses(step)
+    trainer = Trainer(monkeypatch, f"megatron_pg.integrations.{aggregation}", per_token)
+    found = trainer.objective(step, losses, cut(len(step)))
+    assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+
+
+def test_constant_is_exact_for_rollouts_of_several_samples(monkeypatch):
+    step = random_step(5)
+    assert len(oracle.rollouts(step)) < len(step)
+    losses = random_losses(step)
+    trainer = Trainer(monkeypatch, "megatron_pg.integrations.constant", False)
+    found = trainer.objective(step, losses, CUTS["dp_2_two_micro_batches_cp_2"](len(step)))
+    assert_same(found, oracle.constant(step, losses, DIVISOR), losses)
+
+
+def test_a_sample_without_tokens_counts_one_in_the_trainers_token_mean(monkeypatch):
+    step = one_sample_rollouts(3, fully_masked=True)
+    losses = random_losses(step)
+    active = oracle.active_tokens(step, range(len(step)))
+    empty = sum(1 for sample in step if not sum(sample.loss_mask))
+    assert empty > 0
+    trainer = Trainer(monkeypatch, "megatron_pg.integrations.token_mean", True)
+    found = trainer.objective(step, losses, CUTS["cp_2"](len(step)))
+    expected = oracle.token_mean(step, losses) * active / (active + empty)
+    assert_same(found, expected, losses)
+
+
+class ForgetsContextParallel(Trainer):
+    """Reads no parallel state; every rank takes the whole sequence for its own."""
+
+    def rank_loss(self, micro_batch, losses, rank, size):
+        return super().rank_loss(micro_batch, losses, 0, 1)
+
+
+class SwapsTheMode(Trainer):
+    """Sums tokens where the trainer divides by rollouts."""
+
+    def rank_loss(self, micro_batch, losses, rank, size):
+        self.set_place(rank, size)
+        reducer = integrations.token_mean(*lengths(micro_batch), loss_masks(micro_batch), True)
+        flat = torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
+        layout = token_layout(*lengths(micro_batch), size)
+        return reducer(flat[[row.response for row in layout[rank] if row.response is not None]])
+
+
+@pytest.mark.parametrize("mutant", [ForgetsContextParallel, SwapsTheMode])
+def test_the_comparison_rejects_mutants(monkeypatch, mutant):
+    step = one_sample_rollouts(3, fully_masked=True)
+    losses = random_losses(step)
+    trainer = mutant(monkeypatch, "megatron_pg.integrations.sample_mean", False)
+    found = trainer.objective(step, losses, CUTS["cp_2"](len(step)))
+    with pytest.raises(AssertionError):
+        assert_same(found, oracle.sample_mean(step, losses), losses)
+
+
+def call(name: str, per_token: bool) -> Tensor:
+    function = getattr(integrations, name)
+    return function([5], [3], [torch.tensor([1, 0, 1])], per_token)(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "message"),
+    [
+        ("sample_mean", True, "--calculate-per-token-loss"),
+        ("constant", True, "--calculate-per-token-loss"),
+        ("token_mean", False, "add --calculate-per-token-loss"),
+        ("prompt_mean", False, "prompt group"),
+        ("prompt_mean", True, "prompt group"),
+    ],
+)
+def test_refusals_say_why(name, per_token, message):
+    with pytest.raises(ValueError, match=message):
+        call(name, per_token)
+
+
+def test_constant_without_a_divisor_is_refused(monkeypatch):
+    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
+    with pytest.raises(ValueError, match=integrations.DIVISOR_VARIABLE):
+        call("constant", False)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many", ""])
+def test_a_divisor_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv(integrations.DIVISOR_VARIABLE, text)
+    with pytest.raises(ValueError, match="(?i)divisor"):
+        call("constant", False)
+
+
+def set_megatron_args(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    module = types.ModuleType("megatron.training.global_vars")
+    module.get_args = lambda: argparse.Namespace(**values)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+
+
+def test_the_divisor_of_megatrons_global_args(monkeypatch):
+    monkeypatch.delenv(integrations.DIVISOR_VARIABLE)
+    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
+    torch.testing.assert_close(call("constant", False), torch.tensor(0.25))
+
+
+def test_two_different_divisors_are_refused(monkeypatch):
+    set_megatron_args(monkeypatch, loss_aggregation_divisor=8.0)
+    with pytest.raises(ValueError, match="two divisors"):
+        call("constant", False)
+
+
+def test_bshd_under_context_parallelism_is_refused(monkeypatch):
+    set_megatron_args(monkeypatch, qkv_format="bshd")
+    call("constant", False)  # at size 1 there is nothing to slice
+    Trainer(monkeypatch, "", False).set_place(0, 2)
+    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
+        call("constant", False)
+
+
+def test_importing_needs_no_megatron():
+    script = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from megatron_pg import integrations; import torch\n"
+        "print(float(integrations.sample_mean([5], [3], [torch.tensor([1, 0, 1])])(torch.ones(3))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1.0"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The main job: makes a virtual environment, installs, and trains a small model by GRPO on two CPU processes.
+#
+#   bash examples/quickstart.sh                                     # about a minute and a half after installation
+#   bash examples/quickstart.sh --loss-aggregation token_mean       # any flag of train_grpo.py; a later one wins
+#   bash examples/quickstart.sh --resume                            # go on where a stopped run was
+#   PYTHON=python3.11 bash examples/quickstart.sh                   # another interpreter
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ci/environment.sh
+make_environment examples
+
+export OMP_NUM_THREADS=1              # two processes on a small machine: more threads get in each other's way
+export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits a model
+# Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
+export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning
+
+MODEL=(
+    --num-layers 2 --hidden-size 128 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type learned_absolute
+    --attention-dropout 0 --hidden-dropout 0
+)
+PARALLEL=(--device cpu --context-parallel-size 2 --micro-batch-size 1 --max-tokens-per-microbatch 4096)
+LOSS=(--loss-aggregation prompt_mean --eps-clip 0.2)
+ROLLOUTS=(--rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 256)
+OPTIMIZER=(--train-iters 80 --lr 5e-4 --lr-decay-style linear --clip-grad 1.0 --seed 1)
+OUTPUT=(--run-dir runs/quickstart --save-interval 20)
+
+exec "$VENV_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_grpo.py \
+    "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "${ROLLOUTS[@]}" "${OPTIMIZER[@]}" "${OUTPUT[@]}" "$@"

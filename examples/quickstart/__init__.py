@@ -1,0 +1,1 @@
+"""Helpers of train_grpo.py: everything that is not the loss."""

@@ -1,0 +1,191 @@
+"""The command line: Megatron's own parser where the installed wheel has it, the same flag names elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from megatron_pg.arguments import add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.megatron.versions import has_megatron_training
+
+LOG_PROBS_AND_GROUPS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
+"""The optional fields of `Sample` that this example fills."""
+
+
+def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The package's flags and those of this example; an `extra_args_provider` of Megatron's parser."""
+    add_policy_loss_args(parser)
+    group = parser.add_argument_group("example")
+    add = group.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL")
+    add("--run-dir", type=Path, required=True, help="metrics, report and checkpoints go here")
+    add("--resume", action="store_true", help="go on from the last whole checkpoint in --run-dir")
+    add("--rollout-batch-size", type=int, default=64, help="prompts of one round of generation")
+    add("--n-samples-per-prompt", type=int, default=8, help="answers to each prompt")
+    add("--max-response-len", type=int, default=None, help="tokens; default: the longest answer")
+    add("--max-tokens-per-microbatch", type=int, default=2048, help="packed tokens, all CP ranks")
+    add("--num-training-tasks", type=int, default=4096)
+    add("--num-held-out-tasks", type=int, default=256, help="scored before and after")
+    add("--warm-start-iters", type=int, default=250, help="supervised steps before RL")
+    add("--warm-start-lr", type=float, default=2e-3)
+    add("--warm-start-batch-size", type=int, default=128, help="answers of a supervised step")
+    add(
+        "--warm-start-corruption",
+        type=float,
+        default=0.5,
+        help="share of the supervised answers with two letters exchanged: the skill is there, and unreliable",
+    )
+    return parser
+
+
+def _add_megatron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of Megatron that this example uses, under their names, for wheels without its parser."""
+    group = parser.add_argument_group("megatron")
+    add = group.add_argument
+    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads"):
+        add(flag, type=int, required=True)
+    for flag in ("--seq-length", "--max-position-embeddings", "--train-iters"):
+        add(flag, type=int, required=True)
+    add("--micro-batch-size", type=int, default=1, help="1: a micro-batch is one pack")
+    add("--global-batch-size", type=int, required=True, help="samples of an optimizer step")
+    for axis in ("tensor-model", "pipeline-model", "context"):
+        add(f"--{axis}-parallel-size", type=int, default=1)
+    add("--position-embedding-type", choices=["learned_absolute"], default="learned_absolute")
+    add("--transformer-impl", choices=["local", "transformer_engine"], default="local")
+    add("--attention-dropout", type=float, default=0.1)
+    add("--hidden-dropout", type=float, default=0.1)
+    add("--init-method-std", type=float, default=0.02)
+    add("--lr", type=float, required=True)
+    add("--min-lr", type=float, default=0.0)
+    add("--lr-decay-style", choices=["constant", "linear", "cosine"], default="linear")
+    add("--lr-warmup-iters", type=int, default=0)
+    add("--weight-decay", type=float, default=0.01)
+    add("--clip-grad", type=float, default=1.0)
+    add("--adam-beta1", type=float, default=0.9)
+    add("--adam-beta2", type=float, default=0.999)
+    add("--bf16", action="store_true")
+    add("--calculate-per-token-loss", action="store_true")
+    add("--save-interval", type=int, default=None, help="steps between checkpoints; default: none")
+    add("--tensorboard-dir", type=Path, default=None, help="default: a folder of --run-dir")
+    add("--seed", type=int, default=1234)
+    return parser
+
+
+def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse and validate; the only place of this example that changes arguments.
+
+    Args:
+        command_line: for the small parser, in tests; Megatron's reads `sys.argv`.
+
+    Raises:
+        ValueError, NotImplementedError: naming the flag and what to do.
+    """
+    if has_megatron_training() and command_line is None:
+        from megatron.training.arguments import parse_args
+
+        args = parse_args(extra_args_provider=add_example_args)
+        _adapt_to_device(args)
+        _check(args)
+        validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
+        _validate_as_megatron_does(args)
+        return args
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    args = add_example_args(_add_megatron_args(parser)).parse_args(command_line)
+    args.rank, args.world_size = (int(os.environ.get(k, d)) for k, d in _LAUNCHER_DEFAULTS)
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    _adapt_to_device(args)
+    _check(args)
+    validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
+    return args
+
+
+_LAUNCHER_DEFAULTS = (("RANK", "0"), ("WORLD_SIZE", "1"))
+
+
+def _adapt_to_device(args: argparse.Namespace) -> None:
+    """What a CPU run has no choice about: no CUDA kernels, gloo, no Transformer Engine."""
+    if args.device != "cpu":
+        return
+    args.distributed_backend = "gloo"
+    args.transformer_impl = "local"
+    args.use_cpu_initialization = True
+    args.no_persist_layer_norm = True
+    for fusion in (
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "bias_gelu_fusion",
+        "bias_swiglu_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+    ):
+        setattr(args, fusion, False)
+
+
+def _validate_as_megatron_does(args: argparse.Namespace) -> None:
+    from megatron.training import arguments
+
+    with contextlib.ExitStack() as stack:
+        # It prints every one of its arguments, 600 lines.
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if args.device == "cpu":
+            # Under context parallelism it asks for the architecture of a GPU.
+            stack.enter_context(mock.patch.object(arguments, "get_device_arch_version", lambda: 10))
+        arguments.validate_args(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what this example does not do, before anything is started or written."""
+    model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    if args.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            "--pipeline-model-parallel-size above 1: this example generates with the training model, whole on "
+            "each tensor-parallel group; use --tensor-model-parallel-size"
+        )
+    if getattr(args, "sequence_parallel", False):
+        raise NotImplementedError(
+            "--sequence-parallel: generation one token at a time cannot shard the sequence; drop it"
+        )
+    if getattr(args, "use_distributed_optimizer", False):
+        raise NotImplementedError(
+            "--use-distributed-optimizer: this example's checkpoints hold unsharded states; drop it"
+        )
+    if args.position_embedding_type != "learned_absolute":
+        raise NotImplementedError(
+            f"--position-embedding-type {args.position_embedding_type}: generation here ignores context parallelism, "
+            "which rotary embeddings do not; use learned_absolute"
+        )
+    if args.world_size % model_ranks:
+        raise ValueError(
+            f"{args.world_size} processes cannot be split in groups of tensor x context = {model_ranks}: change "
+            "--nproc-per-node of torchrun, --tensor-model-parallel-size or --context-parallel-size"
+        )
+    _check_batches(args, data_parallel_size=args.world_size // model_ranks)
+
+
+def _check_batches(args: argparse.Namespace, data_parallel_size: int) -> None:
+    for flag in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "train_iters"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give 1 or more")
+    rollouts = args.rollout_batch_size * args.n_samples_per_prompt
+    if rollouts % args.global_batch_size:
+        raise ValueError(
+            f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt} is "
+            f"no multiple of --global-batch-size {args.global_batch_size}: a round of generation is cut into whole steps"
+        )
+    if args.global_batch_size % (args.n_samples_per_prompt * data_parallel_size):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --n-samples-per-prompt "
+            f"{args.n_samples_per_prompt} x {data_parallel_size} data-parallel ranks: a prompt's answers stay together"
+        )
+    if args.train_iters % (rollouts // args.global_batch_size):
+        raise ValueError(
+            f"--train-iters {args.train_iters} is no multiple of {rollouts // args.global_batch_size}, the steps of one "
+            "round of generation"
+        )

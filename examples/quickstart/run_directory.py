@@ -1,0 +1,85 @@
+"""The folder of a run: one run at a time, and no earlier run is ever overwritten."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import signal
+import sys
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+
+class RunDirectoryInUse(RuntimeError):
+    """Another process is writing to the folder."""
+
+
+class RunDirectory:
+    """Claims a folder for this process until it ends; rank 0 alone makes one.
+
+    Without `resume` an earlier run in it is moved aside, to `<name>.1` or the next free number.
+
+    Args:
+        path: the folder, made where absent.
+        resume: go on with the run that is in it.
+
+    Raises:
+        RunDirectoryInUse: another process is writing to it.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path)
+        if not resume and any(child.name != "lock" for child in path.iterdir()):
+            number = 1
+            while (aside := path.with_name(f"{path.name}.{number}")).exists():
+                number += 1
+            path.rename(aside)
+            print(f"the earlier run in {path} is now in {aside}", flush=True)
+            path.mkdir()
+            self._lock = _locked(path)
+
+
+def _locked(path: Path) -> IO[str]:
+    """An open, locked file; the system lets go of it when the process ends, however it ends."""
+    file = open(path / "lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise RunDirectoryInUse(
+            f"another run is writing to {path}: stop it, or give another --run-dir"
+        ) from error
+    return file
+
+
+class StopSignal:
+    """Whether the run was asked to stop (SIGTERM, Ctrl-C); the loop looks at it where it can stop whole."""
+
+    def __init__(self) -> None:
+        self._received = False
+        signal.signal(signal.SIGTERM, self._receive)
+        signal.signal(signal.SIGINT, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._received = True
+
+    def agreed(self, device: torch.device) -> bool:
+        """Whether any rank was asked; every rank must call it, and all get the same answer."""
+        received = torch.tensor(int(self._received), device=device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return bool(received)
+
+
+def die_with_launcher() -> None:
+    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its workers running.
+
+    On Linux; elsewhere nothing happens, and such workers have to be ended by hand before a run is resumed.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Online GRPO on Megatron-Core with the policy loss of megatron_pg: a training loop to start your own from.
+
+Launched by quickstart.sh, or by hand (one line of flags; --help explains each):
+
+    torchrun --nproc-per-node 2 examples/train_grpo.py --device cpu --context-parallel-size 2 ...
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from quickstart.arguments import parse_arguments
+from quickstart.micro_batches import split_into_micro_batches
+from quickstart.model import Policy
+from quickstart.rollouts import to_samples
+from quickstart.run import Run
+
+from megatron_pg import PolicyLossConfig, Sample, pack, reduce_metrics, step_totals
+from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.packing import packed_seq_params
+
+
+def train_step(
+    args: argparse.Namespace, config: PolicyLossConfig, policy: Policy, samples: list[Sample]
+) -> dict[str, float]:
+    """One optimizer step on this data-parallel rank's samples; every rank must call it.
+
+    Returns:
+        The step's metrics; empty where no token is active, and then nothing is updated.
+    """
+    groups = policy.groups
+    totals = step_totals(samples, data_parallel_group=groups.data)
+    if totals.num_active_tokens == 0:
+        return {}
+    batches = [
+        pack(micro_batch, cp_rank=groups.context_rank, cp_size=groups.context_size).to(
+            policy.device
+        )
+        for micro_batch in split_into_micro_batches(samples, args.max_tokens_per_microbatch)
+    ]
+
+    def forward_step(batch_iterator, model):
+        batch = next(batch_iterator)
+        logits = model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=packed_seq_params(batch),
+        )
+        return logits, megatron_loss(
+            config,
+            batch,
+            totals,
+            num_microbatches=len(batches),
+            model=model,
+            vocab_size=policy.vocabulary_size,
+        )
+
+    policy.zero_grad()
+    micro_batch_metrics = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[policy.model],
+        num_microbatches=len(batches),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    grad_norm = policy.update()
+    metrics = reduce_metrics(
+        config, micro_batch_metrics, contributes=groups.tensor_rank == 0, device=policy.device
+    )
+    return {**metrics, "grad_norm": grad_norm}
+
+
+def main() -> None:
+    """Warm start, then rounds of generation, each cut into optimizer steps."""
+    args = parse_arguments()
+    config = PolicyLossConfig.from_args(args)
+    run = Run(args, config)
+    imitation = PolicyLossConfig(
+        policy_loss="reinforce",
+        loss_aggregation="token_mean",
+        calculate_per_token_loss=config.calculate_per_token_loss,
+    )
+    for samples in run.warm_start():
+        run.log_warm_start(train_step(args, imitation, run.policy, samples))
+    for rollouts in run.rounds():
+        for answers in run.steps(rollouts):
+            metrics = train_step(args, config, run.policy, to_samples(answers))
+            run.log_step(answers, metrics)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()

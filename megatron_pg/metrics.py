@@ -220,6 +220,11 @@ def reduce_metrics(
     reduced = dict(zip((*names, *maxima_names), values, strict=True))
     _derive(reduced)
     check_checksum(config, reduced)
+    if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
+        _warn_once(
+            "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
+            "totals count: call accepted_samples(config, samples) before step_totals and pack"
+        )
     if contributes and reduced["loss"] != reduced["loss"]:
         _report_nan_tokens(micro_batches)
     return reduced
@@ -259,14 +264,12 @@ def check_checksum(config: PolicyLossConfig, metrics: Mapping[str, float]) -> No
     )
     if config.check_aggregation:
         raise RuntimeError(message)
-    _warn_once(message)
+    _warn_once(f"{message} --check-aggregation makes it an error.")
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    logger.warning(
-        "%s (this warning is given once; --check-aggregation makes it an error)", message
-    )
+    logger.warning("%s (said once)", message)
 
 
 def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""Metrics reduced over a world in which not every rank has something to say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals, step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import pack
+from megatron_pg.metrics import MicroBatchMetrics, metric_names, reduce_metrics
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from tests.distributed.launch import run_ranks
+from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
+
+WORLD_SIZE = 5
+FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
+"""A rank of the first pipeline stage, and two data-parallel ranks of the last one. Ranks 2 and 4 are
+their tensor-parallel peers: they hold the same metrics and must not add them again."""
+
+CONFIG = PolicyLossConfig(pg_metrics="with_entropy", use_tis=True)
+
+SEQUENCES = [
+    # All advantages are negative: a zero from any rank would become the maximum.
+    dataclasses.replace(s, advantages=[-1.0 - t for t in range(len(s.advantages))])
+    for s in random_sequences(1)
+]
+MICRO_BATCHES: dict[int, list[list[int]]] = {1: [[0, 1], [2], []], 3: [[3, 4, 5, 6]]}
+"""Sample indices by micro-batch of the two data-parallel ranks, whose numbers of them differ."""
+
+
+def metrics_of(indices: list[int], totals: StepTotals, step_share: float) -> MicroBatchMetrics:
+    sequences = [SEQUENCES[index] for index in indices]
+    log_probs = flat_log_probs(sequences)
+    _, metrics = policy_loss_from_log_probs(
+        CONFIG,
+        pack([package_sample(s) for s in sequences]),
+        log_probs,
+        -log_probs.detach(),
+        totals=totals,
+        step_share=step_share,
+    )
+    return metrics
+
+
+def of_this_rank(totals: StepTotals) -> list[MicroBatchMetrics]:
+    rank = dist.get_rank()
+    if rank in FIRST_STAGE:
+        return []
+    leader = rank if rank in LAST_STAGE else rank - 1
+    parts = MICRO_BATCHES[leader]
+    return [metrics_of(part, totals, 1 / (len(LAST_STAGE) * len(parts))) for part in parts]
+
+
+def worker() -> tuple[dict[str, float], list]:
+    """(the reduced metrics, the operation of every all-reduce of the step)."""
+    totals = step_totals([package_sample(s) for s in SEQUENCES])
+    operations = []
+    original = dist.all_reduce
+
+    def counted(tensor: Tensor, op=dist.ReduceOp.SUM, **options: object):
+        operations.append(str(op))
+        return original(tensor, op=op, **options)
+
+    dist.all_reduce = counted
+    try:
+        micro_batches = of_this_rank(totals)
+        assert not operations, "none before the end of the step"
+        found = reduce_metrics(
+            CONFIG, micro_batches, contributes=dist.get_rank() in LAST_STAGE, device="cpu"
+        )
+    finally:
+        dist.all_reduce = original
+    return found, operations
+
+
+def test_the_world_agrees_with_one_process_by_two_all_reduces() -> None:
+    totals = step_totals([package_sample(s) for s in SEQUENCES])
+    whole = metrics_of(list(range(len(SEQUENCES))), totals, 1.0)
+    expected = reduce_metrics(CONFIG, [whole], contributes=True, device="cpu")
+    assert expected["max_advantage"] < 0 and math.isfinite(expected["entropy"])
+    for found, operations in run_ranks(worker, WORLD_SIZE):
+        assert [operation.split(".")[-1] for operation in operations] == ["SUM", "MAX"]
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert abs(found[name] - value) <= 1e-12 * max(abs(value), 1), name
+
+
+def worker_with_zero_for_an_identity() -> dict[str, float]:
+    """The mutant: the first stage brings zeros to both reductions, as a freshly zeroed buffer does."""
+    micro_batches = of_this_rank(step_totals([package_sample(s) for s in SEQUENCES]))
+    if dist.get_rank() in FIRST_STAGE:
+        names = metric_names(CONFIG)
+        zeros = MicroBatchMetrics({name: torch.zeros(2, dtype=torch.float64) for name in names})
+        zeros.maxima = torch.zeros(2, dtype=torch.float64)
+        micro_batches = [zeros]
+    contributes = dist.get_rank() in FIRST_STAGE + LAST_STAGE
+    return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")
+
+
+def test_zero_is_not_the_identity_of_the_maximum() -> None:
+    found = run_ranks(worker_with_zero_for_an_identity, WORLD_SIZE)[0]
+    assert found["max_advantage"] == 0

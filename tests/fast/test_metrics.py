@@ -1,0 +1,314 @@
+"""The metrics of a step against plain loops, and what they may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.corrections import Corrected, accepted_samples
+from megatron_pg.metrics import (
+    EFFECTIVE_SAMPLE_SIZE,
+    MicroBatchMetrics,
+    metric_names,
+    policy_metrics,
+    reduce_metrics,
+)
+from megatron_pg.objectives import OBJECTIVES
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.reducers import WeightedSum
+from tests import oracle
+from tests.cut_policy_loss import package_config, rank_losses
+from tests.cut_steps import CUTS
+from tests.fast import objectives_oracle
+from tests.fast.sequences import (
+    flat_log_probs,
+    grid_sequence,
+    package_batch,
+    package_sample,
+    random_sequence,
+    random_sequences,
+)
+from tests.oracle import Objective
+from tests.random_steps import random_logits, random_step
+
+EVERYTHING = {
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.01,
+    "pg_metrics": "with_entropy",
+    "use_tis": True,
+    "tis_mode": "mask",
+    "use_geometric_rejection": True,
+    "use_opsm": True,
+}
+"""Settings that turn every metric on."""
+
+
+def reduced(config: PolicyLossConfig, micro_batches: list[MicroBatchMetrics]) -> dict[str, float]:
+    return reduce_metrics(config, micro_batches, contributes=True, device="cpu")
+
+
+def micro_batch_metrics(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> MicroBatchMetrics:
+    totals = step_totals(batch.samples)
+    _, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, torch.ones_like(log_probs), totals=totals
+    )
+    return metrics
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut_has_the_metrics_of_the_step(cut: str) -> None:
+    objective = Objective(eps_clip=0.1, eps_clip_high=0.3)
+    config = package_config(objective, pg_metrics="with_entropy")
+    step = random_step(3)
+    logits = random_logits(step, seed=3)
+    results = rank_losses(config, step, logits, CUTS[cut](len(step)))
+    found = reduced(config, [result.metrics for result in results])
+
+    plain = oracle.policy_loss(step, logits, objective)
+    expected = oracle.metrics(step, plain, objective)
+    num_tokens = oracle.active_tokens(step, range(len(step)))
+    squared = expected["ratio_new_old_squared_sum"]
+    expected |= {
+        "num_tokens": num_tokens,
+        EFFECTIVE_SAMPLE_SIZE: expected["ratio_new_old_sum"] ** 2 / squared,
+        "loss": plain.loss.item(),
+        "pg_loss": plain.pg_loss.item(),
+        "aggregation_checksum": 1.0,
+    }
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+
+
+def test_a_local_document_mean_would_be_another_one() -> None:
+    """The mutant: per-document means of this rank's window, averaged over ranks."""
+    objective, step = Objective(), random_step(3)
+    config = package_config(objective)
+    logits = random_logits(step, seed=3)
+    results = rank_losses(config, step, logits, CUTS["cp_4"](len(step)))
+    whole = rank_losses(config, step, logits, CUTS["whole"](len(step)))
+    expected = reduced(config, [result.metrics for result in whole])["advantage"]
+    means = []
+    for result in results:
+        batch = result.batch
+        for sample in range(len(step)):
+            chosen = batch.loss_mask & (batch.window_segment_ids == sample)
+            if chosen.any():
+                means.append(batch.advantages[chosen].mean().item())
+    assert sum(means) / len(means) != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
+def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
+    """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
+    settings = EVERYTHING | {"policy_loss": name, "pg_metrics": pg_metrics}
+    for changed in (settings, {"policy_loss": name, "pg_metrics": pg_metrics}):
+        config = PolicyLossConfig(**changed)
+        for batch in (package_batch(random_sequences(1)), pack([])):
+            log_probs = torch.full(batch.loss_mask.shape, -1.0, requires_grad=True)
+            metrics = micro_batch_metrics(config, batch, log_probs)
+            assert set(metrics) == set(metric_names(config))
+            assert all(value.shape == (2,) for value in metrics.values()), "Megatron's train_step"
+            assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_gspo_metrics_are_per_sequence() -> None:
+    sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
+    config = PolicyLossConfig(policy_loss="gspo")
+    found = reduced(
+        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
+    )
+    log_ratios = [
+        objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask) > 0
+    ]
+    ratios = [math.exp(value) for value in log_ratios]
+    assert len(ratios) < sum(sum(s.loss_mask) for s in sequences)
+    total, squared = sum(ratios), sum(r * r for r in ratios)
+    assert found["ratio_new_old_sum"] == pytest.approx(total)
+    assert found["ratio_new_old_squared_sum"] == pytest.approx(squared)
+    assert found["ratio_new_old"] == pytest.approx(total / len(ratios))
+    divergences = [r - 1 - value for r, value in zip(ratios, log_ratios, strict=True)]
+    assert found["kl_new_old"] == pytest.approx(sum(divergences) / len(ratios))
+    assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(total**2 / squared)
+    outside = [not 0.8 <= r <= 1.2 for r in ratios]
+    assert found["clipped_ratio_fraction"] == pytest.approx(sum(outside) / len(ratios))
+
+
+def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
+    sequences = random_sequences(2)
+    settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
+    config = PolicyLossConfig(**settings)
+    found = reduced(
+        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
+    )
+    weights = [
+        [math.exp(d) for d in objectives_oracle.mismatches(s)]
+        for s in sequences
+        if sum(s.loss_mask) > 0
+    ]
+    outside = [[not 0.9 <= w <= 1.1 for w in sample] for sample in weights]
+
+    def document_mean(values: list[list[float]]) -> float:
+        return sum(sum(sample) / len(sample) for sample in values) / len(values)
+
+    assert found["rollout_ratio"] == pytest.approx(document_mean(weights), rel=1e-5)
+    assert found["rejected_fraction"] == pytest.approx(document_mean(outside), rel=1e-6)
+    assert found["tis_clipped_fraction"] == found["rejected_fraction"] > 0
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
+    """Masked positions, empty windows and empty micro-batches bring the identity, not zero."""
+    sequences = [
+        dataclasses.replace(s, advantages=[sign * (1 + t) for t in range(len(s.advantages))])
+        for s in random_sequences(3)
+    ]
+    config = PolicyLossConfig()
+    batches = [package_batch(sequences), pack([]), package_batch(sequences[3:4])]
+    metrics = [
+        micro_batch_metrics(config, batch, torch.zeros(batch.loss_mask.shape)) for batch in batches
+    ]
+    found = reduced(config, metrics)
+    active = [s.advantages[t] for s in sequences for t in s.active()]
+    assert (found["max_advantage"], found["min_advantage"]) == (max(active), min(active))
+
+
+def test_a_step_without_active_tokens_has_no_means() -> None:
+    config = PolicyLossConfig(**EVERYTHING)
+    found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
+    assert found["loss"] == 0 and found["num_tokens"] == 0
+    for name in ("max_advantage", "min_advantage", "ratio_new_old", EFFECTIVE_SAMPLE_SIZE):
+        assert math.isnan(found[name])
+
+
+def test_ratios_are_those_before_the_clamp() -> None:
+    sequences = [grid_sequence([30.0, -30.0], [1.0])]
+    config = PolicyLossConfig()
+    found = reduced(
+        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
+    )
+    assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
+    expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
+    assert found["kl_new_old"] == pytest.approx(expected)
+
+
+class CountDispatches(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_none_costs_nothing() -> None:
+    sequences = random_sequences(4)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    config = PolicyLossConfig(pg_metrics="none", use_tis=True)
+    outcome = OBJECTIVES["ppo"](config, batch, log_probs)
+    corrected = Corrected(outcome.loss, batch.loss_mask, {})
+    with CountDispatches() as counter:
+        metrics = policy_metrics(config, batch, log_probs, None, outcome, corrected)
+    assert counter.count == 0
+    assert metrics == {} and metrics.maxima is None and metrics.nan_tokens is None
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
+    """Tensors on the meta device have no values: reading one on the host raises."""
+    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    batch = package_batch(random_sequences(5)).to("meta")
+    log_probs = torch.zeros(batch.loss_mask.shape, device="meta", requires_grad=True)
+    totals = step_totals(batch.samples)
+    loss, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, log_probs * 2, totals=totals
+    )
+    loss.backward()
+    assert all(value.device.type == "meta" for value in metrics.values())
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        reduced(config, [metrics])  # this is where the host reads
+
+
+def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
+    sequences = random_sequences(6)
+    config = PolicyLossConfig()
+    batch = package_batch(sequences)
+    log_probs = flat_log_probs(sequences, torch.float32)
+    loss, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, None, totals=step_totals(batch.samples)
+    )
+    before = {name: value.clone() for name, value in metrics.items()}
+    with torch.no_grad():
+        loss *= 7
+    assert all(torch.equal(metrics[name], value) for name, value in before.items())
+
+
+def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
+    sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
+    samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
+    config = PolicyLossConfig()
+    micro_batches = []
+    for cp_rank in range(2):
+        batch = pack(samples, cp_rank=cp_rank, cp_size=2)
+        log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
+        window = log_probs[batch.window.response_indices]
+        micro_batches.append(micro_batch_metrics(config, batch, window))
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        found = reduced(config, micro_batches)
+    assert math.isnan(found["loss"])
+    (record,) = caplog.records
+    assert "response token 3 of sample 1 (task 1)" in record.getMessage()
+    assert "1 active tokens" in record.getMessage()
+
+
+def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
+    sequences = random_sequences(7)
+    config = PolicyLossConfig()
+    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    assert metrics.nan_tokens is not None and metrics.nan_tokens.describe() is None
+    reduced(config, [metrics])
+    assert not caplog.records
+
+
+def test_custom_reducers_have_no_checksum() -> None:
+    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:plain_sum")
+    sequences = random_sequences(8)
+    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    assert set(metrics) == set(metric_names(config))
+    assert "aggregation_checksum" not in metrics
+
+
+def plain_sum(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
+    return WeightedSum(torch.cat(loss_masks).double())
+
+
+def test_accepted_denominators_without_accepted_samples_are_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sequences = random_sequences(9, spread=0.5)
+    settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
+    config = PolicyLossConfig(rejection_denominator="accepted", **settings)
+    samples = [package_sample(s) for s in sequences]
+    log_probs = flat_log_probs(sequences)
+    reduced(
+        config, [micro_batch_metrics(config, pack(accepted_samples(config, samples)), log_probs)]
+    )
+    assert not caplog.records
+    reduced(config, [micro_batch_metrics(config, pack(samples), log_probs)])
+    assert "accepted_samples(config, samples)" in caplog.text

@@ -38,22 +38,36 @@ class ChunkedHead:
         )
         return statistics
 
-    def turn_into_gradient(
+    def multiply_out(
         self,
+        inputs: tuple[Tensor, Tensor, Tensor],
         logits: Tensor,
-        targets: Tensor,
         statistics: RowStatistics,
-        coefficients: tuple[Tensor | None, Tensor | None],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Overwrites the logits with their gradient, in `dtype`, at the front of each row if narrower."""
+        coefficients: tuple[Tensor | None, ...],
+        hidden_gradient: Tensor | None,
+        weight_gradient: WeightGradient | None,
+    ) -> None:
+        """Overwrites the logits of a chunk with their gradient, and multiplies that by both factors.
+
+        Args:
+            inputs: hidden [rows, hidden], weight and targets [rows] of the chunk.
+            logits: [rows, v/tp]. Where they are wider than the hidden states, their gradient takes the front
+                of each row, in the dtype of the hidden states.
+            statistics, coefficients: of the chunk; the gradients to log-probabilities and entropy.
+            hidden_gradient: [rows, hidden] to write, or None.
+            weight_gradient: to add to, or None.
+        """
+        hidden, weight, targets = inputs
         gradient = logits
-        if logits.dtype != dtype:
-            gradient = logits.view(dtype)[:, : logits.shape[1]]
+        if logits.dtype != hidden.dtype:
+            gradient = logits.view(hidden.dtype)[:, : logits.shape[1]]
         row_passes(logits).write_gradient(
             logits, targets, self.shard, self.temperature, statistics, *coefficients, gradient
         )
-        return gradient
+        if hidden_gradient is not None:
+            multiply(gradient, weight, hidden_gradient)
+        if weight_gradient is not None:
+            weight_gradient.add(gradient, hidden)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -105,13 +119,15 @@ class LinearLogProbs(torch.autograd.Function):
             if recompute:
                 multiply(hidden[rows], weight.t(), logits)
             coefficients = tuple(None if part is None else part[rows] for part in gradients)
-            gradient = head.turn_into_gradient(
-                logits, targets[rows], whole.rows(rows), coefficients, hidden.dtype
+            head.multiply_out(
+                (hidden[rows], weight, targets[rows]),
+                logits,
+                whole.rows(rows),
+                coefficients,
+                None if hidden_gradient is None else hidden_gradient[rows],
+                weight_gradient,
             )
-            if hidden_gradient is not None:
-                multiply(gradient, weight, hidden_gradient[rows])
-            if weight_gradient is not None:
-                weight_gradient.add(gradient, hidden[rows])
+        del buffer  # before the weight's gradient asks for memory
         to_weight = None if weight_gradient is None else weight_gradient.finish()
         return hidden_gradient, to_weight, None, None, None
 
@@ -184,25 +200,23 @@ class _ForwardGradients:
         logits: Tensor,
         targets: Tensor,
         statistics: RowStatistics,
-        coefficients: tuple[Tensor | None, Tensor | None],
+        coefficients: tuple[Tensor | None, ...],
         rows: slice,
     ) -> None:
         """Turns the chunk's logits into their gradient and multiplies it out."""
         if self._hidden is None and self._weight is None:
             return
         if self._loss_scale is not None:
-            to_log_probs, to_entropy = coefficients
-            coefficients = (
-                None if to_log_probs is None else to_log_probs * self._loss_scale,
-                None if to_entropy is None else to_entropy * self._loss_scale,
-            )
-        gradient = head.turn_into_gradient(
-            logits, targets, statistics, coefficients, self._detached.dtype
+            scale = self._loss_scale
+            coefficients = tuple(None if part is None else part * scale for part in coefficients)
+        head.multiply_out(
+            (self._detached[rows], self._weight_values, targets),
+            logits,
+            statistics,
+            coefficients,
+            None if self._hidden is None else self._hidden[rows],
+            self._weight,
         )
-        if self._hidden is not None:
-            multiply(gradient, self._weight_values, self._hidden[rows])
-        if self._weight is not None:
-            self._weight.add(gradient, self._detached[rows])
 
     def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight, scaled on the device."""

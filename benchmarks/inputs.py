@@ -1,0 +1,82 @@
+"""Inputs as in RL training: peaked distributions (0.3 to 1 nat), a clipped loss with an entropy term."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ENTROPY_COEFFICIENT = 0.01
+EPS_CLIP = 0.2
+
+
+@dataclass
+class Tokens:
+    """What the per-token loss needs besides log-probabilities: all [tokens]."""
+
+    targets: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+    def loss(self, log_probs: Tensor, entropy: Tensor | None, rows: slice = slice(None)) -> Tensor:
+        """Clipped policy loss, less the entropy bonus where there is an entropy."""
+        ratio = (log_probs - self.old_log_probs[rows]).exp()
+        advantages = self.advantages[rows]
+        clipped = ratio.clamp(1 - EPS_CLIP, 1 + EPS_CLIP)
+        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+        if entropy is not None:
+            per_token = per_token - ENTROPY_COEFFICIENT * entropy
+        return (per_token * self.weights[rows]).sum()
+
+
+def peaked_logits(tokens: int, width: int) -> Tensor:
+    """[tokens, width] bfloat16: a Gaussian background and two likely tokens above it."""
+    logits = torch.empty((tokens, width), dtype=torch.bfloat16, device="cuda")
+    background = math.log(width) + 1.5**2 / 2
+    for rows in torch.arange(tokens, device="cuda").split(2048):
+        chunk = torch.randn((len(rows), width), device="cuda") * 1.5
+        likely = torch.randint(0, width, (len(rows), 2), device="cuda")
+        height = background + torch.tensor([4.0, 2.5], device="cuda").expand(len(rows), 2)
+        logits[rows] = chunk.scatter(1, likely, height).bfloat16()
+    return logits
+
+
+def sampled_tokens(logits: Tensor) -> Tokens:
+    """Tokens drawn from the logits, by an old policy that is close to them."""
+    tokens = logits.shape[0]
+    targets = torch.empty(tokens, dtype=torch.int64, device="cuda")
+    log_probs = torch.empty(tokens, device="cuda")
+    for rows in torch.arange(tokens, device="cuda").split(1024):
+        chunk = logits[rows].float().log_softmax(1)
+        targets[rows] = torch.multinomial(chunk.exp(), 1)[:, 0]
+        log_probs[rows] = chunk.gather(1, targets[rows, None])[:, 0]
+    return Tokens(
+        targets=targets,
+        old_log_probs=log_probs + 0.1 * torch.randn(tokens, device="cuda"),
+        advantages=torch.randn(tokens, device="cuda"),
+        weights=torch.full((tokens,), 1 / tokens, device="cuda"),
+    )
+
+
+def hidden_and_weight(tokens: int, hidden_size: int, width: int) -> tuple[Tensor, Tensor]:
+    """bfloat16 hidden states that point at one or two rows of the output weight."""
+    scale = 1 / math.sqrt(hidden_size)
+    weight = torch.randn((width, hidden_size), device="cuda").mul_(scale).bfloat16()
+    likely = torch.randint(0, width, (2, tokens), device="cuda")
+    peak = math.log(width) + 4.5
+    hidden = peak * weight[likely[0]].float() + (peak - 1.5) * weight[likely[1]].float()
+    return (hidden + torch.randn_like(hidden)).bfloat16(), weight
+
+
+def exact_gradient(logits: Tensor, tokens: Tokens, rows: Tensor) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropy and gradient of the logits of some rows in float64."""
+    exact = logits[rows].double().requires_grad_()
+    part = Tokens(*(vector[rows] for vector in vars(tokens).values()))
+    log_p = exact.log_softmax(1)
+    log_probs = log_p.gather(1, part.targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(1)
+    (gradient,) = torch.autograd.grad(part.loss(log_probs, entropy), exact)
+    return log_probs.detach(), entropy.detach(), gradient

@@ -1,0 +1,133 @@
+"""Table: log-probabilities and entropy from given bfloat16 logits, forward, and forward with backward.
+
+    python -m benchmarks.log_probs_from_logits [--tokens 4096 8192] [--columns 18992 151936]
+
+Every method gets the same logits and loss. Floors: 2 bytes a logit for forward, 6 with backward, over the
+copy rate of the same run. "Error" is against float64 on 64 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.inputs import Tokens, exact_gradient, peaked_logits, sampled_tokens
+from benchmarks.timing import (
+    Contender,
+    append_results,
+    copy_rate,
+    measure,
+    relative_error,
+    table,
+)
+from megatron_pg.log_probs import log_probs_and_entropy
+
+
+def losses() -> dict[str, Callable[[Tensor, Tokens], Tensor]]:
+    """Name -> (logits, tokens) -> loss."""
+    methods: dict[str, Callable[[Tensor, Tokens], Tensor]] = {
+        "megatron_pg": lambda logits, tokens: tokens.loss(
+            *log_probs_and_entropy(logits, tokens.targets, with_entropy=True)
+        ),
+        "megatron_pg, no entropy": lambda logits, tokens: tokens.loss(
+            *log_probs_and_entropy(logits, tokens.targets)
+        ),
+    }
+    grpo = peers.try_load("liger", peers.liger_grpo)
+    if grpo is not None:
+        methods["Liger GRPO kernel, no entropy"] = grpo
+    for name, load in (
+        ("Transformer Engine, no entropy", peers.transformer_engine),
+        ("Megatron fused, no entropy", peers.megatron),
+    ):
+        peer = peers.try_load(name, load)
+        if peer is not None:
+            methods[name] = lambda logits, tokens, peer=peer: tokens.loss(
+                -peer(logits, tokens.targets), None
+            )
+    compiled = peers.compiled()
+    methods["torch.compile"] = lambda logits, tokens: tokens.loss(*compiled(logits, tokens.targets))
+    methods["eager float32"] = lambda logits, tokens: tokens.loss(
+        *peers.eager(logits, tokens.targets)
+    )
+    return methods
+
+
+class Work:
+    """The logits of one setting, restored before each call, since methods overwrite them."""
+
+    def __init__(self, tokens: int, columns: int) -> None:
+        self.original = peaked_logits(tokens, columns)
+        self.tokens = sampled_tokens(self.original)
+        self.leaf = self.original.clone().requires_grad_()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            self.leaf.copy_(self.original)
+
+    def forward(self, loss: Callable[[Tensor, Tokens], Tensor]) -> Tensor:
+        return loss(self.leaf.view_as(self.leaf), self.tokens)
+
+    def backward(self, loss: Callable[[Tensor, Tokens], Tensor]) -> Tensor:
+        # Without a reference to the logits here, as in a model, where nothing holds them either.
+        return torch.autograd.grad(self.forward(loss), self.leaf)[0]
+
+
+def errors(work: Work, methods: dict[str, Callable]) -> dict[str, str]:
+    rows = torch.arange(0, len(work.tokens.targets), len(work.tokens.targets) // 64, device="cuda")
+    wanted = exact_gradient(work.original, work.tokens, rows)[2]
+    found = {}
+    for name, loss in methods.items():
+        if "no entropy" not in name:
+            work.restore()
+            found[name] = relative_error(work.backward(loss)[rows], wanted)
+    return found
+
+
+def run(tokens: int, columns: int, rate: float, rounds: int, output: Path | None) -> None:
+    work, methods = Work(tokens, columns), losses()
+    if tokens * columns > 2**31:
+        methods.pop("eager float32")
+    torch.compiler.reset()
+    methods_errors = errors(work, methods)
+    entropy = log_probs_and_entropy(work.original, work.tokens.targets, with_entropy=True)[1]
+    title = f"T = {tokens}, V = {columns}, mean entropy {entropy.mean():.2f} nat"
+    for kind, bytes_a_logit, step in (
+        ("forward", 2, work.forward),
+        ("forward + backward", 6, work.backward),
+    ):
+        contenders = [
+            Contender(name, lambda loss=loss, step=step: step(loss), work.restore)
+            for name, loss in methods.items()
+        ]
+        timings = measure(contenders, rounds)
+        floor = bytes_a_logit * tokens * columns / rate * 1e3
+        setting = {"kind": kind, "tokens": tokens, "columns": columns, "floor_ms": floor}
+        append_results(output, setting, timings)
+        print(table(f"{title}: {kind}", timings, floor, {"error of gradient": methods_errors}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--columns", type=int, nargs="+", default=[18992, 37984, 75968, 151936])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="append results as JSON lines")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rate = copy_rate()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
+    for tokens in options.tokens:
+        for columns in options.columns:
+            run(tokens, columns, rate, options.rounds, options.output)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

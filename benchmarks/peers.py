@@ -1,0 +1,131 @@
+"""The peers, each from its own PyPI package; one that is not installed is left out with the reason.
+
+Three of them are imported below their package's `__init__`, which wants libraries that have nothing to
+do with the kernel (Ray; a compiled core).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def import_below(module: str, *packages: str) -> types.ModuleType:
+    """Imports `module` with the `__init__` of `packages` left out."""
+    for package in packages:
+        root, *rest = package.split(".")
+        found = importlib.util.find_spec(root) if root not in sys.modules else None
+        path = found.submodule_search_locations[0] if found else sys.modules[root].__path__[0]
+        stub = types.ModuleType(package)
+        stub.__path__ = ["/".join([path, *rest])]
+        sys.modules[package] = stub
+    try:
+        return importlib.import_module(module)
+    finally:
+        for package in packages:
+            sys.modules.pop(package, None)
+
+
+def try_load(name: str, load: Callable[[], Callable]) -> Callable | None:
+    """The peer's function, or None after saying why not."""
+    try:
+        return load()
+    except Exception as error:  # whatever a foreign package raises on import
+        print(f"left out {name}: {type(error).__name__}: {error}".splitlines()[0])
+        return None
+
+
+def liger_grpo() -> Callable[..., Tensor]:
+    """(logits, tokens) -> loss; Liger's Triton GRPO kernel, no entropy, gradient in place."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    def call(logits: Tensor, tokens) -> Tensor:
+        count = logits.shape[0]
+        padded = logits.unsqueeze(0)
+        per_token, _, _ = triton_grpo_loss(
+            padded,
+            tokens.old_log_probs[None, : count - 1],
+            None,
+            tokens.targets[None, : count - 1],
+            tokens.advantages[:1],
+            temperature=1.0,
+            beta=0.0,
+            eps_low=0.2,
+            eps_high=0.2,
+            inplace=True,
+            loss_type="grpo",
+            reduce=False,
+        )
+        return per_token.sum()
+
+    return call
+
+
+def transformer_engine() -> Callable[..., Tensor]:
+    """(logits, targets) -> -log_probs; no entropy."""
+    module = import_below(
+        "transformer_engine.pytorch.cross_entropy",
+        "transformer_engine",
+        "transformer_engine.common",
+        "transformer_engine.pytorch",
+    )
+    return lambda logits, targets: module.parallel_cross_entropy(
+        logits.unsqueeze(0), targets.unsqueeze(0)
+    )[0]
+
+
+def megatron() -> Callable[..., Tensor]:
+    """(logits, targets) -> -log_probs; no entropy."""
+    # Hidden while Megatron looks for it: a wheel without its compiled core raises on import.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    try:
+        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    finally:
+        del sys.modules["transformer_engine"]
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    return lambda logits, targets: fused_vocab_parallel_cross_entropy(
+        logits.unsqueeze(1), targets.unsqueeze(1), dist.group.WORLD
+    )[:, 0]
+
+
+def eager(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy in plain float32 torch."""
+    log_p = logits.float().log_softmax(1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`eager` under torch.compile, specialised to each shape."""
+    return torch.compile(eager, dynamic=False)
+
+
+def liger_sm90() -> Callable[..., tuple[Tensor, Tensor]]:
+    """(hidden, weight, targets) -> log_probs, entropy; Liger's CuTe kernels for Hopper."""
+    importlib.import_module("cutlass.cute")
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction,
+    )
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
+            hidden, weight, targets, 1.0, -100, 1, True
+        )
+        return -loss, entropy
+
+    return call
+
+
+def verl() -> Callable[..., tuple[Tensor, Tensor]]:
+    """(hidden, weight, targets) -> log_probs, entropy; verl's Triton linear cross-entropy."""
+    module = import_below("verl.utils.kernel.linear_cross_entropy", "verl", "verl.utils")
+    return lambda hidden, weight, targets: module.linear_cross_entropy(
+        hidden, weight, targets, 1.0, "none"
+    )

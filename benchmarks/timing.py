@@ -1,0 +1,103 @@
+"""Timing and tables shared by the benchmark scripts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+Call = Callable[[], object]
+
+# The GPU is kept busy this long before each measurement, so that launches are queued and what is
+# timed is the work and not the Python that asked for it. A method that synchronises gains nothing.
+_HEAD_START_CYCLES = 4_000_000
+
+
+@dataclass
+class Contender:
+    """One way to compute the same thing. `prepare` runs before each call, outside the measurement."""
+
+    name: str
+    call: Call
+    prepare: Call = lambda: None
+    note: str = ""
+
+
+@dataclass
+class Timing:
+    """Milliseconds of a contender, and its peak memory above what was allocated before the call."""
+
+    name: str
+    median: float
+    p10: float
+    p90: float
+    peak_gib: float
+    note: str = ""
+
+
+def measure(contenders: list[Contender], rounds: int) -> list[Timing]:
+    """Times the contenders in turn, `rounds` times over, after two unmeasured rounds."""
+    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    peaks: dict[str, float] = {}
+    for index in range(rounds + 2):
+        for contender in contenders:
+            contender.prepare()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+            begin.record()
+            result = contender.call()
+            end.record()
+            torch.cuda.synchronize()
+            del result
+            if index >= 2:
+                samples[contender.name].append(begin.elapsed_time(end))
+                peaks[contender.name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return [Timing(c.name, *_quantiles(samples[c.name]), peaks[c.name], c.note) for c in contenders]
+
+
+def _quantiles(values: list[float]) -> tuple[float, float, float]:
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return statistics.median(values), tenths[0], tenths[-1]
+
+
+def copy_rate() -> float:
+    """Bytes a second of a device-to-device copy of 8 GiB, reads and writes both counted."""
+    source = torch.randint(0, 2**31, (2**31,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    timing = measure([Contender("copy", lambda: target.copy_(source))], rounds=15)[0]
+    return 2 * source.numel() * 4 / (timing.median * 1e-3)
+
+
+def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str, dict]) -> str:
+    """A Markdown table: times, ratio to the floor, peak memory, and further columns by name."""
+    extra = list(columns)
+    lines = [f"**{title}** (floor {floor_ms:.3f} ms)", ""]
+    heads = ["", "ms (p10, p90)", "x floor", "peak GiB", *extra]
+    lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for t in timings:
+        cells = [t.name + (f" ({t.note})" if t.note else "")]
+        cells += [f"{t.median:.3f} ({t.p10:.3f}, {t.p90:.3f})", f"{t.median / floor_ms:.2f}"]
+        cells += [f"{t.peak_gib:.2f}", *(str(columns[name].get(t.name, "")) for name in extra)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def append_results(path: Path | None, setting: dict, timings: list[Timing]) -> None:
+    """One JSON line a setting, for later comparison."""
+    if path is not None:
+        with path.open("a") as lines:
+            record = {**setting, "timings": [asdict(timing) for timing in timings]}
+            lines.write(json.dumps(record) + "\n")
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Norm of the difference over the norm, as text."""
+    wanted = wanted.double()
+    return f"{float((found.double() - wanted).norm() / wanted.norm()):.1e}"

@@ -1,0 +1,210 @@
+"""The log-prob op and the fused head on a GPU, against dense float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.log_probs import autograd, log_probs_and_entropy, torch_op
+from megatron_pg.log_probs.fused_head import (
+    HeadOptions,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# Half a unit in the last place of the stored gradient, and of float32 sums over a vocabulary.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2e-5}
+
+
+def inputs(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    logits = torch.randn((tokens, width), device="cuda") * 1.5
+    likely = torch.randint(0, width, (tokens, 2), device="cuda")
+    logits.scatter_(1, likely, torch.tensor([16.0, 14.5], device="cuda").expand(tokens, 2))
+    targets = torch.randint(0, width, (tokens,), device="cuda")
+    targets[::2] = likely[::2, 1]
+    return logits.to(dtype), targets, *torch.randn((2, tokens), device="cuda").unbind()
+
+
+def dense(
+    logits: Tensor, targets: Tensor, to_log_probs: Tensor, to_entropy: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact = logits.double().requires_grad_()
+    log_p = (exact / temperature).log_softmax(1)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(1)
+    loss = log_probs @ to_log_probs.double() + entropy @ to_entropy.double()
+    return log_probs.detach(), entropy.detach(), torch.autograd.grad(loss, exact)[0]
+
+
+def op(logits: Tensor, targets: Tensor, gradients: tuple[Tensor, ...], **options: object):
+    leaf = logits.clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        leaf.view_as(leaf), targets, with_entropy=True, **options
+    )
+    (gradient,) = torch.autograd.grad([log_probs, entropy], leaf, list(gradients))
+    return log_probs, entropy, gradient
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("width", [1000, 18992, 50257, 151936])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients(dtype: torch.dtype, width: int, temperature: float) -> None:
+    logits, targets, *gradients = inputs(257, width, dtype)
+    found = op(logits, targets, gradients, temperature=temperature)
+    wanted = dense(logits, targets, *gradients, temperature)
+    for value, exact in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+    bound = ROUNDING[dtype] * wanted[2].abs() + (1e-7 if dtype == torch.float16 else 1e-8)
+    assert ((found[2].double() - wanted[2]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("width", [1000, 151936])
+def test_padding_and_masked_rows(width: int) -> None:
+    logits, targets, *gradients = inputs(64, width, torch.bfloat16)
+    real = width - 293
+    targets = targets.clamp(max=real - 1)
+    mask = torch.arange(64, device="cuda") % 3 != 0
+    logits[:, real:] = float("nan")
+    logits[~mask] = float("inf")
+    found = op(logits, targets, gradients, row_mask=mask, vocab_size=real)
+    wanted = dense(logits[mask][:, :real], targets[mask], *(g[mask] for g in gradients), 1.0)
+    torch.testing.assert_close(found[0][mask].double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1][mask].double(), wanted[1], rtol=1e-5, atol=1e-5)
+    error = (found[2][mask][:, :real].double() - wanted[2]).abs()
+    assert (error <= ROUNDING[torch.bfloat16] * wanted[2].abs() + 1e-8).all()
+    assert (found[2][~mask] == 0).all() and (found[2][:, real:] == 0).all()
+
+
+def test_offsets_beyond_32_bits() -> None:
+    tokens, width = 16384, 151936
+    logits = torch.zeros((tokens, width), dtype=torch.bfloat16, device="cuda")
+    last, targets, *gradients = inputs(64, width, torch.bfloat16)
+    logits[-64:] = last
+    everywhere = targets.repeat(tokens // 64)
+    mask = torch.arange(tokens, device="cuda") >= tokens - 64
+    whole = [gradient.repeat(tokens // 64) for gradient in gradients]
+    found = op(logits, everywhere, whole, row_mask=mask)
+    expected = op(last, targets, gradients)
+    for value, other in zip(found, expected, strict=True):
+        assert torch.equal(value[-64:], other)
+    assert (found[2][:-64] == 0).all()
+
+
+def test_kernels_equal_the_torch_passes() -> None:
+    logits, targets, *gradients = inputs(100, 3001, torch.bfloat16)
+    found = op(logits, targets, gradients)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "row_passes", lambda logits: torch_op)
+        expected = op(logits, targets, gradients)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], expected[2], rtol=2.0**-7, atol=1e-8)
+
+
+def test_gradient_takes_the_place_of_the_logits_and_reuse_is_refused() -> None:
+    logits, targets, *gradients = inputs(64, 1000, torch.bfloat16)
+    leaf = logits.clone().requires_grad_()
+    produced = leaf.view_as(leaf)
+    log_probs, entropy = log_probs_and_entropy(produced, targets, with_entropy=True)
+    other, _ = log_probs_and_entropy(produced, targets)
+    (gradient,) = torch.autograd.grad(
+        [log_probs, entropy], produced, list(gradients), retain_graph=True
+    )
+    assert gradient.data_ptr() == produced.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
+def head_inputs() -> tuple[Tensor, Tensor, Tensor, Callable[..., Tensor]]:
+    torch.manual_seed(1)
+    weight = (torch.randn((4001, 256), device="cuda") / 16).bfloat16()
+    targets = torch.randint(0, 4001, (700,), device="cuda")
+    hidden = (10 * weight[targets].float() + torch.randn((700, 256), device="cuda")).bfloat16()
+    advantages = torch.randn(700, device="cuda")
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        part = advantages[rows].to(log_probs)
+        return (part * log_probs.exp() - 0.1 * entropy).sum() / 700
+
+    return hidden, weight, targets, token_loss
+
+
+def run_head(mode: str, scale: Tensor, **options: object) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets, token_loss = head_inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
+    settings = HeadOptions(chunk_tokens=256, **options)
+    if mode in ("known", "promised"):
+        promise = scale if mode == "promised" else None
+        loss, _, _ = linear_token_loss(
+            hidden, weight, targets, token_loss, settings, loss_scale=promise
+        )
+    else:
+        outputs = linear_log_probs_and_entropy(
+            hidden, weight, targets, settings, keep_logits=mode == "kept"
+        )
+        loss = token_loss(*outputs, slice(None))
+    loss.backward(scale)
+    return loss.detach(), hidden.grad, weight.main_grad
+
+
+@pytest.mark.parametrize("mode", ["known", "promised", "kept", "recomputed"])
+@pytest.mark.parametrize("fp32_logits", [False, True])
+def test_fused_head(mode: str, fp32_logits: bool) -> None:
+    scale = torch.tensor(3.3, device="cuda")
+    loss, hidden_gradient, weight_gradient = run_head(mode, scale, fp32_logits=fp32_logits)
+    hidden, weight, targets, token_loss = head_inputs()
+    exact_hidden, exact_weight = hidden.double(), weight.double()
+    exact_hidden.requires_grad_()
+    exact_weight.requires_grad_()
+    log_p = (exact_hidden @ exact_weight.t()).log_softmax(1)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    wanted = token_loss(log_probs, -(log_p.exp() * log_p).sum(1), slice(None))
+    wanted.backward(scale.double())
+    # bfloat16 logits of 10 are off by 0.03 at most; float32 ones leave the rounding of the gradient.
+    bound = 4e-3 if fp32_logits else 2e-2
+    for found, exact in (
+        (loss, wanted.detach()),
+        (hidden_gradient, exact_hidden.grad),
+        (weight_gradient, exact_weight.grad),
+    ):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error <= bound, error
+
+
+@pytest.mark.parametrize("mode", ["known", "promised", "kept", "recomputed"])
+def test_fused_head_does_not_synchronise(mode: str) -> None:
+    scale = torch.tensor(3.3, device="cuda")
+    run_head(mode, scale)  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_head(mode, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_op_does_not_synchronise() -> None:
+    logits, targets, *gradients = inputs(64, 1000, torch.bfloat16)
+    op(logits, targets, gradients, temperature=torch.ones((), device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(logits, targets, gradients, temperature=torch.ones((), device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_op_needs_no_memory_beyond_the_logits() -> None:
+    logits, targets, *gradients = inputs(2048, 50000, torch.bfloat16)
+    leaf = logits.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    log_probs, entropy = log_probs_and_entropy(leaf.view_as(leaf), targets, with_entropy=True)
+    torch.autograd.grad([log_probs, entropy], leaf, gradients)
+    assert torch.cuda.max_memory_allocated() - before <= 2048 * 64

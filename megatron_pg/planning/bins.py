@@ -1,0 +1,162 @@
+"""Dealing sequences to bins of limited capacity: lengths in, bins out. NumPy and the host alone.
+
+As few bins as first-fit decreasing needs (at most 11/9 of the fewest possible plus 6/9, Dosa 2007; in practice the
+lower bound ``ceil(sum / capacity)`` where sequences are short beside the capacity), and their loads evened out by
+longest-processing-time-first (Graham 1969) wherever that keeps within the capacity.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Indices = NDArray[np.int64]
+
+
+def plan_bins(
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    multiple: int = 1,
+    oversized_alone: bool = False,
+    seed: int | None = None,
+) -> list[Indices]:
+    """Deals every sequence to one bin, no bin above the capacity.
+
+    The same arguments give the same bins. The lengths in each bin do not depend on the order of the sequences; which
+    of several equally long ones goes where does.
+
+    Args:
+        lengths: [sequences] positive integers, in tokens with whatever padding a sequence brings.
+        capacity: the most tokens of one bin.
+        multiple: the number of bins is rounded up to a multiple of it, and the load spread over all of them; there is
+            at least one multiple, so that no sequences are that many empty bins.
+        oversized_alone: a sequence longer than the capacity gets a bin of its own; otherwise it is an error.
+        seed: equally long sequences are dealt in an order drawn from it; None deals them in the order they come.
+
+    Returns:
+        Per bin the indices of its sequences, ascending; the bins by falling load, empty ones last.
+
+    Raises:
+        ValueError: sizes out of range, or a sequence longer than the capacity.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    _check_sizes(sizes, capacity, multiple)
+    is_oversized = sizes > capacity
+    if is_oversized.any() and not oversized_alone:
+        index = int(np.flatnonzero(is_oversized)[0])
+        raise ValueError(
+            f"lengths[{index}] is {int(sizes[index])}, more than the capacity of a bin ({capacity})"
+        )
+    order = _longest_first(sizes, seed)
+    alone, shared = order[is_oversized[order]], order[~is_oversized[order]]
+    bin_of_sequence = np.zeros(sizes.size, dtype=np.int64)
+    bin_of_sequence[alone] = np.arange(alone.size)
+    bins, num_bins = _deal(sizes[shared].tolist(), capacity, alone.size, multiple)
+    bin_of_sequence[shared] = bins
+    return _bins_by_load(bin_of_sequence, sizes, num_bins)
+
+
+def balance(lengths: ArrayLike, num_bins: int) -> list[Indices]:
+    """Deals every sequence to one of `num_bins` bins of any capacity, the loads as even as that goes.
+
+    Args:
+        lengths: [sequences] positive integers.
+        num_bins: how many.
+
+    Returns:
+        Per bin the indices of its sequences, ascending; empty where there are too few.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    _check_sizes(sizes, 1, num_bins)
+    order = _longest_first(sizes, None)
+    bin_of_sequence = np.zeros(sizes.size, dtype=np.int64)
+    bin_of_sequence[order] = _longest_to_lightest(sizes[order].tolist(), num_bins)
+    return _bins_by_load(bin_of_sequence, sizes, num_bins)
+
+
+def _check_sizes(sizes: Indices, capacity: int, multiple: int) -> None:
+    if capacity < 1 or multiple < 1:
+        raise ValueError(
+            f"capacity {capacity} and number of bins {multiple}: expected at least 1 of both"
+        )
+    is_too_small = sizes < 1
+    if is_too_small.any():
+        index = int(np.flatnonzero(is_too_small)[0])
+        raise ValueError(f"lengths[{index}] is {int(sizes[index])}: expected 1 or more")
+
+
+def _longest_first(sizes: Indices, seed: int | None) -> Indices:
+    """[sequences] their indices by falling length, ties as they come or shuffled."""
+    shuffled = (
+        np.arange(sizes.size)
+        if seed is None
+        else np.random.default_rng(seed).permutation(sizes.size)
+    )
+    return shuffled[np.argsort(-sizes[shuffled], kind="stable")]
+
+
+def _deal(
+    sizes: Sequence[int], capacity: int, num_alone: int, multiple: int
+) -> tuple[list[int], int]:
+    """The bin of each sequence, longest first, numbered after those that are taken, and how many bins there are."""
+    first_fit = _first_fit(sizes, capacity)
+    num_needed = num_alone + max(first_fit, default=-1) + 1
+    num_bins = max(-(-num_needed // multiple), 1) * multiple
+    bins = first_fit
+    if sizes:
+        even = _longest_to_lightest(sizes, num_bins - num_alone)
+        # First fit is the tighter packer: where the bins have to be full, only it may fit.
+        if (np.bincount(even, weights=sizes) <= capacity).all():
+            bins = even
+    return [num_alone + number for number in bins], num_bins
+
+
+def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
+    """The first bin with room for each sequence, in the order given.
+
+    ``room`` is a binary tree over the bins whose inner nodes hold the largest room below them, so that a sequence
+    takes time logarithmic in the number of bins. All bins but one are more than half full, which bounds their number.
+    """
+    most_bins = 2 * sum(sizes) // capacity + 1
+    num_leaves = 1 << (most_bins - 1).bit_length()
+    room = [capacity] * (2 * num_leaves)
+    bins = []
+    for size in sizes:
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        bins.append(node - num_leaves)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            left, right = room[2 * node], room[2 * node + 1]
+            largest = left if left > right else right
+            if room[node] == largest:
+                break
+            room[node] = largest
+    return bins
+
+
+def _longest_to_lightest(sizes: Sequence[int], num_bins: int) -> list[int]:
+    """The bin of each sequence where each goes to the bin with the least so far."""
+    loads = [(0, number) for number in range(num_bins)]
+    bins = []
+    for size in sizes:
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + size, number))
+        bins.append(number)
+    return bins
+
+
+def _bins_by_load(bin_of_sequence: Indices, sizes: Indices, num_bins: int) -> list[Indices]:
+    by_bin = np.argsort(bin_of_sequence, kind="stable")
+    ends = np.cumsum(np.bincount(bin_of_sequence, minlength=num_bins))
+    bins = np.split(by_bin, ends[:-1])
+    loads = np.array([int(sizes[members].sum()) for members in bins])
+    return [bins[number] for number in np.argsort(-loads, kind="stable")]

@@ -1,0 +1,105 @@
+"""Plans over real data-parallel ranks: they agree where they must, and one exchange is enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron_pg import Sample, StepTotals, step_totals
+from megatron_pg.planning import StepPlan, plan_step
+
+from .launch import run_ranks
+
+BUDGET = 64
+OWNERS = 3
+
+
+def whole_step() -> list[Sample]:
+    """Prompt groups and two-sample rollouts that are spread over the ranks, unevenly."""
+    rng = random.Random(0)
+    samples = []
+    for index in range(24):
+        response = rng.randrange(30)
+        mask = [int(rng.random() < 0.7) for _ in range(response)]
+        group = index // 4
+        rollout = group if index % 4 < 2 else None
+        samples.append(
+            Sample([0] * (response + 2), response, mask, group_index=group, rollout_id=rollout)
+        )
+    return samples
+
+
+def owner(index: int) -> int:
+    """Rank 0 holds about half of the samples, rank 2 none in the first groups."""
+    return (0, 1, 0, 1)[index % 4] if index < 12 else (0, 0, 1, 2)[index % 4]
+
+
+def plan_on_rank(ragged: bool) -> tuple[StepPlan, int]:
+    """This rank's plan, and how many exchanges it took."""
+    rank = dist.get_rank()
+    local = [sample for i, sample in enumerate(whole_step()) if owner(i) == rank]
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        plan = plan_step(
+            local,
+            max_tokens_per_microbatch=BUDGET,
+            data_parallel_group=dist.group.WORLD,
+            cp_size=2,
+            ragged=ragged,
+        )
+    return plan, exchange.call_count
+
+
+def without_mappings(totals: StepTotals) -> StepTotals:
+    return dataclasses.replace(totals, rollout_active_tokens={}, group_active_tokens={})
+
+
+def test_ranks_agree_on_totals_and_microbatches() -> None:
+    results = run_ranks(plan_on_rank, OWNERS, False)
+    plans = [plan for plan, _ in results]
+    assert [calls for _, calls in results] == [1] * OWNERS
+    assert len({plan.num_microbatches for plan in plans}) == 1
+    assert () in plans[2].microbatches
+
+    step = whole_step()
+    expected = step_totals(step)
+    num_tokens = sum(sum(plan.microbatch_tokens) for plan in plans)
+    for rank, plan in enumerate(plans):
+        assert plan.totals.num_tokens == num_tokens
+        assert without_mappings(dataclasses.replace(plan.totals, num_tokens=None)) == (
+            without_mappings(expected)
+        )
+        local = [sample for i, sample in enumerate(step) if owner(i) == rank]
+        indices = sorted(index for microbatch in plan.microbatches for index in microbatch)
+        assert indices == list(range(len(local)))
+        for name in ("rollout_denominators", "group_denominators"):
+            found, wanted = (getattr(totals, name)(local) for totals in (plan.totals, expected))
+            assert found.tolist() == wanted.tolist()
+
+
+def test_ragged_ranks_run_what_they_have() -> None:
+    plans = [plan for plan, _ in run_ranks(plan_on_rank, OWNERS, True)]
+    assert plans[0].num_microbatches > plans[2].num_microbatches
+    assert all(indices for plan in plans for indices in plan.microbatches)
+    num_tokens = sum(sum(plan.microbatch_tokens) for plan in plans)
+    assert {plan.totals.num_tokens for plan in plans} == {num_tokens}
+
+
+def error_on_rank() -> str:
+    """An oversized sample on rank 1 alone."""
+    length = 80 if dist.get_rank() == 1 else 8
+    sample = Sample([0] * length, 1, [1], name=f"answer of rank {dist.get_rank()}")
+    try:
+        plan_step([sample], max_tokens_per_microbatch=64, data_parallel_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_is_an_error_on_all() -> None:
+    """A rank that raised alone would leave the others waiting for it in the exchange."""
+    messages = run_ranks(error_on_rank, 2, timeout=60.0)
+    assert all("answer of rank 1 takes 80" in message for message in messages)
+    assert messages[0].startswith("data-parallel rank 1: ")

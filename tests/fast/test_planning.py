@@ -1,0 +1,221 @@
+"""Bins and plans of a step: every sample once, no bin above its capacity, nothing left to chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pg import Sample, TokenWindow, step_totals
+from megatron_pg.planning import assign_to_data_parallel_ranks, plan_bins, plan_step
+
+Bins = list[list[int]]
+
+
+def planned(lengths: list[int], capacity: int, **keywords: object) -> Bins:
+    return [members.tolist() for members in plan_bins(lengths, capacity, **keywords)]
+
+
+def fewest_bins(lengths: list[int], capacity: int) -> int:
+    """By trying every assignment; for a handful of sequences."""
+    best = len(lengths)
+
+    def place(index: int, loads: list[int]) -> None:
+        nonlocal best
+        if len(loads) >= best and index < len(lengths):
+            return
+        if index == len(lengths):
+            best = min(best, len(loads))
+            return
+        for number in range(len(loads)):
+            if loads[number] + lengths[index] <= capacity:
+                loads[number] += lengths[index]
+                place(index + 1, loads)
+                loads[number] -= lengths[index]
+        place(index + 1, [*loads, lengths[index]])
+
+    place(0, [])
+    return best
+
+
+def check_bins(bins: Bins, lengths: list[int], capacity: int) -> None:
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    for members in bins:
+        assert members == sorted(members)
+        assert len(members) == 1 or sum(lengths[i] for i in members) <= capacity
+    loads = [sum(lengths[i] for i in members) for members in bins]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_bins_of_a_known_case() -> None:
+    assert planned([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert planned([5, 5, 5], 10, multiple=3) == [[0], [1], [2]]
+    assert planned([1, 1], 10, multiple=4) == [[0], [1], [], []]
+    assert planned([], 10, multiple=2) == [[], []]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=60),
+    multiple=st.integers(1, 4),
+    seed=st.none() | st.integers(0, 3),
+)
+def test_every_sequence_is_in_one_bin_within_its_capacity(
+    lengths: list[int], multiple: int, seed: int | None
+) -> None:
+    bins = planned(lengths, 40, multiple=multiple, seed=seed)
+    check_bins(bins, lengths, 40)
+    assert len(bins) % multiple == 0 and bins
+    assert bins == planned(lengths, 40, multiple=multiple, seed=seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths: list[int]) -> None:
+    found, fewest = len(planned(lengths, 20)), fewest_bins(lengths, 20)
+    assert fewest <= found <= 11 / 9 * fewest + 6 / 9
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=40), seed=st.integers(0, 2**32))
+def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths: list[int], seed: int) -> None:
+    shuffled = random.Random(seed).sample(lengths, len(lengths))
+
+    def as_lengths(order: list[int]) -> list[list[int]]:
+        return [sorted(order[i] for i in members) for members in planned(order, 40)]
+
+    assert as_lengths(lengths) == as_lengths(shuffled)
+
+
+def test_distinct_lengths_permute_with_their_samples() -> None:
+    lengths = random.Random(0).sample(range(1, 200), 50)
+    order = random.Random(1).sample(range(50), 50)
+    permuted = planned([lengths[i] for i in order], 300)
+    assert [sorted(order[i] for i in members) for members in permuted] == planned(lengths, 300)
+
+
+def test_the_seed_deals_equal_lengths_differently() -> None:
+    lengths = [3] * 40
+    one, other = planned(lengths, 12, seed=1), planned(lengths, 12, seed=2)
+    check_bins(one, lengths, 12)
+    assert one != other and one == planned(lengths, 12, seed=1)
+
+
+def test_loads_are_even_where_there_is_room() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 100, size=400).tolist()
+    loads = [sum(lengths[i] for i in b) for b in planned(lengths, 4000, multiple=8)]
+    assert max(loads) - min(loads) <= max(lengths) / 10
+
+
+def test_first_fit_takes_over_where_even_loads_do_not_fit() -> None:
+    """Two bins hold 5 + 5 and 4 + 3 + 3; longest-to-lightest would make 5 + 4 and 5 + 3 + 3."""
+    assert sorted(planned([5, 5, 4, 3, 3], 10)) == [[0, 1], [2, 3, 4]]
+
+
+def test_oversized_sequences() -> None:
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 12.*10"):
+        plan_bins([4, 12, 5], 10)
+    assert planned([4, 12, 5], 10, oversized_alone=True) == [[1], [0, 2]]
+    assert planned([12, 4, 5, 13], 10, oversized_alone=True, multiple=4) == [[3], [0], [2], [1]]
+
+
+@pytest.mark.parametrize("keywords", ({"capacity": 0}, {"capacity": 5, "multiple": 0}))
+def test_bins_out_of_range_are_refused(keywords: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_bins([1], **keywords)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 0"):
+        plan_bins([1, 0], 5)
+
+
+# --------------------------------------------------------------------------------------------------
+# plan_step
+# --------------------------------------------------------------------------------------------------
+
+
+def sample(length: int, index: int = 0, **fields: object) -> Sample:
+    response = length - 1
+    return Sample([0] * length, response, [1] * response, name=f"answer-{index}", **fields)
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    return [sample(length, i, group_index=i // 3) for i, length in enumerate(lengths)]
+
+
+def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> int:
+    window = TokenWindow.build(
+        [s.total_length for s in samples],
+        [s.response_length for s in samples],
+        cp_size=cp_size,
+        pad_to_multiple=pad_to_multiple,
+    )
+    return window.num_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 30), max_size=25),
+    cp_size=st.sampled_from((1, 2, 4)),
+    pad_to_multiple=st.sampled_from((1, 3, 8)),
+    group_size=st.integers(1, 4),
+)
+def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
+    lengths: list[int], cp_size: int, pad_to_multiple: int, group_size: int
+) -> None:
+    samples = samples_of(lengths)
+    plan = plan_step(
+        samples,
+        max_tokens_per_microbatch=61,
+        cp_size=cp_size,
+        pad_to_multiple=pad_to_multiple,
+        microbatch_group_size=group_size,
+    )
+    assert plan.num_microbatches % group_size == 0 and plan.num_microbatches
+    assert sorted(i for indices in plan.microbatches for i in indices) == list(range(len(lengths)))
+    found = [
+        packed_tokens([samples[i] for i in indices], cp_size, pad_to_multiple)
+        for indices in plan.microbatches
+    ]
+    assert list(plan.microbatch_tokens) == found
+    assert max(found) <= 61
+    assert plan.totals.num_tokens == sum(found)
+    assert dataclasses.replace(plan.totals, num_tokens=None) == step_totals(samples)
+
+
+def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch() -> None:
+    samples = samples_of([4, 17, 4])
+    with pytest.raises(ValueError, match=r"(?s)answer-1 takes 20.*--max-tokens-per-microbatch.*16"):
+        plan_step(samples, max_tokens_per_microbatch=16, cp_size=2)
+    plan = plan_step(samples, max_tokens_per_microbatch=16, cp_size=2, oversized="own_microbatch")
+    assert plan.microbatches == ((1,), (0, 2))
+    assert plan.microbatch_tokens == (20, 8)
+
+
+def test_padding_counts_against_the_budget() -> None:
+    """Two samples of 5 take 8 each at context-parallel size 2: 10 tokens that a budget of 15 does not hold."""
+    assert plan_step(samples_of([5, 5]), max_tokens_per_microbatch=15).num_microbatches == 1
+    samples = samples_of([5, 5])
+    assert plan_step(samples, max_tokens_per_microbatch=15, cp_size=2).num_microbatches == 2
+
+
+def test_settings_out_of_range_are_refused_by_flag() -> None:
+    with pytest.raises(ValueError, match=r"--max-tokens-per-microbatch is 3.*at least 4"):
+        plan_step([], max_tokens_per_microbatch=3, cp_size=2)
+    with pytest.raises(ValueError, match="oversized is 'drop'"):
+        plan_step([], max_tokens_per_microbatch=3, oversized="drop")
+
+
+def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
+    lengths = np.random.default_rng(0).integers(2, 60, size=64).tolist()
+    ranks = assign_to_data_parallel_ranks(samples_of(lengths), 4, cp_size=2)
+    assert Counter(i for indices in ranks for i in indices) == Counter(range(64))
+    loads = [sum(-(-lengths[i] // 4) * 4 for i in indices) for indices in ranks]
+    assert max(loads) - min(loads) <= 8
+    assert assign_to_data_parallel_ranks(samples_of([4]), 2) == [[0], []]
+    with pytest.raises(ValueError, match="at least 1"):
+        assign_to_data_parallel_ranks(samples_of([4]), 0)

@@ -306,6 +306,15 @@ BAD_ARGUMENTS = {
     "prompt_mean_without_denominators": ({"aggregation": "prompt_mean"}, "denominators"),
     "mask_too_short": ({"loss_masks": [torch.ones(3), torch.ones(1)]}, r"loss_masks\[1\]"),
     "mask_two_dimensional": ({"loss_masks": [torch.ones(1, 3), torch.ones(2)]}, "loss_masks"),
+    "mask_of_document_ids": (
+        {"loss_masks": [torch.tensor([0, 1, 2]), torch.ones(2)]},
+        "loss_masks",
+    ),
+    "mask_with_nan": (
+        {"loss_masks": [torch.tensor([1, math.nan, 1]), torch.ones(2)]},
+        "loss_masks",
+    ),
+    "mask_with_a_fraction": ({"loss_masks": [torch.ones(3), torch.full((2,), 0.5)]}, "loss_masks"),
     "one_mask_missing": ({"loss_masks": [torch.ones(3)]}, "loss_masks"),
     "one_length_missing": ({"total_lengths": [5]}, "total_lengths"),
     "no_prompt": ({"total_lengths": [3, 4]}, "prompt"),

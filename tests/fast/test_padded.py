@@ -1,0 +1,199 @@
+"""`reduce_padded` against the oracle: the same numbers as the packed reducers, however a step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.padded import padded_totals, reduce_padded
+from tests import oracle
+from tests.cut_steps import CUTS, Cut, assert_same
+from tests.oracle import PlainSample
+from tests.random_steps import random_losses, random_step
+
+DIVISOR = 4.0
+
+
+def padded(samples: Sequence[PlainSample], losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Losses and mask as [batch, length]; the padding holds NaN, which nothing may read."""
+    length = max((sample.response_length for sample in samples), default=0) + 2
+    loss_rows = [
+        torch.cat([row, torch.full((length - len(row),), torch.nan, dtype=torch.float64)])
+        for row in losses
+    ]
+    mask_rows = [
+        torch.tensor(sample.loss_mask + [0] * (length - sample.response_length))
+        for sample in samples
+    ]
+    empty = torch.zeros(0, length, dtype=torch.float64)
+    return (
+        torch.stack(loss_rows) if loss_rows else empty,
+        torch.stack(mask_rows) if mask_rows else empty.long(),
+    )
+
+
+def ids(samples: Sequence[PlainSample]) -> dict[str, list[int]]:
+    """Group and rollout ids of each row; lone samples get a rollout id that nobody else has."""
+    return {
+        "group_index": [sample.group_index for sample in samples],  # type: ignore[misc]
+        "rollout_id": [
+            10**6 + index if sample.rollout_id is None else sample.rollout_id
+            for index, sample in enumerate(samples)
+        ],
+    }
+
+
+class Trainer:
+    """Averages gradients over data-parallel ranks, sums them over micro-batches. Mutants override a method."""
+
+    def settings(self, cut: Cut, aggregation: str) -> dict[str, Any]:
+        return {
+            "aggregation": aggregation,
+            "divisor": DIVISOR if aggregation == "constant" else None,
+            "data_parallel_size": cut.dp_size,
+        }
+
+    def totals(self, step: list[PlainSample], rank: list[list[int]]) -> Any:
+        return self.totals_of(step, list(range(len(step))))
+
+    def totals_of(self, step: list[PlainSample], rows: list[int]) -> Any:
+        mine = [step[row] for row in rows]
+        _, mask = padded(mine, [torch.zeros(sample.response_length) for sample in mine])
+        step_ids = {name: [values[row] for row in rows] for name, values in ids(step).items()}
+        return padded_totals(mask, **step_ids)
+
+    def objective(
+        self, step: list[PlainSample], losses: list[Tensor], cut: Cut, aggregation: str
+    ) -> Tensor:
+        step_ids = ids(step)
+        total = torch.zeros((), dtype=torch.float64)
+        for rank in cut.ranks:
+            for rows in rank:
+                loss, mask = padded([step[row] for row in rows], [losses[row] for row in rows])
+                reduced = reduce_padded(
+                    loss,
+                    mask,
+                    totals=self.totals(step, rank),
+                    **{name: [values[row] for row in rows] for name, values in step_ids.items()},
+                    **self.settings(cut, aggregation),
+                )
+                total = total + reduced / cut.dp_size
+        return total
+
+
+@pytest.mark.parametrize("cut", [name for name in CUTS if "cp" not in name])
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_every_cut_equals_the_oracle(aggregation: str, cut: str) -> None:
+    step = random_step(7)
+    losses = random_losses(step)
+    found = Trainer().objective(step, losses, CUTS[cut](len(step)), aggregation)
+    assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+
+
+class ForgetsTheAverage(Trainer):
+    """Leaves the data-parallel factor out."""
+
+    def settings(self, cut, aggregation):
+        return {**super().settings(cut, aggregation), "data_parallel_size": 1}
+
+
+class CountsTheRank(Trainer):
+    """Totals of this rank and not of the step."""
+
+    def totals(self, step, rank):
+        return self.totals_of(step, [row for each in rank for row in each])
+
+
+@pytest.mark.parametrize("mutant", [ForgetsTheAverage, CountsTheRank])
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_the_comparison_rejects_mutants(aggregation: str, mutant: type[Trainer]) -> None:
+    step = [sample for sample in random_step(7) if sample.rollout_id is None]
+    losses = random_losses(step)
+    cut = CUTS["dp_2_interleaved"](len(step))
+    found = mutant().objective(step, losses, cut, aggregation)
+    with pytest.raises(AssertionError):
+        assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+
+
+WORKED = ([(1.0, 2.0), (3.0, 4.0, 5.0, 6.0), (20.0,), (8.0, 9.0, 10.0)], [0, 0, 1, 1])
+"""Per-token losses of four samples and their prompt groups."""
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("sample_mean", 8.75), ("prompt_mean", 7.625), ("token_mean", 6.8), ("constant", 4.25)],
+)
+def test_the_worked_numbers(aggregation: str, expected: float) -> None:
+    rows = [torch.tensor(row) for row in WORKED[0]]
+    loss = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=99.0)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(r)) for r in rows], batch_first=True)
+    found = reduce_padded(
+        loss,
+        mask,
+        aggregation=aggregation,
+        divisor=4.0 if aggregation == "constant" else None,
+        group_index=WORKED[1],
+    )
+    assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_masked_nan_is_harmless_and_an_active_one_visible() -> None:
+    loss = torch.tensor([[1.0, torch.nan], [3.0, 4.0]], requires_grad=True)
+    reduced = reduce_padded(loss, torch.tensor([[1, 0], [1, 1]]))
+    reduced.backward()
+    assert reduced.item() == pytest.approx((1.0 + 3.5) / 2)
+    assert loss.grad is not None
+    torch.testing.assert_close(loss.grad, torch.tensor([[0.5, 0.0], [0.25, 0.25]]))
+    assert reduce_padded(loss, torch.ones(2, 2)).isnan()
+
+
+def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
+    loss = torch.ones(2, 3, requires_grad=True)
+    for aggregation in ("sample_mean", "token_mean"):
+        reduced = reduce_padded(loss, torch.zeros(2, 3), aggregation=aggregation)
+        assert reduced.item() == 0.0 and reduced.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"aggregation": "mean"}, "--loss-aggregation is 'mean'"),
+        ({"aggregation": "constant"}, "--loss-aggregation-divisor is None"),
+        ({"aggregation": "constant", "divisor": -1.0}, "--loss-aggregation-divisor is -1"),
+        ({"divisor": 4.0}, "only constant divides"),
+        ({"aggregation": "prompt_mean"}, "row 0 has no group_index"),
+        ({"aggregation": "prompt_mean", "group_index": [0]}, "group_index has 1 ids for 2 rows"),
+        ({"rollout_id": [1, 2, 3]}, "rollout_id has 3 ids for 2 rows"),
+        ({"data_parallel_size": 0}, "data_parallel_size is 0"),
+        ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
+        ({"mask": torch.ones(6)}, r"expected \[batch, length\]"),
+        ({"mask": torch.tensor([[1, 1, 0], [1, 2, 0]])}, r"mask\[1, 1\] is 2"),
+        ({"mask": torch.tensor([[1, 1, 0], [1, torch.nan, 0]])}, r"mask\[1, 1\] is nan"),
+    ],
+)
+def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
+    mask = keywords.pop("mask", torch.ones(2, 3))
+    with pytest.raises(ValueError, match=message):
+        reduce_padded(torch.ones(2, 3), mask, **keywords)
+
+
+def test_a_group_that_the_totals_do_not_know_is_named() -> None:
+    totals = padded_totals(torch.ones(2, 3), group_index=[4, 5])
+    with pytest.raises(ValueError, match="row 1: group_index 6"):
+        reduce_padded(
+            torch.ones(2, 3),
+            torch.ones(2, 3),
+            totals=totals,
+            aggregation="prompt_mean",
+            group_index=[4, 6],
+        )
+
+
+def test_totals_counted_with_rollouts_want_them_again() -> None:
+    totals = padded_totals(torch.ones(2, 3), rollout_id=[4, 4])
+    with pytest.raises(ValueError, match="rollout_id"):
+        reduce_padded(torch.ones(2, 3), torch.ones(2, 3), totals=totals)

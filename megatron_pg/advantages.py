@@ -3,8 +3,8 @@
 Per prompt group of n rewards, in float64, on the host, before the samples are built:
 
     grpo     (reward - mean) / (std + 1e-6), std with n - 1            arXiv:2402.03300 sec. 4.1.2
-    dr_grpo  reward - mean                                             arXiv:2503.20783 sec. 3.2
-    rloo     reward - mean of the other n - 1                          arXiv:2402.14740 eq. 6
+    dr_grpo  reward - mean                                             arXiv:2503.20783
+    rloo     reward - mean of the other n - 1                          arXiv:2402.14740
 
 Two cases that the formulas leave open are defined here: a group of one sample has no baseline, and a
 group of equal rewards no preference; both get advantages of exactly 0. They train nothing (apart
@@ -102,7 +102,7 @@ def _group_spread(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 
 
 def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:
-    """Masks every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476 3.4).
+    """Masks every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476).
 
     Their rewards say nothing about what they would have become. Filter after the advantages: the
     rewards stay in their group's baseline. A masked sample adds nothing to the sum and still counts

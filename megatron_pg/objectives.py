@@ -248,7 +248,7 @@ def _clipped_surrogate(
     """-min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
 
     Which of the terms holds depends on the sign of A: the minimum binds r from above where A > 0 and
-    from below where A < 0, where dual clip (arXiv:1912.09729 eq. 5) binds it from above too. Written
+    from below where A < 0, where dual clip (arXiv:1912.09729) binds it from above too. Written
     so, a token on a bound keeps its gradient, and one beyond it has none.
     """
     advantages = masked(batch.advantages, batch.loss_mask)

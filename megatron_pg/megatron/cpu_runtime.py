@@ -8,12 +8,14 @@ edited. The lists were read off megatron-core 0.15.3 to 0.19.2.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_pg.megatron.versions import require_supported_version
@@ -118,6 +120,7 @@ def enable_cpu_runtime() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
     _redirect_cuda_module()
+    _accept_split_sizes_as_tensors()
     torch.Tensor.cuda = _itself()  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _itself()  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign, assignment]
@@ -154,6 +157,33 @@ def _redirect_cuda_module() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _nothing())
     cuda.nvtx.range = _null_range()
+
+
+def _accept_split_sizes_as_tensors() -> None:
+    """Let `all_to_all_single` take its split sizes as tensors.
+
+    The all-to-all dispatcher turns them into lists when it fetches them from the GPU, and leaves
+    those that are on the CPU already (`maybe_move_tensor_to_cpu` in transformer/moe/moe_utils.py).
+    """
+    original = dist.all_to_all_single
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 (torch's name, which callers may use)
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sizes = (_as_list(output_split_sizes), _as_list(input_split_sizes))
+        return original(output, input, *sizes, *args, **kwargs)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
 def _use_stateless_random_tracker() -> None:

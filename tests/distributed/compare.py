@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from dataclasses import dataclass
 
-from .models import relative_error
+import torch
+from torch import Tensor
+
+from .models import ModelOptions, relative_error
 from .one_step import Outcome
 
-TOLERANCE = 1e-6
-"""On max|g - reference| / max|reference| of every parameter, float32 through Megatron."""
+METRIC_TOLERANCE = 2e-6
+
+
+def gradient_tolerance(options: ModelOptions) -> float:
+    """On max|g - reference| / max|reference| of every parameter, through Megatron.
+
+    In float64 per-token mode is held to float32's rounding of one number: Megatron divides all
+    gradients by the count of tokens in float32 (distributed/finalize_model_grads.py).
+    """
+    if options.dtype == torch.float32:
+        return 1e-6
+    return 1e-7 if options.calculate_per_token_loss else 1e-12
 
 
 @dataclass(frozen=True)
@@ -21,11 +36,13 @@ class Comparison:
     """<g, reference> / <reference, reference> of the worst parameter: a wrong scale shows here."""
     metric_error: float
     worst_metric: str
+    tolerance: float
+    """On the gradient error."""
 
     @property
     def passed(self) -> bool:
-        # A metric is a float32 sum of either sign: its error is measured against 1 or its size.
-        return self.gradient_error < TOLERANCE and self.metric_error < 2e-6
+        # A metric is a sum of either sign: its error is measured against 1 or its size.
+        return self.gradient_error < self.tolerance and self.metric_error < METRIC_TOLERANCE
 
     def __str__(self) -> str:
         return (
@@ -35,20 +52,21 @@ class Comparison:
         )
 
 
-def compare(found: Outcome, expected: Outcome) -> Comparison:
+def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Comparison:
     """Every parameter's gradient and every metric that both report.
+
+    The experts of a layer count as one parameter, as they are where their GEMMs are grouped: a few
+    tokens alone, of advantages of either sign, leave float32 too few digits.
 
     Raises:
         AssertionError: the two do not have the same parameters.
     """
     assert found.gradients.keys() == expected.gradients.keys()
-    errors = {
-        name: relative_error(gradient, expected.gradients[name])
-        for name, gradient in found.gradients.items()
-    }
+    gradients, references = _by_parameter(found.gradients), _by_parameter(expected.gradients)
+    errors = {name: relative_error(gradients[name], references[name]) for name in gradients}
     worst = max(errors, key=lambda name: errors[name])
-    reference = expected.gradients[worst].double()
-    ratio = (found.gradients[worst].double() * reference).sum() / reference.pow(2).sum()
+    reference = references[worst]
+    ratio = (gradients[worst] * reference).sum() / reference.pow(2).sum()
     metric_errors = {
         name: abs(value - expected.metrics[name]) / max(1.0, abs(expected.metrics[name]))
         for name, value in found.metrics.items()
@@ -62,4 +80,14 @@ def compare(found: Outcome, expected: Outcome) -> Comparison:
         gradient_ratio=float(ratio),
         metric_error=metric_errors[worst_metric],
         worst_metric=worst_metric,
+        tolerance=tolerance,
     )
+
+
+def _by_parameter(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Flat float64 gradients, those of a layer's experts joined."""
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for name in sorted(gradients):
+        joined = re.sub(r"local_experts\.\d+", "experts", name)
+        parts[joined].append(gradients[name].double().flatten())
+    return {name: torch.cat(values) for name, values in parts.items()}

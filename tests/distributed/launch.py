@@ -40,6 +40,8 @@ def run_ranks(
         TimeoutError: the ranks were not done in time.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Plain pickle, here and for the results: that of multiprocessing would share tensors' memory.
+    task = pickle.dumps((worker, args))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +50,7 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_rank, args=(theirs, worker, args, rank, world_size, store, timeout)
+                target=_run_rank, args=(theirs, task, rank, world_size, store, timeout)
             )
             process.start()
             theirs.close()
@@ -92,8 +94,7 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 
 def _run_rank(
     pipe: Any,
-    worker: Callable[..., Any],
-    args: tuple[Any, ...],
+    task: bytes,
     rank: int,
     world_size: int,
     store: str,
@@ -106,6 +107,7 @@ def _run_rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
+        worker, args = pickle.loads(task)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",
@@ -116,7 +118,6 @@ def _run_rank(
         result = worker(*args)
         dist.barrier()
         dist.destroy_process_group()
-        # Plain pickle: that of multiprocessing would leave tensors in the memory of this process.
         pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:  # whatever it was, the parent has to hear of it
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -64,6 +64,7 @@ class ModelOptions:
     average_in_collective: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def initialize_groups(sharding: Sharding) -> None:
@@ -90,6 +91,7 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
             "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coeff else "none",
             "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
             "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp64" if options.dtype == torch.float64 else "fp32",
         }
     pipeline: dict[str, Any] = {}
     if sharding.virtual_pipeline is not None:
@@ -116,8 +118,8 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         context_parallel_size=sharding.context,
         expert_model_parallel_size=sharding.expert,
         expert_tensor_parallel_size=1,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        pipeline_dtype=options.dtype,
+        params_dtype=options.dtype,
         variable_seq_lengths=sharding.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True,
@@ -163,7 +165,7 @@ def build_model(
             DistributedDataParallel(
                 config=config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
+                    grad_reduce_in_fp32=options.dtype == torch.float32,
                     overlap_grad_reduce=options.overlap_grad_reduce,
                     use_distributed_optimizer=options.distributed_optimizer,
                     average_in_collective=options.average_in_collective,
@@ -206,7 +208,12 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
 
 
 def _whole_name(model: Any, name: str) -> str:
-    """The name in the unsharded model: global layer and expert numbers."""
+    """The name in the unsharded model: global layer and expert numbers.
+
+    A tied output layer on another pipeline stage is a second copy of the embedding.
+    """
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if "layers" in parts:
         place = parts.index("layers") + 1
@@ -220,20 +227,18 @@ def _whole_name(model: Any, name: str) -> str:
 
 
 def set_parameters(model: torch.nn.Module) -> None:
-    """Values that depend on the whole model's parameter names alone.
-
-    A tied output layer has its own copy on the last pipeline stage, of the embedding's values.
-    """
+    """Values that depend on the whole model's parameter names alone."""
     for shard, parameter in shards(model):
-        name = shard.name
-        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            name = "embedding.word_embeddings.weight"
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
-        if "norm" in name:
+        if "norm" in shard.name:
             whole = 1.0 + 0.1 * whole
-        elif "embedding" not in name:  # those keep size 1: small ones would lose digits in the norm
-            whole = 0.2 * whole
+            if model.share_embeddings_and_output_weights and "final" in shard.name:
+                whole *= 0.05  # the output layer is as large as the embedding: keep logits small
+        elif "embedding" not in shard.name:
+            # Small beside the residual stream, so that float32 keeps its digits: every parameter's
+            # gradient is judged by its own size.
+            whole = 0.03 * whole
         parameter.data.copy_(shard.cut(whole))
 
 

@@ -1,6 +1,11 @@
-"""The reference: the same Megatron model in one process, each sample alone, the float64 oracle loss."""
+"""The reference: the same Megatron model in one process, each sample alone, and the oracle's loss.
+
+All of it in float64, so that what is measured is the error of the float32 run alone.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,7 +29,7 @@ from .steps import Run
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     """The outcome of each run, whatever its cut; call it in a world of one process."""
     initialize_groups(Sharding())
-    (model,) = build_model(Sharding(), options)
+    (model,) = build_model(Sharding(), replace(options, dtype=torch.float64))
     outcomes = []
     for run in runs:
         model.zero_grad_buffer()
@@ -52,8 +57,8 @@ def _logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     tokens = torch.tensor([sample.tokens])
     positions = torch.arange(length)[None]
     logits: Tensor = model(tokens, positions, None, packed_seq_params=packed)
-    assert logits.shape == (1, length, VOCAB_SIZE)
-    return logits[0].double()
+    assert logits.shape == (1, length, VOCAB_SIZE) and logits.dtype == torch.float64
+    return logits[0]
 
 
 def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:

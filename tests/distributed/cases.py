@@ -1,0 +1,202 @@
+"""The matrix: every sharding, loss mode and gradient reduction, with the steps each one runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .models import ModelOptions, Sharding
+from .steps import AGGREGATIONS, CUTS, SHAPES, Run
+
+DENSE = ModelOptions()
+TIED = ModelOptions(tied_embeddings=True)
+EXPERTS = ModelOptions(mixture_of_experts=True)
+
+DENSE_SHARDINGS = [
+    Sharding(),
+    Sharding(tensor=2),
+    Sharding(tensor=2, sequence_parallel=True),
+    Sharding(pipeline=2),
+    Sharding(pipeline=2, virtual_pipeline=2),
+    Sharding(context=2),
+    Sharding(data=2),
+    Sharding(context=4),
+    Sharding(pipeline=4),
+    Sharding(data=3),
+    Sharding(tensor=2, context=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2),
+    Sharding(tensor=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2),
+    Sharding(pipeline=2, context=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2),
+    Sharding(pipeline=2, data=2),
+    Sharding(context=2, data=2),
+    Sharding(context=2, data=3),
+    Sharding(context=4, data=2),
+    Sharding(tensor=2, context=4),
+    Sharding(tensor=2, pipeline=2, context=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(pipeline=2, context=2, data=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
+    Sharding(pipeline=4, data=2),
+    Sharding(tensor=2, pipeline=2, data=2),
+]
+
+TIED_SHARDINGS = [
+    Sharding(pipeline=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2, context=2),
+]
+
+EXPERT_SHARDINGS = [
+    Sharding(),
+    Sharding(data=2),
+    Sharding(context=2),
+    Sharding(expert=2, data=2),
+    Sharding(expert=2, context=2),
+    Sharding(expert=2, tensor=2, sequence_parallel=True),
+    Sharding(expert=2, pipeline=2, data=2),
+    Sharding(expert=2, context=2, data=2),
+    Sharding(expert=4, context=2, data=2),
+    Sharding(expert=4, context=4, data=2),
+    Sharding(expert=2, tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(expert=2, pipeline=2, virtual_pipeline=2, context=2, data=2),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sharded model and the steps that are run on it."""
+
+    sharding: Sharding
+    options: ModelOptions
+    runs: tuple[Run, ...]
+
+    @property
+    def reference_options(self) -> ModelOptions:
+        """What of the model the unsharded reference shares: all that changes the function."""
+        return ModelOptions(
+            mixture_of_experts=self.options.mixture_of_experts,
+            tied_embeddings=self.options.tied_embeddings,
+        )
+
+    @property
+    def configuration(self) -> str:
+        """Model and sharding."""
+        kind = {EXPERTS: "MoE ", TIED: "tied "}.get(self.reference_options, "")
+        return f"{kind}{self.sharding}"
+
+    @property
+    def mode(self) -> str:
+        """Loss mode and gradient reduction."""
+        parts = ["per token" if self.options.calculate_per_token_loss else "per micro-batch"]
+        if self.options.average_in_collective:
+            parts.append("average in collective")
+        if self.options.distributed_optimizer:
+            parts.append("distributed optimizer")
+        if self.options.overlap_grad_reduce:
+            parts.append("overlapped")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return f"{self.configuration}: {self.mode}, {self.precision}"
+
+    @property
+    def precision(self) -> str:
+        """float32 or float64, of the sharded model; the reference is float64."""
+        return str(self.options.dtype).removeprefix("torch.")
+
+
+def modes(options: ModelOptions, sharding: Sharding, place: int) -> list[ModelOptions]:
+    """Both loss modes; where gradients are reduced over several ranks, also two of the ways to do it.
+
+    Which two goes round with `place`, so that neighbours in the list cover all of them.
+    """
+    both = [options, replace(options, calculate_per_token_loss=True)]
+    if sharding.data * sharding.context == 1:
+        return both
+    reductions = [
+        replace(options, average_in_collective=True),
+        replace(options, distributed_optimizer=True),
+        replace(options, distributed_optimizer=True, calculate_per_token_loss=True),
+        replace(options, distributed_optimizer=True, average_in_collective=True),
+        replace(options, overlap_grad_reduce=True),
+    ]
+    return both + [reductions[(2 * place + index) % len(reductions)] for index in range(2)]
+
+
+def legal_cuts(sharding: Sharding) -> list[str]:
+    """Ragged micro-batch counts need data parallelism, and experts that stay where they are.
+
+    Experts are exchanged between data-parallel ranks in every micro-batch.
+    """
+    return [cut for cut in CUTS if cut != "ragged" or (sharding.expert == 1 and sharding.data > 1)]
+
+
+def runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
+    """Every aggregation with every step shape; the cut and the added terms go round with `place`."""
+    cuts = legal_cuts(sharding)
+    combinations = [(aggregation, shape) for aggregation in AGGREGATIONS for shape in SHAPES]
+    return tuple(
+        Run(
+            aggregation,
+            shape,
+            cuts[(place + index + index // 2) % len(cuts)],
+            regularized=bool((place + index // 3) % 2),
+        )
+        for index, (aggregation, shape) in enumerate(combinations)
+    )
+
+
+def all_cases() -> list[Case]:
+    """The whole matrix, each case in float32 and in float64."""
+    groups = [
+        (DENSE, DENSE_SHARDINGS),
+        (TIED, TIED_SHARDINGS),
+        (EXPERTS, EXPERT_SHARDINGS),
+    ]
+    models = [
+        (sharding, mode)
+        for options, shardings in groups
+        for place, sharding in enumerate(shardings)
+        for mode in modes(options, sharding, place)
+    ]
+    return [
+        Case(sharding, replace(mode, dtype=dtype), runs(sharding, place))
+        for place, (sharding, mode) in enumerate(models)
+        for dtype in (torch.float32, torch.float64)
+    ]
+
+
+def representative_cases() -> list[Case]:
+    """Each kind of parallelism and reduction at least once, every aggregation in each; minutes."""
+    chosen: list[tuple[Sharding, ModelOptions]] = [
+        (Sharding(), DENSE),
+        (Sharding(tensor=2), DENSE),
+        (Sharding(pipeline=2, virtual_pipeline=2), replace(DENSE, calculate_per_token_loss=True)),
+        (Sharding(context=2, data=2), DENSE),
+        (Sharding(context=2, data=2), replace(DENSE, calculate_per_token_loss=True)),
+        (Sharding(context=2, data=2), replace(DENSE, average_in_collective=True)),
+        (Sharding(context=2, data=2), replace(DENSE, distributed_optimizer=True)),
+        (Sharding(context=4), replace(DENSE, calculate_per_token_loss=True)),
+        (Sharding(pipeline=2, data=2), replace(DENSE, distributed_optimizer=True)),
+        (Sharding(pipeline=2, context=2), TIED),
+        (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
+        (Sharding(expert=2, context=2, data=2), EXPERTS),
+        (Sharding(expert=2, data=2), replace(EXPERTS, calculate_per_token_loss=True)),
+        (
+            Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
+            DENSE,
+        ),
+    ]
+    return [
+        # One run of each aggregation; in float32 and float64 in turn.
+        Case(
+            sharding,
+            replace(options, dtype=torch.float64 if place % 2 else torch.float32),
+            runs(sharding, place)[place % 2 :: 2],
+        )
+        for place, (sharding, options) in enumerate(chosen)
+    ]

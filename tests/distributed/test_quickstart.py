@@ -1,0 +1,176 @@
+"""The main job, shortened: what it writes, and that a stopped run goes on as if it had not been stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+SHORT = (
+    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
+    # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
+    "--max-tokens-per-microbatch 128 --lr-warmup-iters 2 --entropy-coef 0.01"
+)
+TIMEOUT_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose quickstart.sh is the real one, and whose environment is the one that runs the tests."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "examples").mkdir()
+    shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
+    (folder / "examples/train_grpo.py").symlink_to(ROOT / "examples/train_grpo.py")
+    (folder / "ci").mkdir()
+    stub = f"make_environment() {{ VENV_PYTHON={sys.executable}; }}\n"
+    (folder / "ci/environment.sh").write_text(stub)
+    return folder
+
+
+def start(project: Path, run_dir: Path, *flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "examples/quickstart.sh", *SHORT.split(), "--run-dir", str(run_dir), *flags],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """The output of a run that must succeed."""
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    return output
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "seconds": None} for line in lines]
+
+
+def interrupt(
+    process: subprocess.Popen[str], run_dir: Path, at_step: int, send: Callable[[], None]
+) -> None:
+    """Waits for a step to be logged, interrupts, and waits for the end."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < at_step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the step was not reached in time"
+        time.sleep(0.01)
+    send()
+    process.communicate(timeout=TIMEOUT_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    finish(start(project, run_dir))
+    return run_dir
+
+
+def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> None:
+    steps = steps_of(uninterrupted)
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["loss_aggregation"] == "prompt_mean"
+    assert summary["world_size"] == summary["context_parallel_size"] == 2
+    assert summary["reward_first"] == steps[0]["reward"]
+    assert summary["reward_last"] == steps[-1]["reward"]
+    assert re.fullmatch(r"0\.\d+\.\d+.*", summary["megatron_core"])
+    assert 0 < summary["seconds"] < TIMEOUT_SECONDS
+    assert 0 <= summary["held_out_before"] <= 1 and 0 <= summary["held_out_after"] <= 1
+    assert (uninterrupted / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert list((uninterrupted / "tensorboard").glob("events.*"))
+    kept = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert kept == ["step_000004_000008", "step_000004_000012"]
+
+
+def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted: Path) -> None:
+    steps = steps_of(uninterrupted)
+    for step in steps:
+        assert step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
+        assert step["grad_norm"] > 0.0
+    # Odd steps train on answers of the policy as it is: sampling without context parallelism and training with it
+    # must agree on the log-probs. Even steps train on the other half of the round, one update later.
+    for step in steps[::2]:
+        assert step["ratio_new_old"] == pytest.approx(1.0, abs=1e-4)
+        assert step["clipped_ratio_fraction"] == 0.0
+        assert step["kl_new_old"] < 1e-8
+    assert max(step["kl_new_old"] for step in steps[1::2]) > 1e-7
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
+    run_dir = tmp_path / "run"
+    process = start(project, run_dir)
+    interrupt(process, run_dir, at_step=2, send=process.terminate)
+    assert process.returncode != 0
+    stopped_at = len(steps_of(run_dir))
+    checkpoint = max(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert checkpoint == f"step_000004_{stopped_at:06d}", "SIGTERM ends with a checkpoint"
+
+    process = start(project, run_dir, "--resume")
+    interrupt(process, run_dir, at_step=9, send=process.kill)
+    assert process.returncode == -signal.SIGKILL
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 99, "rew')  # as if killed in the middle of a line
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    shutil.copytree(newest, newest.with_name("partial_step_000004_000099"))
+    (newest.with_name("partial_step_000004_000099") / "model_tensor_parallel_0.pt").unlink()
+
+    output = finish(start(project, run_dir, "--resume"))
+    assert f"resuming from {newest}" in output
+    assert steps_of(run_dir) == steps_of(uninterrupted)
+    before, after = (
+        json.loads((folder / "summary.json").read_text()) for folder in (uninterrupted, run_dir)
+    )
+    assert before.keys() == after.keys()
+    assert all(before[key] == after[key] for key in before.keys() - {"seconds"})
+
+
+def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    process = start(project, uninterrupted, "--resume", "--loss-aggregation", "token_mean")
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode != 0
+    assert "was made with loss_aggregation 'prompt_mean' and this run has 'token_mean'" in output
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
+        (["--global-batch-size", "10"], "--global-batch-size 10"),
+        (["--context-parallel-size", "3"], "--context-parallel-size"),
+        (["--qkv-format", "bshd"], "--qkv-format thd"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_is_written(
+    project: Path, tmp_path: Path, flags: list[str], message: str
+) -> None:
+    process = start(project, tmp_path / "run", *flags)
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode != 0
+    assert message in output
+    assert not (tmp_path / "run").exists()

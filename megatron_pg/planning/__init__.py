@@ -1,6 +1,26 @@
 """From rollouts to steps: which samples a step holds, its micro-batches and its totals."""
 
+from megatron_pg.planning.arguments import (
+    PlanningConfig,
+    add_planning_args,
+    validate_planning_args,
+)
 from megatron_pg.planning.bins import plan_bins
+from megatron_pg.planning.documents import CollectorState, StepCollector, StepSamples
+from megatron_pg.planning.sources import IteratorSource, SampleSource
 from megatron_pg.planning.step import StepPlan, assign_to_data_parallel_ranks, plan_step
 
-__all__ = ["StepPlan", "assign_to_data_parallel_ranks", "plan_bins", "plan_step"]
+__all__ = [
+    "CollectorState",
+    "IteratorSource",
+    "PlanningConfig",
+    "SampleSource",
+    "StepCollector",
+    "StepPlan",
+    "StepSamples",
+    "add_planning_args",
+    "assign_to_data_parallel_ranks",
+    "plan_bins",
+    "plan_step",
+    "validate_planning_args",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
 from collections import Counter
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample, TokenWindow, step_totals
-from megatron_pg.planning import assign_to_data_parallel_ranks, plan_bins, plan_step
+from megatron_pg.planning import (
+    PlanningConfig,
+    add_planning_args,
+    assign_to_data_parallel_ranks,
+    plan_bins,
+    plan_step,
+    validate_planning_args,
+)
 
 Bins = list[list[int]]
 
@@ -219,3 +227,55 @@ def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
     assert assign_to_data_parallel_ranks(samples_of([4]), 2) == [[0], []]
     with pytest.raises(ValueError, match="at least 1"):
         assign_to_data_parallel_ranks(samples_of([4]), 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return add_planning_args(argparse.ArgumentParser(exit_on_error=False)).parse_args(words)
+
+
+def test_flags_become_the_config() -> None:
+    words = "--max-tokens-per-microbatch 64 --docs-per-step 8 --docs-per-step-mode exact"
+    config = validate_planning_args(parsed(*words.split(), "--keep-prompt-groups"))
+    assert config == PlanningConfig(
+        64, docs_per_step=8, docs_per_step_mode="exact", keep_prompt_groups=True
+    )
+    assert PlanningConfig.from_args(parsed("--max-tokens-per-microbatch", "9")) == PlanningConfig(9)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    (
+        ("", "--max-tokens-per-microbatch must be an integer >= 1; found None"),
+        ("--max-tokens-per-microbatch 0", "--max-tokens-per-microbatch must be .* found 0"),
+        ("--max-tokens-per-microbatch 9 --docs-per-step -1", "--docs-per-step must be .* found -1"),
+        ("--max-tokens-per-microbatch 9 --keep-prompt-groups", "--keep-prompt-groups"),
+        ("--max-tokens-per-microbatch 9 --docs-per-step-mode exact", "--docs-per-step-mode"),
+    ),
+)
+def test_flags_out_of_range_are_refused_by_name(words: str, flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        validate_planning_args(parsed(*words.split()))
+
+
+def test_ragged_microbatches_are_refused_with_expert_parallelism() -> None:
+    args = parsed("--max-tokens-per-microbatch", "9", "--ragged-microbatches")
+    assert validate_planning_args(args).ragged_microbatches
+    args.expert_model_parallel_size = 2
+    with pytest.raises(ValueError, match="--ragged-microbatches with --expert-model-parallel-size"):
+        validate_planning_args(args)
+
+
+def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--docs-per-step", type=int, default=5)
+    args = add_planning_args(parser).parse_args(["--max-tokens-per-microbatch", "9"])
+    assert validate_planning_args(args).docs_per_step == 5
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--docs-per-step", dest="n")
+    with pytest.raises(ValueError, match="--docs-per-step is already a flag"):
+        add_planning_args(parser)

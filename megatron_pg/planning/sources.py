@@ -1,0 +1,70 @@
+"""Where a step's samples come from: one data-parallel rank's share of a stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from megatron_pg.samples import Sample
+
+
+class SampleSource(Protocol):
+    """One data-parallel rank's share of a stream of samples, dealt out in slots.
+
+    All ranks are asked for the same number of slots at a time. Slot i of rank r comes, in the order of the whole
+    stream, after slot i of rank r - 1 and before slot i + 1 of rank 0.
+    """
+
+    @property
+    def can_reshard(self) -> bool:
+        """Whether a position is the same on all ranks and means the same at another data-parallel size."""
+
+    @property
+    def position(self) -> Any:
+        """Picklable: where the next pull begins."""
+
+    def seek(self, position: Any) -> None:
+        """Continues from a position, of this source or of one with the same stream."""
+
+    def pull(self, count: int) -> list[Sample | None]:
+        """The next `count` slots, fewer only at the end of this rank's share; None where a slot holds no sample."""
+
+
+class IteratorSource:
+    """Samples of an iterator: every rank iterates over its own share. Positions count samples."""
+
+    can_reshard = False
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._samples = iter(samples)
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """Samples taken so far."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Skips ahead; the iterator must give the same samples as the one that the position is of.
+
+        Raises:
+            ValueError: the position has been passed, or the iterator ends before it.
+        """
+        if position < self._position:
+            raise ValueError(
+                f"position {position} has been passed (now at {self._position}): build the source anew to go back"
+            )
+        skipped = sum(1 for _ in itertools.islice(self._samples, position - self._position))
+        self._position += skipped
+        if self._position < position:
+            raise ValueError(
+                f"the iterator ends after {self._position} samples, before position {position}: it is not the one "
+                "that the position is of"
+            )
+
+    def pull(self, count: int) -> list[Sample | None]:
+        """The next samples, fewer than `count` at the end."""
+        pulled: list[Sample | None] = list(itertools.islice(self._samples, count))
+        self._position += len(pulled)
+        return pulled

@@ -1,0 +1,183 @@
+"""Steps of n documents on one rank: which samples they hold, where they end, what is carried over."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pg import Sample
+from megatron_pg.planning import IteratorSource, StepCollector, StepSamples
+
+MODES = ("at_least", "exact")
+
+
+def stream(
+    groups: list[int | None], rollouts: list[int | None] | None = None, first: int = 0
+) -> list[Sample]:
+    """One sample per entry; its first token is its place in the stream."""
+    rollouts = [None] * len(groups) if rollouts is None else rollouts
+    return [
+        Sample([first + i, 0], 1, [1], group_index=group, rollout_id=rollout, name=f"row {i}")
+        for i, (group, rollout) in enumerate(zip(groups, rollouts, strict=True))
+    ]
+
+
+def places(step: StepSamples) -> list[int]:
+    return [int(sample.tokens[0]) for sample in step.samples]
+
+
+def all_steps(collector: StepCollector) -> list[StepSamples]:
+    steps = []
+    while (step := collector.collect()) is not None:
+        steps.append(step)
+    return steps
+
+
+def collected(samples: list[Sample], docs_per_step: int, **keywords: object) -> list[list[int]]:
+    collector = StepCollector(IteratorSource(samples), docs_per_step=docs_per_step, **keywords)
+    return [places(step) for step in all_steps(collector)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_single_samples_make_steps_of_n(mode: str) -> None:
+    assert collected(stream([None] * 8), 3, mode=mode) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_stream_has_no_step(mode: str) -> None:
+    assert collected([], 3, mode=mode) == []
+
+
+def test_rollouts_count_once_and_stay_whole() -> None:
+    samples = stream([0] * 9, [7, 7, None, 8, 8, 8, None, 9, 9])
+    steps = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+    assert collected(samples, 2, mode="exact") == steps
+    collector = StepCollector(IteratorSource(samples), docs_per_step=2, mode="exact")
+    assert [step.num_documents for step in all_steps(collector)] == [2, 2, 1]
+
+
+def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
+    """A rollout of four samples, which lets the next window ask for more than single samples need."""
+    samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
+    exact = collected(samples, 3, mode="exact")
+    assert exact == [[0, 1, 2, 3, 4, 5], *[list(range(i, min(i + 3, 20))) for i in range(6, 20, 3)]]
+    at_least = collected(samples, 3, mode="at_least")
+    assert len(at_least[0]) > 6
+    for steps in (exact, at_least):
+        assert [place for step in steps for place in step] == list(range(20))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_are_kept_whole(mode: str) -> None:
+    samples = stream([5, 5, 5, 6, 6, 6, 7, 7, 7])
+    steps = collected(samples, 4, mode=mode, keep_prompt_groups=True)
+    assert steps == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+
+def test_a_cut_group_is_refused_by_name_before_the_step() -> None:
+    samples = stream([5, 5, 5, -6, -6, -6])
+    with pytest.raises(ValueError, match=r"prompt group -6.*--docs-per-step 4.*--keep-prompt-gr"):
+        collected(samples, 4, mode="exact", refuse_cut_groups=True)
+    assert collected(samples, 3, mode="exact", refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
+    # Only the prompt mean divides by a group.
+    assert collected(samples, 4, mode="exact") == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_at_least_without_a_cut_ends_between_groups_by_itself() -> None:
+    samples = stream([5, 5, 5, 6, 6, 6])
+    assert collected(samples, 2, refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("keep", (True, False))
+def test_a_group_that_comes_back_is_refused(keep: bool) -> None:
+    samples = stream([5, 5, 6, 6, 5, 5])
+    with pytest.raises(ValueError, match="prompt group 5"):
+        collected(samples, 2, mode="exact", keep_prompt_groups=keep, refuse_cut_groups=not keep)
+
+
+def test_a_rollout_that_comes_back_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollout_id 1 is cut"):
+        collected(stream([0] * 5, [1, 1, 2, 3, 1]), 2, mode="exact")
+
+
+@pytest.mark.parametrize("keywords", ({"keep_prompt_groups": True}, {"refuse_cut_groups": True}))
+def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match="row 1 has no group_index"):
+        collected(stream([3, None]), 2, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "flag"),
+    (({"docs_per_step": 0}, "--docs-per-step is 0"), ({"mode": "most"}, "--docs-per-step-mode")),
+)
+def test_settings_out_of_range_are_refused(keywords: dict[str, object], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        StepCollector(IteratorSource([]), **{"docs_per_step": 1, **keywords})
+
+
+def plain_steps(groups: list[list[int]], docs_per_step: int, keep: bool) -> list[list[int]]:
+    """`groups`: the number of samples of each rollout of each group, in the order of the stream."""
+    steps: list[list[int]] = [[]]
+    place = documents = 0
+    for rollouts in groups:
+        for size in rollouts:
+            if documents >= docs_per_step and not keep:
+                steps.append([])
+                documents = 0
+            steps[-1] += range(place, place + size)
+            place += size
+            documents += 1
+        if documents >= docs_per_step and keep:
+            steps.append([])
+            documents = 0
+    return [step for step in steps if step]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=12),
+    docs_per_step=st.integers(1, 6),
+    keep=st.booleans(),
+    stop=st.integers(0, 5),
+)
+def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(
+    groups: list[list[int]], docs_per_step: int, keep: bool, stop: int
+) -> None:
+    sizes = [(group, size) for group, rollouts in enumerate(groups) for size in rollouts]
+    group_of = [group for group, size in sizes for _ in range(size)]
+    rollout_of = [rollout for rollout, (_, size) in enumerate(sizes) for _ in range(size)]
+
+    def collector() -> StepCollector:
+        return StepCollector(
+            IteratorSource(stream(group_of, rollout_of)),
+            docs_per_step=docs_per_step,
+            mode="exact",
+            keep_prompt_groups=keep,
+        )
+
+    expected = plain_steps(groups, docs_per_step, keep)
+    assert [places(step) for step in all_steps(collector())] == expected
+    first = collector()
+    found = [places(step) for _ in range(stop) if (step := first.collect()) is not None]
+    second = collector()
+    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    assert found + [places(step) for step in all_steps(second)] == expected
+
+
+def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams() -> None:
+    collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
+    states = [collector.state()] * 2
+    with pytest.raises(ValueError, match="2 data-parallel ranks and this run has 1"):
+        collector.load_states(states)
+
+
+def test_an_iterator_cannot_go_back_or_past_its_end() -> None:
+    source = IteratorSource(stream([0] * 4))
+    source.pull(3)
+    with pytest.raises(ValueError, match="has been passed"):
+        source.seek(2)
+    with pytest.raises(ValueError, match="ends after 4 samples"):
+        source.seek(9)

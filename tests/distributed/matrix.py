@@ -1,0 +1,132 @@
+"""Run the matrix and print its table: `python -m tests.distributed.matrix --help`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
+from megatron_pg.megatron.versions import megatron_core_version
+
+from .cases import Case, all_cases, representative_cases
+from .compare import METRIC_TOLERANCE
+from .run_cases import Result, run_all
+
+PREAMBLE = """\
+# The same gradient at any parallelism: the measured table
+
+Each row is a tiny GPT model of real Megatron-Core (DDP, its schedules, gloo, CPU), cut as the first
+column says, whose gradients after one step are compared with the unsharded model's: one process,
+each sample by itself, float64, the loss in plain Python loops (`tests/oracle.py`). The error is the
+largest over all parameters, aggregations and steps of `max|g - reference| / max|reference|`.
+
+A row is {steps} steps in each precision: every aggregation (`sample_mean`, `prompt_mean`,
+`token_mean`, `constant`) with two kinds of samples. *Ragged* ones have a fully masked sample, one
+without response, one of a single response token, rollouts of two samples and prompt groups spread
+over data-parallel ranks; *short* ones leave context-parallel ranks without a response token. The
+way the step is cut goes round the rows: as many micro-batches everywhere, one more on each next
+data-parallel rank, an empty micro-batch; so does whether a KL and an entropy term are added, and
+which ways to reduce gradients a sharding is tried with.
+
+Tolerances: float32 1e-6; float64 1e-12, and 1e-7 in per-token mode, where Megatron divides by the
+token count in float32. The reported metrics (loss, parts of it, ratios, clip fraction, the
+aggregation checksum) are compared as well, to {metric_tolerance:g}.
+
+Reproduce with `python -m tests.distributed.matrix --all --markdown docs/matrix.md`.
+"""
+
+
+def versions() -> str:
+    """What the table was measured with."""
+    core = ".".join(map(str, megatron_core_version()))
+    return f"Python {platform.python_version()}, torch {torch.__version__}, megatron-core {core}"
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """One line: how many passed, and the largest errors."""
+    steps = sum(len(result.comparisons) for result in results)
+    passed = sum(result.passed for result in results)
+    worst: dict[str, float] = defaultdict(float)
+    for result in results:
+        key = result.case.precision
+        if (
+            result.case.options.dtype == torch.float64
+            and result.case.options.calculate_per_token_loss
+        ):
+            key += " per token"
+        worst[key] = max(worst[key], result.worst[1].gradient_error)
+    errors = ", ".join(f"{key} {error:.1e}" for key, error in sorted(worst.items()))
+    return (
+        f"{passed} of {len(results)} cases passed ({steps} steps, {seconds:.0f} s); "
+        f"largest gradient errors: {errors}. {versions()}."
+    )
+
+
+def markdown(results: list[Result], seconds: float) -> str:
+    """The page of the docs."""
+    rows: dict[tuple[str, str], dict[str, Result]] = defaultdict(dict)
+    for result in results:
+        rows[(result.case.configuration, result.case.mode)][result.case.precision] = result
+    lines = [
+        PREAMBLE.format(steps=len(results[0].comparisons), metric_tolerance=METRIC_TOLERANCE),
+        summary(results, seconds),
+        "",
+        "| processes | model and sharding | loss mode, gradient reduction | float32 | float64 | |",
+        "|---|---|---|---|---|---|",
+    ]
+    order = {str(case): place for place, case in enumerate(all_cases())}
+    for (configuration, mode), row in sorted(
+        rows.items(), key=lambda item: min(order[str(r.case)] for r in item[1].values())
+    ):
+        first = next(iter(row.values()))
+        errors = [
+            f"{row[precision].worst[1].gradient_error:.1e}" if precision in row else ""
+            for precision in ("float32", "float64")
+        ]
+        verdict = "PASS" if all(result.passed for result in row.values()) else "FAIL"
+        lines.append(
+            f"| {first.case.sharding.world_size} | {configuration} | {mode} | "
+            f"{errors[0]} | {errors[1]} | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def report(result: Result) -> None:
+    """One line of progress, and one for each failure."""
+    run, worst = result.worst
+    verdict = "PASS" if result.passed else "FAIL"
+    print(f"{verdict} {result.case}: {worst} [{run}] {result.seconds:.1f} s", flush=True)
+    for each, comparison in zip(result.case.runs, result.comparisons, strict=True):
+        if not comparison.passed:
+            print(f"     {each}: {comparison}", flush=True)
+
+
+def main() -> int:
+    """Exit status 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="the whole matrix, not the CI's part")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    enable_cpu_runtime()
+    cases: list[Case] = all_cases() if arguments.all else representative_cases()
+    started = time.monotonic()
+    results = []
+    for result in run_all([case for case in cases if arguments.only in str(case)]):
+        results.append(result)
+        report(result)
+    seconds = time.monotonic() - started
+    print(summary(results, seconds))
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(results, seconds))
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ EXAMPLES = [
     "rich>=13",
     "tensorboard>=2.15",
 ]
+DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
     "hypothesis>=6.100",
     "pytest>=8",
@@ -34,9 +35,11 @@ setup(
     package_data={"megatron_pg": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "numpy>=1.26"],
+    entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
     extras_require={
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]>=2.11"],
+        "docs": DOCS,
         "examples": MEGATRON + EXAMPLES,
         "test": MEGATRON + EXAMPLES + TEST,
     },

@@ -1,0 +1,73 @@
+"""The command ``megatron-pg``: ``explain`` and ``check``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import megatron_pg
+
+EPILOG = """\
+commands:
+  explain   which objective am I really optimizing? (weights of a token under each aggregation)
+  check     is the gradient the same however the step is sharded? (run it under your own launcher)
+
+examples:
+  megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
+  megatron-pg explain --log-normal 2000,1 --group-size 16 --loss-aggregation prompt_mean --plot weights.png
+  torchrun --nproc-per-node 8 -m megatron_pg check --tensor-model-parallel-size 2 --context-parallel-size 2 \\
+      --pipeline-model-parallel-size 2
+  megatron-pg explain --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: the command line; None takes that of the process.
+
+    Returns:
+        The exit status.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        return COMMANDS[given[0]](given[1:])
+    parser = build_parser()
+    if not given:
+        parser.print_help()
+        return 2
+    parser.parse_args(given)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The top of the command line; each command parses what follows its name."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-pg",
+        description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
+    )
+    parser.add_argument("command", choices=list(COMMANDS), help="see below")
+    return parser
+
+
+def _explain(arguments: Sequence[str]) -> int:
+    from megatron_pg.explain import main as run
+
+    return run(arguments)
+
+
+def _check(arguments: Sequence[str]) -> int:
+    # Only this command needs Megatron.
+    from megatron_pg.check import main as run
+
+    return run(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"explain": _explain, "check": _check}

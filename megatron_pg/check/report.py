@@ -1,0 +1,152 @@
+"""What a check found, for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron_pg.check.options import CheckOptions, has_transformer_engine
+from megatron_pg.check.run import Row
+from megatron_pg.megatron.versions import megatron_core_version, supports_output_processor
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by name; "absent" where it is not."""
+    found = {
+        "torch": torch.__version__,
+        "megatron-core": ".".join(map(str, megatron_core_version())),
+        "transformer-engine": _version("transformer-engine")
+        if has_transformer_engine()
+        else "absent",
+        "apex": _version("apex") if importlib.util.find_spec("amp_C") else "absent",
+        "triton": _version("triton"),
+    }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def accelerations(options: CheckOptions) -> dict[str, str]:
+    """Which parts of the loss and of the tiny model run accelerated in this check."""
+    on_gpu = options.device == "cuda"
+    has_triton = importlib.util.find_spec("triton") is not None
+    return {
+        "attention": "Transformer Engine"
+        if options.transformer_impl == "transformer_engine"
+        else "torch",
+        "log-probs": "Triton kernels" if on_gpu and has_triton else "torch",
+        "fused output layer": "available"
+        if supports_output_processor()
+        else "needs megatron-core 0.18",
+    }
+
+
+def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
+    """What a failed row looks like: the sizes whose product, or its inverse, is the ratio of the gradients."""
+    if row.passed:
+        return ""
+    ratio = row.gradient_ratio
+    if not math.isfinite(row.gradient_error) or not math.isfinite(ratio):
+        return f"not finite in {row.worst_parameter}"
+    sizes = {
+        "CP": options.context_parallel_size,
+        "TP": options.tensor_model_parallel_size,
+        "PP": options.pipeline_model_parallel_size,
+        "DP": world_size
+        // (
+            options.context_parallel_size
+            * options.tensor_model_parallel_size
+            * options.pipeline_model_parallel_size
+        ),
+        "M": 3,
+    }
+    names = [name for name, size in sizes.items() if size > 1]
+    matches = []
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(names, count):
+            factor = math.prod(sizes[name] for name in chosen)
+            product = " * ".join(chosen)
+            if math.isclose(ratio, factor, rel_tol=1e-3):
+                matches.append(f"{factor} = {product}")
+            if math.isclose(ratio * factor, 1.0, rel_tol=1e-3):
+                matches.append(f"1/{factor} = 1/({product})")
+        if matches:
+            return f"gradient is {ratio:.4g} times the reference: {' or '.join(matches)}"
+    return f"gradient of {row.worst_parameter} is {ratio:.4g} times the reference"
+
+
+def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+    """The whole report."""
+    return json.dumps(
+        {
+            "passed": all(row.passed for row in rows),
+            "world_size": world_size,
+            "options": dataclasses.asdict(options),
+            "versions": versions(),
+            "accelerations": accelerations(options),
+            "rows": [
+                dataclasses.asdict(row)
+                | {"passed": row.passed, "diagnosis": diagnosis(row, options, world_size)}
+                for row in rows
+            ],
+        },
+        indent=2,
+    )
+
+
+def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+    """Versions, the table, and the verdict; plain text of at most 110 columns."""
+    lines = [
+        "megatron-pg check: "
+        + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
+        describe(options, world_size),
+        "",
+        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<13}{'loss':>12}"
+        f"{'gradient error':>16}{'tolerance':>11}  result",
+    ]
+    for row in rows:
+        mode = "per token" if row.calculate_per_token_loss else "per sequence"
+        verdict = "PASS" if row.passed else f"FAIL {diagnosis(row, options, world_size)}"
+        lines.append(
+            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<13}{row.loss:>12.6f}"
+            f"{row.gradient_error:>16.1e}{row.tolerance:>11.0e}  {verdict}"
+        )
+    failed = sum(not row.passed for row in rows)
+    verdict = "PASS: every gradient is the unsharded one" if not failed else f"FAIL: {failed} rows"
+    return "\n".join([*lines, "", f"{verdict} ({len(rows)} rows)"])
+
+
+def describe(options: CheckOptions, world_size: int) -> str:
+    """The sharding in one line."""
+    model_size = (
+        options.tensor_model_parallel_size
+        * options.pipeline_model_parallel_size
+        * options.context_parallel_size
+    )
+    parts = [
+        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
+        f"PP {options.pipeline_model_parallel_size}",
+        f"VPP {options.virtual_pipeline_model_parallel_size}" if options.num_chunks > 1 else "",
+        f"CP {options.context_parallel_size}",
+        f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
+        f"DP {world_size // model_size}",
+        "distributed optimizer" if options.use_distributed_optimizer else "",
+        "average in collective" if options.average_in_collective else "",
+    ]
+    return f"{world_size} processes on {options.device}: {', '.join(p for p in parts if p)}"

@@ -1,0 +1,108 @@
+"""Parameters and gradients of a sharded Megatron model by their place in the whole one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a rank's parameter lies in the whole one: slice `index` of `count` along `dimension`."""
+
+    name: str
+    dimension: int
+    index: int
+    count: int
+
+    def whole_shape(self, local: torch.Size) -> list[int]:
+        """The shape of the whole parameter, from that of this rank's slice."""
+        shape = list(local)
+        shape[self.dimension] *= self.count
+        return shape
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's slice of the whole parameter."""
+        return whole.chunk(self.count, self.dimension)[self.index]
+
+
+def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
+    """Every parameter of one unwrapped chunk with its place in the whole model."""
+    for name, parameter in model.named_parameters():
+        dimension, index, count = 0, 0, 1
+        if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
+            dimension = parameter.partition_dim
+            index = parallel_state.get_tensor_model_parallel_rank()
+            count = parallel_state.get_tensor_model_parallel_world_size()
+        yield Shard(_whole_name(model, name), dimension, index, count), parameter
+
+
+def _whole_name(model: Any, name: str) -> str:
+    """The name in the unsharded model: global layer and expert numbers."""
+    parts = name.split(".")
+    if "layers" in parts:
+        place = parts.index("layers") + 1
+        parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        expert_size = parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * (
+            model.config.num_moe_experts // expert_size
+        )
+        parts[place] = str(first + int(parts[place]))
+    return ".".join(parts)
+
+
+@torch.no_grad()
+def set_parameters(model: torch.nn.Module) -> None:
+    """Gives every parameter values that depend on its name in the whole model alone.
+
+    So every sharding of the model is the same function, without a checkpoint.
+    """
+    for shard, parameter in shards(model):
+        generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
+        whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
+        if "norm" in shard.name:
+            whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
+        elif "embedding" not in shard.name and "table" not in shard.name:
+            # Small beside the residual stream, so that float32 keeps its digits: every parameter's gradient is
+            # judged by its own size.
+            whole = 0.03 * whole
+        parameter.copy_(shard.cut(whole))
+
+
+def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
+    """This rank's slices of the gradients in float32: DDP's ``main_grad`` or, of a bare model, ``grad``."""
+    for chunk in chunks:
+        _complete_reduce_scatter(chunk)
+        for shard, parameter in shards(unwrapped(chunk)):
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            yield shard, gradient.detach().float()
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _complete_reduce_scatter(chunk: Any) -> None:
+    """Under the distributed optimizer each rank has reduced its shard of a buffer: fetch the rest."""
+    ddp_config = getattr(chunk, "ddp_config", None)
+    if ddp_config is None or not ddp_config.use_distributed_optimizer:
+        return
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            local = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, local, group=ranks)

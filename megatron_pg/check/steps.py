@@ -1,0 +1,97 @@
+"""The step that is trained on, and how it is cut over data-parallel ranks and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.samples import Sample
+
+VOCAB_SIZE = 128
+DIVISOR = 24.0
+KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
+LENGTHS = ((5, 9), (3, 2), (7, 21), (2, 1), (6, 14), (4, 5), (3, 17), (9, 3), (2, 6), (8, 11))
+"""(prompt, response) tokens of the samples dealt to one data-parallel rank."""
+
+
+def make_samples(data_parallel_size: int) -> list[Sample]:
+    """All samples of the step: ragged, partly masked, one fully masked, groups spread over the ranks.
+
+    Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
+    """
+    generator = torch.Generator().manual_seed(20)
+    samples = []
+    for index in range(len(LENGTHS) * data_parallel_size):
+        prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
+        mask = torch.rand(response_length, generator=generator) < 0.7
+        mask[0] = True
+        samples.append(
+            Sample(
+                tokens=torch.randint(
+                    VOCAB_SIZE, (prompt_length + response_length,), generator=generator
+                ),
+                response_length=response_length,
+                loss_mask=mask if index % 8 != 5 else torch.zeros(response_length),
+                # Of one sign: where gradients cancel, float32 keeps few digits of what is left.
+                advantages=0.5 + torch.rand(response_length, generator=generator),
+                group_index=index % 4,
+                # Two of the samples are one rollout; they lie on one data-parallel rank or on two.
+                rollout_id=0 if index in (0, 4) else index + 1,
+                name=f"sample {index}",
+            )
+        )
+    return samples
+
+
+def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[torch.Tensor]) -> list[Sample]:
+    """The samples with old and reference log-probs near the model's: inside the clip range, not on its edge."""
+    generator = torch.Generator().manual_seed(21)
+
+    def near(values: torch.Tensor) -> torch.Tensor:
+        return values + 0.2 * torch.rand(values.shape, generator=generator) - 0.1
+
+    return [
+        Sample(
+            tokens=sample.tokens,
+            response_length=sample.response_length,
+            loss_mask=sample.loss_mask,
+            advantages=sample.advantages,
+            old_log_probs=near(values),
+            ref_log_probs=near(values),
+            group_index=sample.group_index,
+            rollout_id=sample.rollout_id,
+            name=sample.name,
+        )
+        for sample, values in zip(samples, log_probs, strict=True)
+    ]
+
+
+def cut(
+    samples: Sequence[Sample], *, data_size: int, data_rank: int, ragged: bool, multiple: int
+) -> list[list[Sample]]:
+    """This data-parallel rank's micro-batches: three, one more on each next rank if `ragged`, the last one empty.
+
+    Their count is rounded up to `multiple`, as interleaved pipelines ask for.
+    """
+    mine = list(samples[data_rank::data_size])
+    filled = 2 + (data_rank if ragged else 0)
+    count = -(-(filled + 1) // multiple) * multiple
+    # The first bin is larger than the others; with many data-parallel ranks some bins are empty.
+    bins = [mine[: len(mine) // 2], *([] for _ in range(filled - 1))]
+    for place, sample in enumerate(mine[len(mine) // 2 :]):
+        bins[1 + place % (filled - 1)].append(sample)
+    return bins + [[] for _ in range(count - filled)]
+
+
+def config_of(aggregation: str, *, pg_metrics: str = "basic") -> PolicyLossConfig:
+    """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
+    return PolicyLossConfig(
+        loss_aggregation=aggregation,  # type: ignore[arg-type]
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        kl_loss_coef=KL_COEFFICIENT,
+        entropy_coef=ENTROPY_COEFFICIENT,
+        check_aggregation=True,
+        pg_metrics=pg_metrics,  # type: ignore[arg-type]
+    )

@@ -107,7 +107,7 @@ def contenders(work: Work) -> list[Contender]:
     }
     for name, load in loaders.items():
         peer = peers.try_load(name, load)
-        if peer is not None:
+        if peer is not None and peers.try_load(name, lambda peer=peer: work.peer(peer) or peer):
             methods[name] = lambda peer=peer: work.peer(peer)
     return [Contender(name, call, work.clear) for name, call in methods.items()]
 

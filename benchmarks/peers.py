@@ -7,7 +7,8 @@ do with the kernel (Ray; a compiled core).
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -17,20 +18,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def import_below(module: str, *packages: str) -> types.ModuleType:
-    """Imports `module` with the `__init__` of `packages` left out."""
+def import_below(*modules: str, packages: tuple[str, ...]) -> types.ModuleType:
+    """Imports `modules` with the `__init__` of `packages` left out; returns the first module.
+
+    They are looked for in the folder PEERS_PATH first, where a package can lie unpacked that other
+    packages must not find.
+    """
+    folders = [*filter(None, [os.environ.get("PEERS_PATH")]), *sys.path]
     for package in packages:
         root, *rest = package.split(".")
-        found = importlib.util.find_spec(root) if root not in sys.modules else None
-        path = found.submodule_search_locations[0] if found else sys.modules[root].__path__[0]
+        found = importlib.machinery.PathFinder.find_spec(root, folders)
+        if found is None or not found.submodule_search_locations:
+            raise ModuleNotFoundError(f"No module named {root!r}")
         stub = types.ModuleType(package)
-        stub.__path__ = ["/".join([path, *rest])]
+        stub.__path__ = ["/".join([found.submodule_search_locations[0], *rest])]
         sys.modules[package] = stub
-    try:
-        return importlib.import_module(module)
-    finally:
-        for package in packages:
-            sys.modules.pop(package, None)
+    return [importlib.import_module(module) for module in modules][0]
 
 
 def try_load(name: str, load: Callable[[], Callable]) -> Callable | None:
@@ -70,12 +73,10 @@ def liger_grpo() -> Callable[..., Tensor]:
 
 def transformer_engine() -> Callable[..., Tensor]:
     """(logits, targets) -> -log_probs; no entropy."""
-    module = import_below(
-        "transformer_engine.pytorch.cross_entropy",
-        "transformer_engine",
-        "transformer_engine.common",
-        "transformer_engine.pytorch",
-    )
+    packages = ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch")
+    module = import_below("transformer_engine.pytorch.cross_entropy", packages=packages)
+    for package in packages:
+        del sys.modules[package]  # other packages ask for it, and expect all of it
     return lambda logits, targets: module.parallel_cross_entropy(
         logits.unsqueeze(0), targets.unsqueeze(0)
     )[0]
@@ -83,12 +84,8 @@ def transformer_engine() -> Callable[..., Tensor]:
 
 def megatron() -> Callable[..., Tensor]:
     """(logits, targets) -> -log_probs; no entropy."""
-    # Hidden while Megatron looks for it: a wheel without its compiled core raises on import.
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    try:
-        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    finally:
-        del sys.modules["transformer_engine"]
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
     if not dist.is_initialized():
         dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
     return lambda logits, targets: fused_vocab_parallel_cross_entropy(
@@ -125,7 +122,11 @@ def liger_sm90() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def verl() -> Callable[..., tuple[Tensor, Tensor]]:
     """(hidden, weight, targets) -> log_probs, entropy; verl's Triton linear cross-entropy."""
-    module = import_below("verl.utils.kernel.linear_cross_entropy", "verl", "verl.utils")
+    module = import_below(
+        "verl.utils.kernel.linear_cross_entropy",
+        "verl.utils.kernel.kernels",
+        packages=("verl", "verl.utils"),
+    )
     return lambda hidden, weight, targets: module.linear_cross_entropy(
         hidden, weight, targets, 1.0, "none"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -40,11 +41,15 @@ class Timing:
 
 
 def measure(contenders: list[Contender], rounds: int) -> list[Timing]:
-    """Times the contenders in turn, `rounds` times over, after two unmeasured rounds."""
+    """Times the contenders in turn, `rounds` times over, after two unmeasured rounds.
+
+    Each round has an order of its own: a GPU's clock depends on what ran just before.
+    """
+    shuffle = random.Random(0)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     peaks: dict[str, float] = {}
     for index in range(rounds + 2):
-        for contender in contenders:
+        for contender in shuffle.sample(contenders, len(contenders)):
             contender.prepare()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

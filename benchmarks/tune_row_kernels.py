@@ -34,8 +34,9 @@ def run(tokens: int, columns: int, dtype: torch.dtype, rate: float) -> None:
         triton_op._VECTORS, triton_op._STATISTICS_WARPS = vectors, warps
         return triton_op.row_statistics(logits, targets, shard, temperature)
 
-    def write(tile: int, warps: int) -> None:
+    def write(tile: int, warps: int, tiles: int) -> None:
         triton_op._GRADIENT_TILE, triton_op._GRADIENT_WARPS = tile, warps
+        triton_op._GRADIENT_TILES = tiles
         triton_op.write_gradient(
             logits, targets, shard, temperature, statistics, *gradients, logits
         )
@@ -49,9 +50,9 @@ def run(tokens: int, columns: int, dtype: torch.dtype, rate: float) -> None:
     ]
     best(readers, size * tokens * columns / rate * 1e3, f"{title}: statistics")
     writers = [
-        Contender(f"tile {t} warps {w}", lambda t=t, w=w: write(t, w))
-        for t, w in itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16))
-        if 8 <= t // (32 * w) <= 64
+        Contender(f"tile {t} warps {w} tiles {n}", lambda t=t, w=w, n=n: write(t, w, n))
+        for t, w, n in itertools.product((1024, 2048, 4096), (2, 4, 8, 16), (1, 2, 4, 8, 1000))
+        if 8 <= t // (32 * w) <= 16
     ]
     best(writers, 2 * size * tokens * columns / rate * 1e3, f"{title}: gradient")
 

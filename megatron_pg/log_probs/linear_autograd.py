@@ -115,13 +115,13 @@ class LinearLogProbs(torch.autograd.Function):
         weight_gradient = WeightGradient(weight, final=True) if needs_weight else None
         whole = RowStatistics(maximum, log_sum, log_probs=maximum, entropy=entropy)
         for rows in chunk_slices(0, tokens, max(size, 1)):
-            logits = buffer[: rows.stop - rows.start]
+            held = slice(0, rows.stop - rows.start)
             if recompute:
-                multiply(hidden[rows], weight.t(), logits)
+                multiply(hidden[rows], weight.t(), buffer[held])
             coefficients = tuple(None if part is None else part[rows] for part in gradients)
             head.multiply_out(
                 (hidden[rows], weight, targets[rows]),
-                logits,
+                buffer[held],
                 whole.rows(rows),
                 coefficients,
                 None if hidden_gradient is None else hidden_gradient[rows],
@@ -220,19 +220,18 @@ class _ForwardGradients:
 
     def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight, scaled on the device."""
-        if self._loss_scale is None:
-            scale: Tensor | None = grad_loss
-            to_hidden = grad_loss
-        else:
-            scale = None
+        if self._loss_scale is not None:
             promised = (grad_loss == self._loss_scale).all()
-            to_hidden = torch.where(promised, 1.0, float("nan")).to(grad_loss.dtype)
+            if self._hidden is not None:
+                self._hidden *= torch.where(promised, 1.0, float("nan"))
+            return self._hidden, None if self._weight is None else self._weight.finish()
         hidden_gradient = None
         if self._hidden is not None:
             # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
-            wide = self._hidden.to(grad_loss.dtype)
-            hidden_gradient = (wide * to_hidden).to(self._hidden.dtype)
-        return hidden_gradient, None if self._weight is None else self._weight.finish(scale)
+            wide = self._hidden.to(grad_loss.dtype).mul_(grad_loss)
+            hidden_gradient = wide.to(self._hidden.dtype)
+            del wide
+        return hidden_gradient, None if self._weight is None else self._weight.finish(grad_loss)
 
 
 def _coefficients(

@@ -1,7 +1,7 @@
 """The Triton kernels of the log-prob op: one pass that reads the logits, one that overwrites them.
 
-Each program owns one row and walks over it in tiles, so a row's arithmetic does not depend on how
-many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
+Each program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not
+depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
 vector width would lose its 16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31
 at 14,000 tokens of a vocabulary of 152,000.
 """
@@ -239,19 +239,23 @@ def gradient_kernel(
     columns,
     padded_columns,
     start,
+    segment,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
     MASKED: tl.constexpr,
     ORDERED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes the gradient to one row of logits; `out` may be the logits themselves.
+    """Writes the gradient to a segment of one row of logits; `out` may be the logits themselves.
 
     ORDERED: `out` is a narrower view of the very memory of `logits` (a bfloat16 gradient at the
-    front of each float32 row). A tile's stores then land on columns of this tile or of earlier ones,
-    so a barrier between the loads and the stores of each tile is enough.
+    front of each float32 row), and the segment is the whole row. A tile's stores then land on columns
+    of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
     """
-    row = tl.program_id(0).to(tl.int64)
+    segments = tl.cdiv(padded_columns, segment)
+    row = (tl.program_id(0) // segments).to(tl.int64)
+    begin = tl.program_id(0) % segments * segment
+    end = tl.minimum(begin + segment, padded_columns)
     to_log_prob = tl.full((), 0.0, tl.float32)
     to_entropy = tl.full((), 0.0, tl.float32)
     if LOG_PROBS:
@@ -274,8 +278,8 @@ def gradient_kernel(
         to_target = to_log_prob / value
         local = tl.load(targets + row) - start
         local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
-        full = columns // TILE * TILE
-        for first in range(0, full, TILE):
+        full = tl.minimum(end, columns // TILE * TILE)
+        for first in range(begin, full, TILE):
             tile = tl.load(base + first + lanes).to(tl.float32)
             gradient = _gradient(
                 tile, first + lanes == local, row_maximum, log2_sum, constant, slope, to_target,
@@ -284,7 +288,7 @@ def gradient_kernel(
             if ORDERED:
                 tl.debug_barrier()
             tl.store(out_base + first + lanes, gradient.to(out.dtype.element_ty))
-        for first in range(full, padded_columns, TILE):
+        for first in range(tl.maximum(begin, full), end, TILE):
             inside = first + lanes < columns
             tile = tl.load(base + first + lanes, mask=inside, other=0.0).to(tl.float32)
             gradient = _gradient(
@@ -294,8 +298,8 @@ def gradient_kernel(
             gradient = tl.where(inside, gradient, 0.0).to(out.dtype.element_ty)
             if ORDERED:
                 tl.debug_barrier()
-            tl.store(out_base + first + lanes, gradient, mask=first + lanes < padded_columns)
+            tl.store(out_base + first + lanes, gradient, mask=first + lanes < end)
     else:
         zeros = tl.zeros([TILE], out.dtype.element_ty)
-        for first in range(0, padded_columns, TILE):
-            tl.store(out_base + first + lanes, zeros, mask=first + lanes < padded_columns)
+        for first in range(begin, end, TILE):
+            tl.store(out_base + first + lanes, zeros, mask=first + lanes < end)

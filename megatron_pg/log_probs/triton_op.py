@@ -16,6 +16,7 @@ _VECTORS = 256
 _STATISTICS_WARPS = 4
 _GRADIENT_TILE = 2048
 _GRADIENT_WARPS = 4
+_GRADIENT_TILES = 4
 _COMBINED_ROWS = 128
 
 
@@ -84,7 +85,9 @@ def write_gradient(
         return
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     mask = None if row_mask is None else row_mask.contiguous()
-    triton_kernels.gradient_kernel[(tokens,)](
+    # Segments of rows keep what runs at one time close together in memory, and the last wave short.
+    segment = _GRADIENT_TILE * (triton.cdiv(width, _GRADIENT_TILE) if overlaps else _GRADIENT_TILES)
+    triton_kernels.gradient_kernel[(tokens * triton.cdiv(width, segment),)](
         logits,
         logits.stride(0),
         out,
@@ -100,6 +103,7 @@ def write_gradient(
         shard.columns,
         width,
         shard.start,
+        segment,
         LOG_PROBS=grad_log_probs is not None,
         ENTROPY=grad_entropy is not None,
         MASKED=mask is not None,

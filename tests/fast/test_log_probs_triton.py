@@ -50,6 +50,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Small tiles for rows of several of them; the real ones for rows shorter than one."""
     monkeypatch.setattr(triton_op, "_VECTORS", request.param[0])
     monkeypatch.setattr(triton_op, "_GRADIENT_TILE", request.param[1])
+    monkeypatch.setattr(triton_op, "_GRADIENT_TILES", 2)
     monkeypatch.setattr(autograd, "row_passes", lambda logits: triton_op)
     # The interpreter cuts float32 to bfloat16 where a GPU rounds.
     monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)

@@ -18,7 +18,7 @@ from megatron_pg.log_probs.fused_head import (
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Half a unit in the last place of the stored gradient, and of float32 sums over a vocabulary.
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2e-5}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 1e-6}
 
 
 def inputs(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,6 +42,17 @@ def dense(
     return log_probs.detach(), entropy.detach(), torch.autograd.grad(loss, exact)[0]
 
 
+def summands(
+    logits: Tensor, to_log_probs: Tensor, to_entropy: Tensor, temperature: float
+) -> Tensor:
+    """What the terms of each gradient add up to in magnitude: where they cancel, digits are lost."""
+    log_p = (logits.double() / temperature).log_softmax(1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(1, keepdim=True)
+    terms = to_log_probs.abs()[:, None] + to_entropy.abs()[:, None] * (log_p.abs() + entropy)
+    return p * terms / temperature
+
+
 def op(logits: Tensor, targets: Tensor, gradients: tuple[Tensor, ...], **options: object):
     leaf = logits.clone().requires_grad_()
     log_probs, entropy = log_probs_and_entropy(
@@ -60,7 +71,8 @@ def test_values_and_gradients(dtype: torch.dtype, width: int, temperature: float
     wanted = dense(logits, targets, *gradients, temperature)
     for value, exact in zip(found[:2], wanted[:2], strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    bound = ROUNDING[dtype] * wanted[2].abs() + (1e-7 if dtype == torch.float16 else 1e-8)
+    bound = ROUNDING[dtype] * wanted[2].abs() + 1e-5 * summands(logits, *gradients, temperature)
+    bound += 1e-7 if dtype == torch.float16 else 1e-12
     assert ((found[2].double() - wanted[2]).abs() <= bound).all()
 
 

@@ -15,6 +15,7 @@ That is why the objective and its gradient do not depend on how the step is cut.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -126,7 +127,7 @@ def _constant(denominators: Tensor | None, divisor: float | None) -> float:
 
 def checked_divisor(divisor: float | None) -> float:
     """The Dr.GRPO constant L, or a ValueError: it must be given, finite and positive."""
-    if divisor is None or not 0 < divisor < float("inf"):
+    if not isinstance(divisor, numbers.Real) or not 0 < divisor < float("inf"):
         raise ValueError(
             f"--loss-aggregation-divisor is {divisor}: --loss-aggregation constant needs a finite number above 0, "
             "such as the longest response in tokens"

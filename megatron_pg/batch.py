@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pg.samples import LOG_PROB_FIELDS, Sample
 from megatron_pg.token_window import TokenWindow
+from megatron_pg.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +50,20 @@ class PackedBatch:
     """[window] float32, or None."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
+    largest_target: int
+    """The largest id among ``targets`` (a host number), to be held against the size of the vocabulary."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`; from the host to CUDA through pinned memory, unblocked."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
         tensors: dict[str, Any] = {
-            field.name: moved(value)
+            field.name: to_device(value, device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        window = dataclasses.replace(self.window, cu_seqlens=moved(self.window.cu_seqlens))
+        window = dataclasses.replace(
+            self.window, cu_seqlens=to_device(self.window.cu_seqlens, device)
+        )
         return dataclasses.replace(self, window=window, **tensors)
 
 
@@ -96,6 +96,7 @@ def pack(
         for field in LOG_PROB_FIELDS
         if _all_carry(field, samples)
     }
+    targets = _gather_or_zero(all_tokens, window.target_indices)
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
     row_mask[window.logit_rows] = loss_mask
     return PackedBatch(
@@ -104,7 +105,7 @@ def pack(
         tokens=_gather_or_zero(all_tokens, window.token_indices),
         # Padding past a sequence's end must not index past the model's last learned position.
         position_ids=torch.where(window.token_indices >= 0, window.position_ids, 0),
-        targets=_gather_or_zero(all_tokens, window.target_indices),
+        targets=targets,
         row_mask=row_mask,
         logit_rows=window.logit_rows,
         window_segment_ids=window.window_segment_ids,
@@ -116,6 +117,7 @@ def pack(
         ref_log_probs=log_probs.get("ref_log_probs"),
         rollout_log_probs=log_probs.get("rollout_log_probs"),
         num_active_tokens=int(loss_mask.sum()),
+        largest_target=int(targets.max()),
     )
 
 
@@ -134,8 +136,9 @@ def _all_carry(field: str, samples: Sequence[Sample]) -> bool:
     """Whether the samples carry `field`; an empty micro-batch lacks nothing."""
     present = [getattr(sample, field) is not None for sample in samples]
     if any(present) and not all(present):
+        without, with_them = present.index(False), present.index(True)
         raise ValueError(
-            f"{samples[present.index(False)].name} has no {field} and {samples[present.index(True)].name} has: "
-            "give them for every sample or for none"
+            f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
+            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
     return all(present)

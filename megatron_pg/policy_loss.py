@@ -58,6 +58,7 @@ def policy_loss_function(
             f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
             "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
         )
+    check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
     log_probs, entropy = log_probs_and_entropy(
         rows,
         batch.targets,
@@ -133,6 +134,29 @@ def policy_loss_from_log_probs(
 def needs_entropy(config: PolicyLossConfig) -> bool:
     """Whether the loss or a metric reads the entropy."""
     return config.entropy_coef > 0 or config.pg_metrics == "with_entropy"
+
+
+def check_vocabulary(
+    batch: PackedBatch,
+    local_columns: int,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> None:
+    """Refuses a response token that the logits have no column for. Reads no device tensor."""
+    if vocab_size is None:
+        tensor_parallel_size = (
+            1 if tensor_parallel_group is None else dist.get_world_size(tensor_parallel_group)
+        )
+        vocab_size = local_columns * tensor_parallel_size
+    if batch.largest_target < vocab_size:
+        return
+    for sample in batch.samples:
+        largest = sample.tokens[sample.prompt_length :].amax() if sample.response_length else -1
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{sample.name}: response token id {int(largest)} is outside the vocabulary of {vocab_size}: "
+                "tokenizer and model do not belong together"
+            )
 
 
 def check_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:

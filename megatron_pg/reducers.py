@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_pg.aggregation import checked_divisor, get_aggregation
 from megatron_pg.token_window import TokenWindow
+from megatron_pg.transfer import to_device
 
 Reducer = Callable[[Tensor], Tensor]
 """reducer(x): x ``[window]``, the per-token loss of this rank's window -> 0-d inner sum of this rank."""
@@ -53,11 +54,17 @@ def get_pg_loss_reducer(
             not wanted. The reducer raises one when its argument is not as long as the window.
         NotImplementedError: ``bshd`` with ``cp_size`` above 1.
     """
-    cp_rank, cp_size = cp_rank or 0, cp_size or 1
+    cp_size = 1 if cp_size is None else cp_size
+    if cp_rank is None:
+        if cp_size > 1:
+            raise ValueError(
+                f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
+            )
+        cp_rank = 0
     check_qkv_format(qkv_format, cp_size)
     check_divisor(aggregation, divisor)
     window = TokenWindow.build(total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size)
-    _check_masks(response_lengths, loss_masks)
+    loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if calculate_per_token_loss:
         aggregation, divisor = "token_mean", None
     weights = token_weights(
@@ -71,9 +78,7 @@ class WeightedSum:
 
     def __init__(self, weights: Tensor) -> None:
         """Args: weights: [window] float64 on any device; 0 at masked positions."""
-        # A copy from pinned memory does not make the host wait for the device.
-        pin = weights.device.type == "cpu" and torch.cuda.is_available()
-        self._weights = weights.pin_memory() if pin else weights
+        self._weights = weights
         self._moved: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -86,7 +91,7 @@ class WeightedSum:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         key = (x.device, dtype)
         if key not in self._moved:
-            weights = self._weights.to(x.device, dtype, non_blocking=True)
+            weights = to_device(self._weights.to(dtype), x.device)
             self._moved[key] = (weights, weights == 0)
         return self._moved[key]
 
@@ -116,30 +121,19 @@ def token_weights(
     device = flat_mask.device
     mask = flat_mask.to(torch.float64)
     if denominators is not None:
-        denominators = torch.as_tensor(denominators, dtype=torch.float64)
-        if denominators.shape != (window.num_samples,):
-            raise ValueError(
-                f"denominators has shape {list(denominators.shape)}, expected one per sample ({window.num_samples})"
-            )
-        denominators = _on_device(denominators, device)
+        denominators = to_device(_checked_denominators(denominators, aggregation, window), device)
     elif aggregation == "sample_mean":
         sample_ids = torch.repeat_interleave(
             torch.arange(window.num_samples),
             torch.tensor(window.response_lengths, dtype=torch.int64),
         )
         own = torch.zeros(window.num_samples, dtype=torch.float64, device=device)
-        denominators = own.index_add_(0, _on_device(sample_ids, device), mask)
+        denominators = own.index_add_(0, to_device(sample_ids, device), mask)
     divisors = mode.divisors(denominators, divisor)
-    window_mask = mask[_on_device(window.response_indices, device)]
+    window_mask = mask[to_device(window.response_indices, device)]
     if isinstance(divisors, Tensor):
-        return window_mask / divisors[_on_device(window.window_segment_ids, device)]
+        return window_mask / divisors[to_device(window.window_segment_ids, device)]
     return window_mask / divisors
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def check_qkv_format(qkv_format: str, cp_size: int) -> None:
@@ -165,13 +159,39 @@ def check_divisor(aggregation: str, divisor: float | None) -> None:
         )
 
 
-def _check_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
+def _checked_denominators(
+    denominators: Sequence[float] | Tensor, aggregation: str, window: TokenWindow
+) -> Tensor:
+    """[num_samples] float64. Values are read only where they lie on the host."""
+    if aggregation in ("token_mean", "constant"):
+        raise ValueError(
+            f"denominators are given and the aggregation is {aggregation}, which divides by none: leave them out, or "
+            "choose sample_mean or prompt_mean"
+        )
+    values = torch.as_tensor(denominators, dtype=torch.float64)
+    if values.shape != (window.num_samples,):
+        raise ValueError(
+            f"denominators has shape {list(values.shape)}, expected one per sample ({window.num_samples})"
+        )
+    if values.device.type == "cpu":
+        wrong = (~(values >= 0) | values.isinf()).nonzero()
+        if wrong.numel():
+            sample = int(wrong[0])
+            raise ValueError(
+                f"denominators[{sample}] is {float(values[sample])}, expected a count of active tokens"
+            )
+    return values
+
+
+def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor per sample. Values are read only where they lie on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
             "per sample"
         )
-    for sample, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
+    masks = [torch.as_tensor(mask) for mask in loss_masks]
+    for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.dim() != 1 or mask.numel() != length:
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
@@ -181,3 +201,4 @@ def _check_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) 
             raise ValueError(
                 f"loss_masks[{sample}] has values other than 0 and 1: {mask.tolist()[:8]} ..."
             )
+    return masks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,17 +52,16 @@ class Sample:
         tokens = self._vector("tokens", self.tokens, torch.int64)
         object.__setattr__(self, "tokens", tokens)
         self._check_lengths()
+        self._check_response_tokens()
         object.__setattr__(self, "loss_mask", self._checked_loss_mask())
-        advantages = self.advantages
-        if isinstance(advantages, (int, float)):
-            advantages = torch.full((self.response_length,), float(advantages))
-        self._set_per_response_token("advantages", advantages)
+        self._set_per_response_token("advantages", self._expanded(self.advantages))
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
                 self._set_per_response_token(field, getattr(self, field))
         self._check_advantages()
         for field in ("group_index", "rollout_id"):
-            object.__setattr__(self, field, self._identifier(field, getattr(self, field)))
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, self._integer(field, getattr(self, field)))
 
     @property
     def total_length(self) -> int:
@@ -95,13 +96,17 @@ class Sample:
         is_integer = not (vector.is_floating_point() or vector.dtype == torch.bool)
         if dtype == torch.int64 and vector.numel() and not is_integer:
             raise ValueError(f"{self.name}: {field} has dtype {vector.dtype}, expected integers")
-        return vector.detach().to(dtype)
+        if vector.is_complex():
+            raise ValueError(
+                f"{self.name}: {field} has dtype {vector.dtype}, expected real numbers"
+            )
+        # A copy: what was checked must not change with a buffer that the caller fills again.
+        return vector.detach().to(dtype, copy=True)
 
     def _check_lengths(self) -> None:
-        if isinstance(self.response_length, bool) or not isinstance(self.response_length, int):
-            raise ValueError(
-                f"{self.name}: response_length is {self.response_length!r}, expected an integer"
-            )
+        object.__setattr__(
+            self, "response_length", self._integer("response_length", self.response_length)
+        )
         if not 0 <= self.response_length:
             raise ValueError(
                 f"{self.name}: response_length is {self.response_length}, expected 0 or more"
@@ -124,6 +129,14 @@ class Sample:
                 "document ids or weights would be summed as token counts)"
             )
         return values.bool()
+
+    def _expanded(self, advantages: Values | float) -> Values:
+        """One number stands for every response token."""
+        if isinstance(advantages, (int, float, numbers.Real)) or (
+            isinstance(advantages, Tensor) and advantages.dim() == 0
+        ):
+            return torch.full((self.response_length,), float(advantages))
+        return advantages
 
     def _set_per_response_token(self, field: str, values: Values) -> None:
         vector = self._vector(field, values, torch.float32)
@@ -148,13 +161,20 @@ class Sample:
                 "expected a finite number"
             )
 
-    def _identifier(self, field: str, value: object) -> int | None:
-        if value is None:
-            return None
-        try:
-            number = int(value.__index__())  # type: ignore[attr-defined]
-        except (AttributeError, TypeError) as error:
-            raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer") from error
-        if isinstance(value, bool) or not -(2**63) <= number < 2**63:
+    def _check_response_tokens(self) -> None:
+        """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
+        negative = (self.tokens[self.prompt_length :] < 0).nonzero()
+        if negative.numel():
+            position = self.prompt_length + int(negative[0])
+            raise ValueError(
+                f"{self.name}: tokens[{position}] is {int(self.tokens[position])}, a response token: expected an id of "
+                "the vocabulary, 0 or more"
+            )
+
+    def _integer(self, field: str, value: object) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer")
+        number = operator.index(value)
+        if not -(2**63) <= number < 2**63:
             raise ValueError(f"{self.name}: {field} is {value!r}, expected a 64-bit integer")
         return number

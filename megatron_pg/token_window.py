@@ -12,6 +12,7 @@ on the rank that owns position ``t - 1``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,8 @@ class TokenWindow:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
                 response token would have no logit), or sizes out of range.
         """
+        total_lengths = _integers("total_lengths", total_lengths)
+        response_lengths = _integers("response_lengths", response_lengths)
         _check_lengths(total_lengths, response_lengths)
         _check_context_parallel(cp_rank, cp_size, pad_to_multiple)
         totals = torch.tensor(total_lengths, dtype=torch.int64)
@@ -122,8 +125,8 @@ class TokenWindow:
             response_starts[window_segment_ids] + (next_position - prompt)[logit_rows]
         )
         return cls(
-            total_lengths=tuple(total_lengths),
-            response_lengths=tuple(response_lengths),
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
             cp_rank=cp_rank,
             cp_size=cp_size,
             cu_seqlens=torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32),
@@ -173,6 +176,15 @@ def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor
     # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
     shift = torch.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)
     return segment_ids, offset + shift
+
+
+def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(lengths, Tensor):
+        lengths = lengths.tolist()
+    for sample, length in enumerate(lengths):
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            raise ValueError(f"{name}[{sample}] is {length!r}, expected an integer")
+    return tuple(operator.index(length) for length in lengths)
 
 
 def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> None:

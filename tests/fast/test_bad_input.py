@@ -147,7 +147,7 @@ def test_log_probs_that_only_some_samples_carry(field: str) -> None:
     lacks = sample(**{field: None}, name="lacks them")
     for samples in ([has, lacks], [lacks, has]):
         message = refusal_of(lambda samples=samples: pack(samples))
-        for word in (field, "lacks them has no", "has them"):
+        for word in (field, "lacks them", "has no", "has them"):
             assert word in message
 
 
@@ -288,3 +288,78 @@ def test_no_refusal_disappears_under_python_O_or_is_swallowed() -> None:
         or (isinstance(node, ast.ExceptHandler) and node.type is None)
     ]
     assert not found
+
+
+# --------------------------------------------------------------------------------------------------
+# What was once accepted in silence
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_factory_under_context_parallelism_without_a_rank() -> None:
+    message = refusal_of(lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], cp_size=2))
+    assert "cp_rank is not given" in message
+
+
+def test_a_context_parallel_size_of_zero() -> None:
+    message = refusal_of(lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], cp_size=0))
+    assert "cp_size 0" in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_denominator_that_is_no_count(value: float) -> None:
+    message = refusal_of(
+        lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], denominators=[value])
+    )
+    assert "denominators[0]" in message and "count of active tokens" in message
+
+
+def test_denominators_that_the_aggregation_would_ignore() -> None:
+    message = refusal_of(
+        lambda: get_pg_loss_reducer(
+            [6], [3], [torch.ones(3)], aggregation="token_mean", denominators=[3]
+        )
+    )
+    assert "token_mean" in message
+
+
+@pytest.mark.parametrize("length", [5.5, True, "5"])
+def test_a_total_length_that_is_no_integer(length: Any) -> None:
+    message = refusal_of(lambda: get_pg_loss_reducer([length], [3], [torch.ones(3)]))
+    assert "total_lengths[0]" in message and "integer" in message
+
+
+def test_masks_as_lists_and_as_one_matrix_are_masks() -> None:
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for masks in ([[1, 0], [1, 1]], torch.tensor([[1, 0], [1, 1]])):
+        reducer = get_pg_loss_reducer([4, 5], [2, 2], masks)  # type: ignore[arg-type]
+        assert float(reducer(losses)) == 1.0 + 3.5
+
+
+def test_a_negative_response_token() -> None:
+    message = refusal_of(lambda: sample(tokens=[1, 2, 3, -100, 5]))
+    for word in (NAME, "tokens[3]", "-100"):
+        assert word in message
+    assert sample(tokens=[-200, 2, 3, 4, 5]).prompt_length == 2  # a placeholder in the prompt
+
+
+def test_a_response_token_outside_the_vocabulary() -> None:
+    batch = pack([sample(tokens=[1, 2, 3, VOCABULARY, 5])])
+    logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
+    totals = step_totals(batch.samples)
+    message = refusal_of(
+        lambda: policy_loss_function(PolicyLossConfig(), batch, logits, totals=totals)
+    )
+    for word in (NAME, "outside the vocabulary", str(VOCABULARY)):
+        assert word in message
+
+
+def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes() -> None:
+    buffer = torch.tensor([-1.0, -2.0, -0.5])
+    kept = sample(old_log_probs=buffer)
+    buffer.fill_(0.0)
+    assert kept.old_log_probs is not None and kept.old_log_probs.tolist() == [-1.0, -2.0, -0.5]
+
+
+def test_numpy_integers_and_scalars_are_numbers() -> None:
+    kept = sample(response_length=np.int64(3), advantages=np.float32(0.5))
+    assert kept.response_length == 3 and torch.as_tensor(kept.advantages).tolist() == [0.5] * 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .models import ModelOptions, Sharding
-from .steps import AGGREGATIONS, CUTS, SHAPES, Run
+from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run
 
 DENSE = ModelOptions()
 TIED = ModelOptions(tied_embeddings=True)
@@ -138,7 +138,7 @@ def legal_cuts(sharding: Sharding) -> list[str]:
 def runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
     """Every aggregation with every step shape; the cut and the added terms go round with `place`."""
     cuts = legal_cuts(sharding)
-    combinations = [(aggregation, shape) for aggregation in AGGREGATIONS for shape in SHAPES]
+    combinations = [(aggregation, shape) for aggregation in AGGREGATIONS for shape in MATRIX_SHAPES]
     return tuple(
         Run(
             aggregation,

@@ -19,9 +19,10 @@ def gradient_tolerance(options: ModelOptions) -> float:
     """On max|g - reference| / max|reference| of every parameter, through Megatron.
 
     In float64 per-token mode is held to float32's rounding of one number: Megatron divides all
-    gradients by the count of tokens in float32 (distributed/finalize_model_grads.py).
+    gradients by the count of tokens in float32 (distributed/finalize_model_grads.py). The router of
+    a mixture of experts takes its softmax in float32 whatever it is given (moe/moe_utils.py).
     """
-    if options.dtype == torch.float32:
+    if options.dtype == torch.float32 or options.mixture_of_experts:
         return 1e-6
     return 1e-7 if options.calculate_per_token_loss else 1e-12
 

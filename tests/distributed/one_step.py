@@ -19,6 +19,7 @@ from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.metrics import reduce_metrics
 from megatron_pg.samples import Sample
+from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
 from .models import (
@@ -59,13 +60,15 @@ def train_step(
     run: Run,
     loss: LossFactory = megatron_loss,
     pack_batch: Callable[..., PackedBatch] = pack,
+    samples: list[PlainSample] | None = None,
 ) -> Outcome | None:
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
-    Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace them.
+    Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace
+    them. `samples` are the run's where None.
     """
     groups = ParallelGroups.from_model(chunks)
-    micro_batches, totals = _cut_step(sharding, run, groups)
+    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
@@ -114,10 +117,10 @@ def _pad_to_multiple(sharding: Sharding) -> int:
 
 
 def _cut_step(
-    sharding: Sharding, run: Run, groups: ParallelGroups
+    sharding: Sharding, run: Run, groups: ParallelGroups, plain: list[PlainSample]
 ) -> tuple[list[list[Sample]], StepTotals]:
     """This data-parallel rank's micro-batches and the totals of the step."""
-    samples = package_samples(run.samples)
+    samples = package_samples(plain)
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
     micro_batches = [[samples[index] for index in each] for each in indices]

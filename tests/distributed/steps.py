@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_pg.arguments.config import PolicyLossConfig
 from tests import oracle
@@ -15,10 +15,26 @@ NUM_SAMPLES = 10
 SHAPES: dict[str, list[PlainSample]] = {
     # Ragged lengths; one sample fully masked, one without response, one of a single response token,
     # rollouts of two samples, prompt groups that no cut below keeps together.
-    "ragged": random_step(3, num_samples=NUM_SAMPLES, longest_prompt=6, longest_response=14),
+    "ragged": random_step(29, num_samples=NUM_SAMPLES, longest_prompt=6, longest_response=14),
     # So short that under context parallelism some ranks hold no response token at all.
     "short": random_step(5, num_samples=NUM_SAMPLES, longest_prompt=2, longest_response=2),
 }
+
+
+def one_active_token() -> list[PlainSample]:
+    """The ragged step with all but one response token masked, in the middle of its longest."""
+    samples = [
+        replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
+    ]
+    longest = max(range(NUM_SAMPLES), key=lambda index: samples[index].response_length)
+    length = samples[longest].response_length
+    mask = [int(token == length // 2) for token in range(length)]
+    samples[longest] = replace(samples[longest], loss_mask=mask)
+    return samples
+
+
+MATRIX_SHAPES = ("ragged", "short")
+SHAPES["one active token"] = one_active_token()
 
 CUTS = ("uniform", "ragged", "empty")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import re
@@ -15,9 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
+
+from quickstart.arguments import parse_arguments  # noqa: E402
+
+from tests.distributed.launch import run_ranks  # noqa: E402
 
 SHORT = (
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
@@ -157,20 +164,85 @@ def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: 
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+REQUIRED = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --run-dir run "
+)
+
+
+def test_a_step_without_an_active_token_updates_nothing() -> None:
+    for rank in run_ranks(step_without_active_token, 2):
+        assert rank["metrics"] == {}
+        assert rank["unchanged"]
+        assert rank["scheduler_steps"] == 1, "the one of the step before"
+
+
+def step_without_active_token() -> dict[str, Any]:
+    """A step of real samples, then the same ones with every token masked."""
+    from quickstart.model import build_policy, start_megatron
+    from train_grpo import train_step
+
+    from megatron_pg import PolicyLossConfig, Sample
+
+    args = parse_for_two_ranks("--context-parallel-size 2")
+    groups, device = start_megatron(args)
+    policy = build_policy(args, groups, device, vocabulary_size=11)
+    policy.start_optimizer(args, lr=1e-3, num_steps=10, warmup_steps=0, decay_style="linear")
+    samples = [
+        Sample(
+            tokens=torch.arange(length) % 11,
+            response_length=3,
+            loss_mask=torch.ones(3),
+            advantages=1.0,
+            old_log_probs=torch.zeros(3),
+            group_index=length,
+        )
+        for length in (5, 7, 8)
+    ]
+    config = PolicyLossConfig(loss_aggregation="prompt_mean")
+    assert train_step(args, config, policy, samples)["grad_norm"] > 0.0
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    masked = [dataclasses.replace(sample, loss_mask=torch.zeros(3)) for sample in samples]
+    metrics = train_step(args, config, policy, masked)
+    after = policy.model.state_dict()
+    return {
+        "metrics": metrics,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "scheduler_steps": policy.scheduler.num_steps,
+    }
+
+
+def parse_for_two_ranks(flags: str) -> argparse.Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setattr(sys, "argv", ["train_grpo.py", *(REQUIRED + SHORT + " " + flags).split()])
+        return parse_arguments()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
-        (["--global-batch-size", "10"], "--global-batch-size 10"),
-        (["--context-parallel-size", "3"], "--context-parallel-size"),
-        (["--qkv-format", "bshd"], "--qkv-format thd"),
+        ("--loss-aggregation constant", "--loss-aggregation-divisor"),
+        ("--context-parallel-size 3", "--context-parallel-size"),
+        ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format thd"),
+        ("--global-batch-size 10", "--global-batch-size 10"),
+        ("--global-batch-size 32 --n-samples-per-prompt 64", "--n-samples-per-prompt 64"),
+        ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
+        ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
+        ("--hidden-dropout 0.1", "--hidden-dropout"),
     ],
 )
-def test_bad_flags_are_refused_before_anything_is_written(
-    project: Path, tmp_path: Path, flags: list[str], message: str
+def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
+        parse_for_two_ranks(flags)
+
+
+def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
+    project: Path, tmp_path: Path
 ) -> None:
-    process = start(project, tmp_path / "run", *flags)
+    process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
     output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode != 0
-    assert message in output
+    assert len(re.findall("^error: .*--loss-aggregation-divisor", output, re.MULTILINE)) == 1
+    assert "parse_arguments" not in output, "no traceback of ours"
     assert not (tmp_path / "run").exists()

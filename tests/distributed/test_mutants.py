@@ -1,0 +1,80 @@
+"""Every mutant of the loss is told from the reference by a step through Megatron."""
+
+from __future__ import annotations
+
+import pytest
+
+from .compare import compare
+from .launch import RankError, run_ranks
+from .models import ModelOptions, Sharding
+from .mutants import FRESH_ZERO, MUTANTS, PER_TOKEN, Mutant
+from .one_step import Outcome, build, train_step
+from .reference import reference_steps
+from .steps import Run
+
+SHARDING = Sharding(context=2, data=2)
+METRIC_MUTANTS = {"metric detached without a clone"}
+
+
+def run_mutant(mutant: Mutant) -> Outcome | None:
+    chunks = build(SHARDING, mutant.options)
+    return train_step(chunks, SHARDING, mutant.run, mutant.loss, mutant.pack_batch)
+
+
+def run_mutants(names: list[str]) -> dict[str, Outcome | None]:
+    return {name: run_mutant(MUTANTS[name]) for name in names}
+
+
+def run_fresh_zero(runs: int) -> None:
+    for _ in range(runs):
+        run_mutant(FRESH_ZERO)
+
+
+def run_right(options: list[ModelOptions], runs: list[Run]) -> list[list[Outcome | None]]:
+    return [
+        [train_step(chunks, SHARDING, run) for run in runs]
+        for chunks in (build(SHARDING, each) for each in options)
+    ]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[Run, Outcome]:
+    runs = list(dict.fromkeys(mutant.run for mutant in [*MUTANTS.values(), FRESH_ZERO]))
+    return dict(zip(runs, run_ranks(reference_steps, 1, ModelOptions(), runs)[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    return run_ranks(run_mutants, SHARDING.world_size, list(MUTANTS))[0]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(
+    name: str, outcomes: dict[str, Outcome], references: dict[Run, Outcome]
+) -> None:
+    mutant = MUTANTS[name]
+    comparison = compare(outcomes[name], references[mutant.run])
+    assert not comparison.passed, str(comparison)
+    if name in METRIC_MUTANTS:
+        assert comparison.worst_metric == "loss" and comparison.metric_error > 1e-3
+    else:
+        assert comparison.gradient_error > 1e-3, str(comparison)
+    if mutant.gradient_ratio is not None:
+        assert comparison.gradient_ratio == pytest.approx(mutant.gradient_ratio, rel=1e-5)
+
+
+def test_the_steps_that_reveal_mutants_are_right_without_them(
+    references: dict[Run, Outcome],
+) -> None:
+    """Else a mutant could be caught by a step that never passes."""
+    modes = [ModelOptions(), PER_TOKEN]
+    for outcomes in run_ranks(run_right, SHARDING.world_size, modes, list(references))[0]:
+        for run, outcome in zip(references, outcomes, strict=True):
+            comparison = compare(outcome, references[run])
+            assert comparison.passed, f"{run}: {comparison}"
+
+
+def test_a_loss_cut_off_from_the_model_on_an_empty_rank_does_not_pass_unseen() -> None:
+    """Its context-parallel peers wait in the attention's backward for a partner that never comes."""
+    with pytest.raises((RankError, TimeoutError)):
+        run_ranks(run_fresh_zero, SHARDING.world_size, 2, timeout=30)

@@ -20,10 +20,10 @@ MODEL=(
     --seq-length 32 --max-position-embeddings 32 --position-embedding-type learned_absolute
     --attention-dropout 0 --hidden-dropout 0
 )
-PARALLEL=(--device cpu --context-parallel-size 2 --micro-batch-size 1 --max-tokens-per-microbatch 4096)
+PARALLEL=(--device cpu --context-parallel-size 2 --max-tokens-per-microbatch 4096)
 LOSS=(--loss-aggregation prompt_mean --eps-clip 0.2)
 ROLLOUTS=(--rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 256)
-OPTIMIZER=(--train-iters 80 --lr 5e-4 --lr-decay-style linear --clip-grad 1.0 --seed 1)
+OPTIMIZER=(--train-iters 80 --lr 5e-4 --lr-warmup-iters 8 --lr-decay-style linear --clip-grad 1.0 --seed 1)
 OUTPUT=(--run-dir runs/quickstart --save-interval 20)
 
 exec "$VENV_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_grpo.py \

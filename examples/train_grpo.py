@@ -8,17 +8,20 @@ Launched by quickstart.sh, or by hand (one line of flags; --help explains each):
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from quickstart.arguments import parse_arguments
-from quickstart.micro_batches import split_into_micro_batches
+from quickstart.arguments import parse_arguments, plain_errors
 from quickstart.model import Policy
 from quickstart.rollouts import to_samples
 from quickstart.run import Run
+from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, Sample, pack, reduce_metrics, step_totals
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, reduce_metrics
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.planning import plan_step
 
 
 def train_step(
@@ -30,17 +33,24 @@ def train_step(
         The step's metrics; empty where no token is active, and then nothing is updated.
     """
     groups = policy.groups
-    totals = step_totals(samples, data_parallel_group=groups.data)
-    if totals.num_active_tokens == 0:
+    plan = plan_step(
+        samples,
+        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+        data_parallel_group=groups.data,
+        cp_size=groups.context_size,
+    )
+    if plan.totals.num_active_tokens == 0:
         return {}
     batches = [
-        pack(micro_batch, cp_rank=groups.context_rank, cp_size=groups.context_size).to(
-            policy.device
-        )
-        for micro_batch in split_into_micro_batches(samples, args.max_tokens_per_microbatch)
+        pack(
+            [samples[index] for index in microbatch],
+            cp_rank=groups.context_rank,
+            cp_size=groups.context_size,
+        ).to(policy.device)
+        for microbatch in plan.microbatches
     ]
 
-    def forward_step(batch_iterator, model):
+    def forward_step(batch_iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(batch_iterator)
         logits = model(
             input_ids=batch.tokens[None],
@@ -51,8 +61,8 @@ def train_step(
         return logits, megatron_loss(
             config,
             batch,
-            totals,
-            num_microbatches=len(batches),
+            plan.totals,
+            num_microbatches=plan.num_microbatches,
             model=model,
             vocab_size=policy.vocabulary_size,
         )
@@ -62,7 +72,7 @@ def train_step(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
         model=[policy.model],
-        num_microbatches=len(batches),
+        num_microbatches=plan.num_microbatches,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
@@ -76,9 +86,10 @@ def train_step(
 
 def main() -> None:
     """Warm start, then rounds of generation, each cut into optimizer steps."""
-    args = parse_arguments()
-    config = PolicyLossConfig.from_args(args)
-    run = Run(args, config)
+    with plain_errors():
+        args = parse_arguments()
+        config = PolicyLossConfig.from_args(args)
+        run = Run(args, config)
     imitation = PolicyLossConfig(
         policy_loss="reinforce",
         loss_aggregation="token_mean",

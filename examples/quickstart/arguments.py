@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,8 @@ import torch
 
 from megatron_pg.arguments import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.megatron.versions import has_megatron_training
+
+from .run_directory import RunDirectoryInUse
 
 LOG_PROBS_AND_GROUPS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
 """The optional fields of `Sample` that this example fills."""
@@ -31,7 +34,7 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     add("--n-samples-per-prompt", type=int, default=8, help="answers to each prompt")
     add("--max-response-len", type=int, default=None, help="tokens; default: the longest answer")
     add("--max-tokens-per-microbatch", type=int, default=2048, help="packed tokens, all CP ranks")
-    add("--num-training-tasks", type=int, default=4096)
+    add("--num-training-tasks", type=int, default=16384)
     add("--num-held-out-tasks", type=int, default=256, help="scored before and after")
     add("--warm-start-iters", type=int, default=250, help="supervised steps before RL")
     add("--warm-start-lr", type=float, default=2e-3)
@@ -53,7 +56,6 @@ def _add_megatron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         add(flag, type=int, required=True)
     for flag in ("--seq-length", "--max-position-embeddings", "--train-iters"):
         add(flag, type=int, required=True)
-    add("--micro-batch-size", type=int, default=1, help="1: a micro-batch is one pack")
     add("--global-batch-size", type=int, required=True, help="samples of an optimizer step")
     for axis in ("tensor-model", "pipeline-model", "context"):
         add(f"--{axis}-parallel-size", type=int, default=1)
@@ -90,7 +92,7 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Names
     if has_megatron_training() and command_line is None:
         from megatron.training.arguments import parse_args
 
-        args = parse_args(extra_args_provider=add_example_args)
+        args: argparse.Namespace = parse_args(extra_args_provider=add_example_args)
         _adapt_to_device(args)
         _check(args)
         validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
@@ -109,8 +111,18 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Names
 _LAUNCHER_DEFAULTS = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the process with the message, said once, of an error that the user can mend."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, RunDirectoryInUse) as error:
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+
+
 def _adapt_to_device(args: argparse.Namespace) -> None:
-    """What a CPU run has no choice about: no CUDA kernels, gloo, no Transformer Engine."""
+    """What is no choice: one pack a micro-batch; on CPU no CUDA kernels, gloo, no Transformer Engine."""
+    args.micro_batch_size = 1
     if args.device != "cpu":
         return
     args.distributed_backend = "gloo"
@@ -165,6 +177,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.world_size} processes cannot be split in groups of tensor x context = {model_ranks}: change "
             "--nproc-per-node of torchrun, --tensor-model-parallel-size or --context-parallel-size"
+        )
+    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
+        raise NotImplementedError(
+            "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu"
         )
     _check_batches(args, data_parallel_size=args.world_size // model_ranks)
 

@@ -41,7 +41,8 @@ def start_megatron(args: argparse.Namespace) -> tuple[ParallelGroups, torch.devi
     else:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

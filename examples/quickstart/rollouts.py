@@ -97,26 +97,32 @@ class RolloutWorker:
 
 
 def to_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
-    """What the loss needs of each rollout; the sampler's log-probs are those of the policy to be improved."""
+    """What the loss needs of each answer; the sampler's log-probs are those of the policy to improve."""
     result = group_advantages(
         [rollout.reward for rollout in rollouts], [rollout.group_index for rollout in rollouts]
     )
     return [
-        Sample(
-            tokens=rollout.prompt + rollout.response.tokens,
-            response_length=len(rollout.response.tokens),
-            loss_mask=[1] * len(rollout.response.tokens),
-            advantages=advantage,
-            old_log_probs=rollout.response.log_probs,
-            rollout_log_probs=rollout.response.log_probs,
-            ref_log_probs=rollout.reference_log_probs,
-            group_index=rollout.group_index,
-            name=f"answer {index} (prompt group {rollout.group_index})",
-        )
+        _to_sample(rollout, advantage, f"answer {index} (prompt group {rollout.group_index})")
         for index, (rollout, advantage) in enumerate(
             zip(rollouts, result.advantages.tolist(), strict=True)
         )
     ]
+
+
+def _to_sample(rollout: Rollout, advantage: float, name: str) -> Sample:
+    log_probs = torch.tensor(rollout.response.log_probs)
+    reference = rollout.reference_log_probs
+    return Sample(
+        tokens=torch.tensor(rollout.prompt + rollout.response.tokens),
+        response_length=len(log_probs),
+        loss_mask=torch.ones(len(log_probs)),
+        advantages=advantage,
+        old_log_probs=log_probs,
+        rollout_log_probs=log_probs,
+        ref_log_probs=None if reference is None else torch.tensor(reference),
+        group_index=rollout.group_index,
+        name=name,
+    )
 
 
 def rollout_means(

@@ -70,6 +70,7 @@ class Run:
             args.num_training_tasks, args.num_held_out_tasks, args.seed
         )
         self.tokenizer = CharacterTokenizer([self.task_set.question_opening])
+        self._check_sequence_length()
         self.policy = build_policy(args, self.groups, self.device, self.tokenizer.vocabulary_size)
         reference = None
         if config.kl_loss_coef > 0:
@@ -84,6 +85,7 @@ class Run:
         self._is_main = dist.get_rank() == 0
         self._directory = RunDirectory(args.run_dir, args.resume) if self._is_main else None
         dist.barrier()
+        self._warned = False
         self.progress = Progress()
         self._checkpoints = self._open_checkpoints()
         self._started = time.monotonic() - self.progress.seconds
@@ -147,6 +149,11 @@ class Run:
             metrics: empty where nothing was updated.
         """
         self.progress.step += 1
+        if not metrics and self._log and not self._warned:
+            self._warned = True
+            self._log.say(
+                f"step {self.progress.step} has no active token: it updates nothing (said once)"
+            )
         line: dict[str, float] = {"step": self.progress.step}
         line |= rollout_means(rollouts, self.groups, self.device)
         line |= metrics
@@ -180,11 +187,11 @@ class Run:
     @property
     def _steps_per_round(self) -> int:
         args = self.args
-        return args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+        return int(args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
 
     def _is_due(self, step: int) -> bool:
-        interval = self.args.save_interval
-        return bool(interval) and step % interval == 0
+        interval: int | None = self.args.save_interval
+        return interval is not None and step % interval == 0
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
@@ -195,13 +202,26 @@ class Run:
         return Sampler(
             model,
             vocabulary_size=self.tokenizer.vocabulary_size,
-            max_new_tokens=self.args.max_response_len or self.task_set.max_answer_length + 1,
+            max_new_tokens=self._max_response_length,
             padding=self.tokenizer.padding,
             end=self.tokenizer.end,
             temperature=self.config.rollout_temperature,
             seed=self.args.seed + 100_003 * rank,
             device=self.device,
         )
+
+    @property
+    def _max_response_length(self) -> int:
+        return int(self.args.max_response_len or self.task_set.max_answer_length + 1)
+
+    def _check_sequence_length(self) -> None:
+        questions = (task.question for task in (*self.task_set.training, *self.task_set.held_out))
+        longest = max(len(self.tokenizer.encode_prompt(question)) for question in questions)
+        if longest + self._max_response_length > self.args.max_position_embeddings:
+            raise ValueError(
+                f"--max-position-embeddings is {self.args.max_position_embeddings}: prompts of up to {longest} tokens and "
+                f"responses of up to {self._max_response_length} need {longest + self._max_response_length}"
+            )
 
     def _start_optimizer(self) -> None:
         args = self.args
@@ -232,7 +252,7 @@ class Run:
                 f"after {self.progress.warm_start_step} supervised steps: held-out tasks "
                 f"{self.progress.held_out_before:.2f}"
             )
-        self._pause(is_due=bool(self.args.save_interval))
+        self._pause(is_due=self.args.save_interval is not None)
 
     def _pause(self, is_due: bool) -> None:
         """Write a checkpoint where one is due, and stop where the run was asked to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,10 @@ class RunLog:
             file.close()
 
     def _write(self, name: str, metrics: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps(metrics) + "\n")
+        finite = {
+            key: value if math.isfinite(value) else None for key, value in metrics.items()
+        }  # JSON has no NaN
+        self._files[name].write(json.dumps(finite) + "\n")
         self._files[name].flush()
 
     def _show(self, step: int, status: str) -> None:

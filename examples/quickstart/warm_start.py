@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import torch
+
 from megatron_pg import Sample
 
 from .tasks import TaskSet
@@ -42,9 +44,9 @@ def warm_start_batches(
             )
             samples.append(
                 Sample(
-                    tokens=prompt + response,
+                    tokens=torch.tensor(prompt + response),
                     response_length=len(response),
-                    loss_mask=[1] * len(response),
+                    loss_mask=torch.ones(len(response)),
                     advantages=1.0,
                     group_index=index,
                     name=f"warm-start sample {index}",

@@ -201,13 +201,12 @@ def step_without_active_token() -> dict[str, Any]:
     ]
     config = PolicyLossConfig(loss_aggregation="prompt_mean")
     assert train_step(args, config, policy, samples)["grad_norm"] > 0.0
-    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    before = [parameter.detach().clone() for parameter in policy.model.parameters()]
     masked = [dataclasses.replace(sample, loss_mask=torch.zeros(3)) for sample in samples]
     metrics = train_step(args, config, policy, masked)
-    after = policy.model.state_dict()
     return {
         "metrics": metrics,
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "unchanged": all(map(torch.equal, before, policy.model.parameters())),
         "scheduler_steps": policy.scheduler.num_steps,
     }
 

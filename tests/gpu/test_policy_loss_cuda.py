@@ -1,0 +1,86 @@
+"""The policy loss on a GPU: the CPU's numbers, and no wait for the device before the step's end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+CORRECTIONS: dict[str, Any] = {
+    "use_tis": True,
+    "tis_mode": "mask",
+    "tis_clip_low": 0.8,
+    "use_geometric_rejection": True,
+    "geometric_rejection_low": 0.9,
+    "geometric_rejection_high": 1.1,
+    "use_opsm": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.05,
+    "pg_metrics": "with_entropy",
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "gspo": {"policy_loss": "gspo"},
+    "cispo": {"policy_loss": "cispo"},
+    "reinforce": {"policy_loss": "reinforce"},
+    "sft": {"policy_loss": "sft"},
+    "corrections": CORRECTIONS,
+    "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
+}
+
+
+def loss_of(
+    config: PolicyLossConfig, device: str, *, forbid_waiting: bool = False
+) -> tuple[Tensor, Tensor, MicroBatchMetrics]:
+    """(loss, gradient, metrics) of one micro-batch, the batch moved to the device first."""
+    sequences = random_sequences(1)
+    batch = package_batch(sequences).to(device)
+    log_probs = flat_log_probs(sequences, torch.float32).detach().to(device).requires_grad_()
+    totals = step_totals(batch.samples)
+    if forbid_waiting:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, metrics = policy_loss_from_log_probs(
+            config, batch, log_probs, -log_probs, totals=totals
+        )
+        loss.backward()
+    finally:
+        if forbid_waiting:
+            torch.cuda.set_sync_debug_mode("default")
+    assert log_probs.grad is not None
+    return loss.detach(), log_probs.grad, metrics
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equal_to_the_cpu_without_a_wait(name: str) -> None:
+    config = PolicyLossConfig(**SETTINGS[name])
+    expected_loss, expected_gradient, expected_metrics = loss_of(config, "cpu")
+    loss_of(config, "cuda")  # libraries that initialise themselves may wait once
+    loss, gradient, metrics = loss_of(config, "cuda", forbid_waiting=True)
+    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradient.cpu(), expected_gradient, rtol=1e-5, atol=1e-7)
+    found = reduce_metrics(config, [metrics], contributes=True, device="cuda")
+    expected = reduce_metrics(config, [expected_metrics], contributes=True, device="cpu")
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_the_check_for_waits_can_fail() -> None:
+    tensor = torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            tensor.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -43,6 +43,19 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     return outcomes
 
 
+def reference_log_probs(run: Run) -> list[list[float]]:
+    """Of every response token of every sample, as a rollout engine without any parallelism scores it."""
+    initialize_groups(Sharding())
+    (model,) = build_model(Sharding(), ModelOptions(dtype=torch.float64))
+    everything_active = [
+        replace(sample, loss_mask=[1] * sample.response_length) for sample in run.samples
+    ]
+    with torch.no_grad():
+        logits = [_logits_alone(model, sample) for sample in everything_active]
+    result = oracle.policy_loss(everything_active, logits, run.objective)
+    return [log_probs.tolist() for log_probs in result.log_probs]
+
+
 def _logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     """[total_length, vocab] float64 logits of one sample, neither packed nor padded."""
     length = len(sample.tokens)

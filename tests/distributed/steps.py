@@ -48,6 +48,7 @@ class Run:
     cut: str = "uniform"
     regularized: bool = False
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
+    temperature: float = 1.0
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -65,6 +66,7 @@ class Run:
             loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
+            rollout_temperature=self.temperature,
         )
 
     @property
@@ -75,6 +77,7 @@ class Run:
             loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
+            rollout_temperature=self.temperature,
         )
 
     def micro_batches(self, data_size: int, data_rank: int, multiple: int) -> list[list[int]]:

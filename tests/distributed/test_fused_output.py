@@ -1,0 +1,169 @@
+"""One step of GPTModel, DDP and schedule through the fused head, against the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.megatron.fused_output import FusedOutput, is_sum_over_tokens
+from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.versions import supports_output_processor
+from megatron_pg.metrics import reduce_metrics
+
+from .compare import compare
+from .launch import run_ranks
+from .models import MAX_SEQUENCE_LENGTH, ModelOptions, Sharding, gather_gradients
+from .one_step import Outcome, _cut_step, _pad_to_multiple, build
+from .reference import reference_steps
+from .steps import AGGREGATIONS, Run
+
+pytestmark = pytest.mark.skipif(
+    not supports_output_processor(), reason="needs megatron-core 0.18 or later"
+)
+
+RUNS = [
+    Run(aggregation, cut=cut, regularized=bool(place % 2))
+    for place, (aggregation, cut) in enumerate(
+        (aggregation, cut) for aggregation in AGGREGATIONS for cut in ("uniform", "empty")
+    )
+]
+MODES = {"one pass": None, "recomputed": False, "kept": True}
+CASES = {
+    "CP2": (Sharding(context=2), ModelOptions()),
+    "CP2, per token": (Sharding(context=2), ModelOptions(calculate_per_token_loss=True)),
+    "TP2": (Sharding(tensor=2), ModelOptions()),
+    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions()),
+    "PP2 tied": (Sharding(pipeline=2), ModelOptions(tied_embeddings=True)),
+    "DP2 tied": (Sharding(data=2), ModelOptions(tied_embeddings=True)),
+}
+
+
+def fused_step(chunks: list, sharding: Sharding, run: Run, mode: str) -> Outcome | None:
+    groups = ParallelGroups.from_model(chunks)
+    micro_batches, totals = _cut_step(sharding, run, groups, run.samples)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+
+    def batches() -> Iterator[PackedBatch]:
+        for samples in micro_batches:
+            yield pack(
+                samples,
+                cp_rank=groups.context_rank,
+                cp_size=groups.context_size,
+                pad_to_multiple=_pad_to_multiple(sharding),
+            )
+
+    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        fused = FusedOutput(
+            run.config,
+            batch,
+            totals,
+            num_microbatches=len(micro_batches),
+            model=model,
+            keep_logits=MODES[mode],
+            chunk_tokens=5,
+        )
+        output = model(
+            batch.tokens[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=packed_seq_params(batch),
+            output_processor=fused.output_processor,
+        )
+        return output, fused.loss_func
+
+    metrics = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches(),
+        model=chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=MAX_SEQUENCE_LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
+    reduced = reduce_metrics(run.config, metrics, contributes=contributes, device="cpu")
+    gradients = gather_gradients(chunks)
+    return None if gradients is None else Outcome(gradients, reduced)
+
+
+def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
+    if mode != "one pass":
+        # The losses of this file are sums over tokens: have them treated as if they were not.
+        from megatron_pg.megatron import fused_output
+
+        fused_output.is_sum_over_tokens = lambda config: False
+    chunks = build(sharding, options)
+    return [fused_step(chunks, sharding, run, mode) for run in RUNS]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[bool, list[Outcome]]:
+    return {
+        tied: run_ranks(reference_steps, 1, ModelOptions(tied_embeddings=tied), RUNS)[0]
+        for tied in (False, True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(case, "one pass") for case in CASES]
+    + [("TP2+SP CP2", "recomputed"), ("CP2", "kept"), ("DP2 tied", "kept")],
+)
+def test_gradients_and_metrics_equal_the_unsharded_reference(
+    case: str, mode: str, references: dict[bool, list[Outcome]]
+) -> None:
+    sharding, options = CASES[case]
+    found = run_ranks(steps, sharding.world_size, sharding, options, mode)[0]
+    for run, outcome, expected in zip(
+        RUNS, found, references[options.tied_embeddings], strict=True
+    ):
+        comparison = compare(outcome, expected)
+        assert comparison.passed, f"{run}: {comparison}"
+
+
+def unscaled(sharding: Sharding) -> list[Outcome | None]:
+    """Mutant: coefficients are those of the loss before its entropy and KL terms."""
+    from megatron_pg.megatron import fused_output
+
+    whole = fused_output.policy_loss_from_log_probs
+
+    def without_regularizers(config: PolicyLossConfig, *arguments: Any, **options: Any) -> Any:
+        if config.pg_metrics == "none":
+            config = replace(config, kl_loss_coef=0.0, entropy_coef=0.0)
+        return whole(config, *arguments, **options)
+
+    fused_output.policy_loss_from_log_probs = without_regularizers
+    return steps(sharding, ModelOptions(), "one pass")
+
+
+def test_coefficients_of_another_loss_would_be_seen(references: dict[bool, list[Outcome]]) -> None:
+    found = run_ranks(unscaled, 2, Sharding(context=2))[0]
+    for run, outcome, expected in zip(RUNS, found, references[False], strict=True):
+        assert compare(outcome, expected).passed == (not run.regularized)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, True),
+        ({"policy_loss": "cispo"}, True),
+        ({"entropy_coef": 0.1}, True),
+        ({"use_tis": True}, True),
+        ({"policy_loss": "gspo"}, False),
+        ({"use_opsm": True}, False),
+        ({"use_geometric_rejection": True}, False),
+        ({"use_tis": True, "tis_level": "sequence"}, False),
+        ({"custom_policy_loss_path": "module.loss"}, False),
+    ],
+)
+def test_which_losses_are_sums_over_tokens(setting: dict[str, Any], expected: bool) -> None:
+    assert is_sum_over_tokens(PolicyLossConfig(**setting)) == expected

@@ -4,6 +4,7 @@ Importing this package needs torch and NumPy. What touches Megatron is in ``mega
 ``from megatron_pg.megatron.loss import megatron_loss``.
 """
 
+from megatron_pg.advantages import filter_overlong, group_advantages
 from megatron_pg.aggregation import AGGREGATIONS, StepTotals, step_totals
 from megatron_pg.arguments import (
     PolicyLossConfig,
@@ -11,6 +12,7 @@ from megatron_pg.arguments import (
     validate_policy_loss_args,
 )
 from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.corrections import accepted_samples
 from megatron_pg.log_probs import log_probs_and_entropy
 from megatron_pg.metrics import reduce_metrics
 from megatron_pg.policy_loss import policy_loss_from_log_probs, policy_loss_function
@@ -27,8 +29,11 @@ __all__ = [
     "Sample",
     "StepTotals",
     "TokenWindow",
+    "accepted_samples",
     "add_policy_loss_args",
+    "filter_overlong",
     "get_pg_loss_reducer",
+    "group_advantages",
     "log_probs_and_entropy",
     "pack",
     "policy_loss_from_log_probs",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_pg.planning.documents import MODES
+from megatron_pg.planning.sources import ON_BAD_ROW
 from megatron_pg.planning.step import OVERSIZED
 
 _HELP = {
@@ -22,7 +23,12 @@ _HELP = {
     "the next step.",
     "keep_prompt_groups": "End steps between prompt groups; a step then may hold a part of a group more than "
     "--docs-per-step. Without it a group cut by the end of a step is an error with --loss-aggregation prompt_mean.",
+    "rollout_files": "Parquet and JSON Lines files to train from, one row a sample, read in this order; of a "
+    "directory, all in it by name.",
+    "on_bad_row": "What becomes of a row of --rollout-files that is no sample. error: stop and say what was expected. "
+    "skip: pass it; such rows are counted.",
 }
+_CHOICES = {"oversized_samples": OVERSIZED, "docs_per_step_mode": MODES, "on_bad_row": ON_BAD_ROW}
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,15 @@ class PlanningConfig:
     docs_per_step: int | None = None
     docs_per_step_mode: str = "at_least"
     keep_prompt_groups: bool = False
+    rollout_files: tuple[str, ...] = ()
+    on_bad_row: str = "error"
 
     def __post_init__(self) -> None:
         _check_count("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
-        _check_choice("oversized_samples", self.oversized_samples, OVERSIZED)
-        _check_choice("docs_per_step_mode", self.docs_per_step_mode, MODES)
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        if self.on_bad_row != "error" and not self.rollout_files:
+            raise ValueError("--on-bad-row is about --rollout-files: give files, or drop it")
         if self.docs_per_step is not None:
             _check_count("docs_per_step", self.docs_per_step)
             return
@@ -63,6 +73,7 @@ class PlanningConfig:
         found = vars(args)
         values = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         values.setdefault("max_tokens_per_microbatch", None)
+        values["rollout_files"] = tuple(values.get("rollout_files") or ())
         return cls(**values)
 
 
@@ -116,9 +127,10 @@ def _is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
 
 
 def _argparse_keywords(name: str) -> dict[str, Any]:
-    choices = {"oversized_samples": OVERSIZED, "docs_per_step_mode": MODES}.get(name)
-    if choices is not None:
-        return {"choices": choices, "default": choices[0]}
+    if name in _CHOICES:
+        return {"choices": _CHOICES[name], "default": _CHOICES[name][0]}
+    if name == "rollout_files":
+        return {"nargs": "+", "metavar": "PATH", "default": None}
     if name in ("ragged_microbatches", "keep_prompt_groups"):
         return {"action": "store_true"}
     return {"type": int, "metavar": "N", "default": None}

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from megatron_pg.samples import Sample
 
+ON_BAD_ROW = ("error", "skip")
+"""What may become of a slot whose data make no sample."""
+
 
 class SampleSource(Protocol):
     """One data-parallel rank's share of a stream of samples, dealt out in slots.

@@ -1,0 +1,300 @@
+"""Rollout files: what a row becomes, what a bad row says, windows, shares of ranks, and going on in the middle."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg import Sample
+from megatron_pg.planning import StepCollector
+from megatron_pg.rollout_files import (
+    RolloutFiles,
+    RowError,
+    validate_rollout_file,
+    with_group_advantages,
+)
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+KINDS = ("jsonl", "parquet")
+Row = dict[str, Any]
+
+
+def row(number: int = 0, **changes: Any) -> Row:
+    """A good row whose first token is its number; None removes a field."""
+    length = number % 3 + 1
+    fields = {
+        "prompt_ids": [number, 7],
+        "response_ids": [5] * length,
+        "loss_mask": [1] * length,
+        "reward": number / 4,
+        "log_probs": [-0.5 - k for k in range(length)],
+        "rollout_log_probs": [-0.25] * length,
+        "group_index": number // 4,
+        **changes,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def write(folder: Path, rows: list[Row], kind: str, name: str = "rollouts") -> Path:
+    path = folder / f"{name}.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(fields) + "\n" for fields in rows))
+    else:
+        names = sorted({name for fields in rows for name in fields})
+        columns = {name: [fields.get(name) for fields in rows] for name in names}
+        parquet.write_table(pa.table(columns), path, row_group_size=5)
+    return path
+
+
+def pull_all(source: RolloutFiles, count: int = 1000) -> list[Sample | None]:
+    slots: list[Sample | None] = []
+    while part := source.pull(count):
+        slots += part
+    return slots
+
+
+def numbers(slots: list[Sample | None]) -> list[int | None]:
+    return [None if sample is None else int(sample.tokens[0]) for sample in slots]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_becomes_a_sample(tmp_path: Path, kind: str) -> None:
+    rows = [
+        row(3, response_ids=[4, 5, 6], loss_mask=[1, 0, 1], log_probs=[-1.0, None, -2.5],
+            rollout_log_probs=[-1.5, -2.0, -3.0], rollout_id=2**62, text="ignored"),
+        row(1, advantages=[0.5, -1.0], ref_log_probs=[-3.0, -4.0], group_index=-(2**63)),
+    ]  # fmt: skip
+    first, second = pull_all(RolloutFiles([write(tmp_path, rows, kind)]))
+    assert first.tokens.tolist() == [3, 7, 4, 5, 6] and first.response_length == 3
+    assert first.loss_mask.tolist() == [True, False, True]
+    assert first.old_log_probs[[0, 2]].tolist() == [-1.0, -2.5]
+    assert math.isnan(first.old_log_probs[1])
+    assert first.rollout_log_probs.tolist() == [-1.5, -2.0, -3.0]
+    assert first.ref_log_probs is None and first.rollout_id == 2**62
+    assert first.reward == 0.75 and first.advantages.tolist() == [0.0] * 3
+    assert first.name == f"rollouts.{kind} row 0"
+    assert second.advantages.tolist() == [0.5, -1.0] and second.group_index == -(2**63)
+    assert second.ref_log_probs.tolist() == [-3.0, -4.0]
+
+
+VARIANTS = {
+    "no mask": row(2, loss_mask=None),
+    "a mask of booleans": row(2, loss_mask=[True, True, True]),
+    "a mask of floats": row(2, loss_mask=[1.0, 1.0, 1.0]),
+    "one advantage for all": row(2, reward=None, advantages=2),
+    "no response": row(2, response_ids=[], loss_mask=[], log_probs=[], rollout_log_probs=[]),
+    "no optional field": {"prompt_ids": [2], "response_ids": [1], "reward": 1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_read_alone_and_among_others(tmp_path: Path, kind: str, variant: str) -> None:
+    path = write(tmp_path, [VARIANTS[variant]], kind)
+    assert numbers(pull_all(RolloutFiles([path]))) == [2]
+    if kind == "jsonl":  # a Parquet column has one type
+        path = write(tmp_path, [row(0), VARIANTS[variant], row(1)], kind)
+        samples = pull_all(RolloutFiles([path]))
+        assert numbers(samples) == [0, 2, 1]
+        assert all(bool(sample.loss_mask.all()) for sample in samples)
+
+
+BAD_ROWS = {
+    "prompt missing": (row(prompt_ids=None), "prompt_ids", "missing", "integers"),
+    "prompt empty": (row(prompt_ids=[]), "prompt_ids", "empty", "one token"),
+    "a float token": (row(response_ids=[1.5]), r"response_ids\[0\]", "1.5", "an integer"),
+    "a negative token": (row(response_ids=[-1]), r"response_ids\[0\]", "-1", "token id"),
+    "a token beyond": (row(response_ids=[90]), r"response_ids\[0\]", "90", "below 90"),
+    "a null token": (row(prompt_ids=[3, None]), r"prompt_ids\[1\]", "null", "an integer"),
+    "text for tokens": (row(prompt_ids="abc"), "prompt_ids", "'abc'", "list of integers"),
+    "a mask of counts": (row(loss_mask=[2]), r"loss_mask\[0\]", "2", "0 or 1"),
+    "a long mask": (row(loss_mask=[1, 1]), "loss_mask", "of 2 values", "1, one per token"),
+    "a short log_probs": (row(log_probs=[]), "log_probs", "of 0 values", "1, one per token"),
+    "a null log-prob": (row(log_probs=[None]), r"log_probs\[0\]", "nan", "finite"),
+    "no reward": (row(reward=None), "reward", "missing", "advantages"),
+    "reward in words": (row(reward="high"), "reward", "'high'", "a number"),
+    "reward true": (row(reward=True), "reward", "True", "a number"),
+    "advantages in words": (row(advantages="up"), "advantages", "'up'", "list of numbers"),
+    "many advantages": (row(advantages=[1.0, 1.0]), "advantages", "of 2 values", "one per token"),
+    "group in halves": (row(group_index=1.5), "group_index", "1.5", "64-bit integer"),
+    "no log_probs": (row(log_probs=None), "log_probs", "missing", "list of numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> None:
+    bad, field, found, expected = BAD_ROWS[case]
+    # In a Parquet file the type of a column is that of all its rows.
+    rows = [row(4), row(5), bad, row(6)] if kind == "jsonl" else [bad]
+    path = write(tmp_path, rows, kind)
+    options: dict[str, Any] = {"required_fields": ["old_log_probs"], "vocab_size": 90}
+    message = rf"{kind} row {len(rows) // 2}: {field} is .*{found}.*, expected .*{expected}"
+    with pytest.raises(RowError, match=message) as raised:
+        pull_all(RolloutFiles([path], **options))
+    assert raised.value.row == len(rows) // 2 and raised.value.file == str(path)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+    source = RolloutFiles([path], on_bad_row="skip", **options)
+    good = [None if r is bad else r["prompt_ids"][0] for r in rows]
+    assert numbers(pull_all(source)) == good and source.num_skipped == 1
+
+    report = validate_rollout_file(path, **options)
+    assert (report.num_rows, report.num_bad_rows) == (len(rows), 1)
+    assert str(report.errors[0]) == str(raised.value)
+
+
+BAD_LINES = {
+    "cut short": '{"prompt_ids": [1, 2',
+    "no object": "[1, 2]",
+    "two on a line": json.dumps(row(1)) + json.dumps(row(2)),
+    "NaN": json.dumps(row(1, reward=math.nan)),
+    "a huge group": json.dumps(row(1, group_index=2**63)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(f"{json.dumps(row(3))}\n\n{BAD_LINES[case]}\n  \n{json.dumps(row(4))}")
+    with pytest.raises(RowError, match="row 1: "):
+        pull_all(RolloutFiles([path]))
+    source = RolloutFiles([path], on_bad_row="skip")
+    assert numbers(pull_all(source)) == [3, None, 4] and source.num_skipped == 1
+
+
+def test_the_only_line_may_lack_its_newline(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(row(3)))
+    assert numbers(pull_all(RolloutFiles([path]))) == [3]
+
+
+def files_of_both_kinds(folder: Path) -> list[Path]:
+    """31 rows in four files, one of them empty."""
+    (folder / "b.jsonl").write_text("\n")
+    return [
+        write(folder, [row(i) for i in range(13)], "parquet", "a"),
+        folder / "b.jsonl",
+        write(folder, [row(i) for i in range(13, 20)], "jsonl", "c"),
+        write(folder, [row(i) for i in range(20, 31)], "parquet", "d"),
+    ]
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+@pytest.mark.parametrize("count", (1, 3, 4, 40))
+def test_ranks_share_the_rows_over_all_files(tmp_path: Path, size: int, count: int) -> None:
+    paths = files_of_both_kinds(tmp_path)
+    for rank in range(size):
+        source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=size)
+        assert numbers(pull_all(source, count)) == list(range(rank, 31, size))
+
+
+@pytest.mark.parametrize("sizes", ((1, 1), (2, 3), (3, 1)))
+def test_a_run_goes_on_anywhere_at_any_size(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    paths = files_of_both_kinds(tmp_path)
+    before, after = sizes
+    for num_pulls in range(34 // before):
+        seen, positions = [], set()
+        for rank in range(before):
+            source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=before)
+            for _ in range(num_pulls):
+                seen += numbers(source.pull(1))
+            positions.add(pickle.loads(pickle.dumps(source.position)))
+        assert len(positions) == 1
+        for rank in range(after):
+            source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=after)
+            source.seek(next(iter(positions)))
+            seen += numbers(pull_all(source, 2))
+        assert sorted(seen) == list(range(31))
+
+
+def test_resuming_with_other_files_is_refused(tmp_path: Path) -> None:
+    paths = files_of_both_kinds(tmp_path)
+    source = RolloutFiles(paths)
+    source.pull(15)
+    with pytest.raises(ValueError, match=r"--rollout-files: .*'c.jsonl'"):
+        RolloutFiles(paths[::-1]).seek(source.position)
+    paths[2].write_text("")
+    with pytest.raises(ValueError, match="has 0 rows .* the file has changed"):
+        RolloutFiles(paths).seek(source.position)
+
+
+def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
+    files_of_both_kinds(tmp_path)
+    (tmp_path / "notes.txt").write_text("no rollouts")
+    assert numbers(pull_all(RolloutFiles([tmp_path]))) == list(range(31))
+
+
+def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "x.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
+    for paths, error, message in (
+        ([], ValueError, "--rollout-files: give at least one file"),
+        ([tmp_path / "none.jsonl"], FileNotFoundError, "none.jsonl does not exist"),
+        ([tmp_path / "x.csv"], ValueError, "x.csv does not end in"),
+        ([tmp_path / "empty"], ValueError, "holds no rollout file"),
+    ):
+        with pytest.raises(error, match=message):
+            RolloutFiles(paths)
+    with pytest.raises(ValueError, match="x.parquet: expected a Parquet file"):
+        RolloutFiles([tmp_path / "x.parquet"]).pull(1)
+    path = write(tmp_path, [row()], "jsonl")
+    for options, message in (
+        ({"on_bad_row": "drop"}, "--on-bad-row is 'drop'"),
+        ({"required_fields": ["reward"]}, "no column fills 'reward'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"data_parallel_rank": 2, "data_parallel_size": 2}, "0 <= rank < size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RolloutFiles([path], **options)
+
+
+def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
+    """One that is carried over would keep the whole window alive, and a checkpoint would hold it."""
+    path = write(tmp_path, [row(i) for i in range(200)], "parquet")
+    sample = RolloutFiles([path]).pull(200)[7]
+    assert sample is not None
+    for value in vars(sample).values():
+        if isinstance(value, torch.Tensor):
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_steps_of_documents_from_a_file(tmp_path: Path) -> None:
+    """The carry-over and the position make a checkpoint; bad rows are counted with the step."""
+    rows = [row(i) if i != 5 else row(i, reward="?") for i in range(20)]
+    path = write(tmp_path, rows, "jsonl")
+
+    def collector() -> StepCollector:
+        source = RolloutFiles([path], on_bad_row="skip")
+        return StepCollector(source, docs_per_step=6, mode="exact", keep_prompt_groups=True)
+
+    first = collector()
+    step = first.collect()
+    assert numbers(list(step.samples)) == [0, 1, 2, 3, 4, 6, 7] and step.num_skipped == 1
+    second = collector()
+    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    rest = []
+    while (step := second.collect()) is not None:
+        rest.append(numbers(list(step.samples)))
+    assert rest == [list(range(8, 16)), list(range(16, 20))]
+
+
+def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 3.0, 3.0]
+    rows = [row(i, reward=reward, group_index=i // 4) for i, reward in enumerate(rewards)]
+    samples = RolloutFiles([write(tmp_path, rows, "jsonl")]).pull(6)
+    replaced, step = with_group_advantages(samples, method="dr_grpo")
+    assert [sample.advantages[0].item() for sample in replaced] == [0.5, -0.5, -0.5, 0.5, 0, 0]
+    assert step.zero_advantage_groups == (1,)
+    lone = Sample([0, 1], 1, [1], group_index=0, name="online answer")
+    with pytest.raises(ValueError, match="online answer has no reward"):
+        with_group_advantages([lone])

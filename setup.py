@@ -41,6 +41,6 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.11"],
         "docs": DOCS,
         "examples": MEGATRON + EXAMPLES,
-        "test": MEGATRON + EXAMPLES + TEST,
+        "test": MEGATRON + EXAMPLES + DOCS + TEST,
     },
 )

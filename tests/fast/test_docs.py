@@ -1,0 +1,126 @@
+"""The documentation is true: its Python runs, its outputs are what its commands print, its links lead somewhere.
+
+On each page the fenced ``python`` blocks run in order in one namespace. A block whose first line is ``# name.py`` is
+that file: it is written where the page's other blocks can import it. Blocks of other languages are not run, but for a
+``bash`` block of one `megatron-pg explain` command whose output follows as a ``text`` block.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.explain import main as explain
+from megatron_pg.megatron import versions
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)
+LAUNCH_LINE = (
+    "train.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1"
+)
+"""What a page's script was started with: as much as Megatron's own parser asks for."""
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    """(language, text, first line number) of every fenced block."""
+    text = page.read_text()
+    return [
+        (match[1], match[2], text.count("\n", 0, match.start()) + 2)
+        for match in FENCE.finditer(text)
+    ]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(found == language for found, _, _ in blocks(page))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory that modules can be imported from; what was imported there is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", LAUNCH_LINE.split())
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_blocks_run(page: Path, folder: Path) -> None:
+    if "megatron.training" in page.read_text() and not versions.has_megatron_training():
+        pytest.skip("this Megatron-Core has no megatron.training")
+    namespace: dict[str, object] = {"__name__": "page"}
+    for language, text, line in blocks(page):
+        if language != "python":
+            continue
+        if match := FILE_NAME.match(text):
+            (folder / match[1]).write_text(text)
+        # The line numbers of a traceback are those of the page.
+        exec(compile("\n" * (line - 1) + text, str(page), "exec"), namespace)
+
+
+def explain_blocks() -> list[tuple[Path, str, str]]:
+    """(page, command, printed) of every explain command that is followed by its output."""
+    found = []
+    for page in PAGES:
+        of_page = blocks(page)
+        for (language, command, _), (following, printed, _) in zip(
+            of_page, of_page[1:], strict=False
+        ):
+            is_command = language == "bash" and command.startswith("megatron-pg explain")
+            if is_command and following == "text":
+                found.append((page, command, printed))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), explain_blocks())
+def test_explain_prints_what_the_page_says(
+    page: Path, command: str, printed: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain(shlex.split(command.replace("\\\n", " "))[2:]) == 0
+    assert capsys.readouterr().out.strip() == printed.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, f"{name_of(page)} links to {missing}"
+
+
+def test_the_zigzag_figure_can_be_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    draw = runpy.run_path(str(ROOT / "docs/figures/zigzag.py"))["draw"]
+    assert len(draw().axes) == 1
+    assert (ROOT / "docs/figures/zigzag.png").exists()
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "troubleshooting" / "index.html").exists()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.arguments.config import PolicyLossConfig
@@ -17,7 +18,7 @@ from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import reduce_metrics
 
-from .compare import compare
+from .compare import compare, gradient_tolerance
 from .launch import run_ranks
 from .models import MAX_SEQUENCE_LENGTH, ModelOptions, Sharding, gather_gradients
 from .one_step import Outcome, _cut_step, _pad_to_multiple, build
@@ -29,19 +30,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 RUNS = [
-    Run(aggregation, cut=cut, regularized=bool(place % 2))
-    for place, (aggregation, cut) in enumerate(
-        (aggregation, cut) for aggregation in AGGREGATIONS for cut in ("uniform", "empty")
-    )
+    Run(aggregation, cut="empty" if place < 2 else "uniform", regularized=bool(place % 2))
+    for place, aggregation in enumerate(AGGREGATIONS)
 ]
+# In float64: what float32 rounds away could hide a wrong coefficient of a small term.
+DENSE = ModelOptions(dtype=torch.float64)
+TIED = replace(DENSE, tied_embeddings=True)
 MODES = {"one pass": None, "recomputed": False, "kept": True}
 CASES = {
-    "CP2": (Sharding(context=2), ModelOptions()),
-    "CP2, per token": (Sharding(context=2), ModelOptions(calculate_per_token_loss=True)),
-    "TP2": (Sharding(tensor=2), ModelOptions()),
-    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions()),
-    "PP2 tied": (Sharding(pipeline=2), ModelOptions(tied_embeddings=True)),
-    "DP2 tied": (Sharding(data=2), ModelOptions(tied_embeddings=True)),
+    "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
+    "TP2": (Sharding(tensor=2), DENSE),
+    "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
+    "PP2 tied": (Sharding(pipeline=2), TIED),
+    "DP2 tied": (Sharding(data=2), TIED),
 }
 
 
@@ -115,8 +116,7 @@ def references() -> dict[bool, list[Outcome]]:
 
 @pytest.mark.parametrize(
     ("case", "mode"),
-    [(case, "one pass") for case in CASES]
-    + [("TP2+SP CP2", "recomputed"), ("CP2", "kept"), ("DP2 tied", "kept")],
+    [(case, "one pass") for case in CASES] + [("TP2", "recomputed"), ("DP2 tied", "kept")],
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(
     case: str, mode: str, references: dict[bool, list[Outcome]]
@@ -126,7 +126,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
     for run, outcome, expected in zip(
         RUNS, found, references[options.tied_embeddings], strict=True
     ):
-        comparison = compare(outcome, expected)
+        comparison = compare(outcome, expected, gradient_tolerance(options))
         assert comparison.passed, f"{run}: {comparison}"
 
 
@@ -142,7 +142,7 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
         return whole(config, *arguments, **options)
 
     fused_output.policy_loss_from_log_probs = without_regularizers
-    return steps(sharding, ModelOptions(), "one pass")
+    return steps(sharding, DENSE, "one pass")
 
 
 def test_coefficients_of_another_loss_would_be_seen(references: dict[bool, list[Outcome]]) -> None:

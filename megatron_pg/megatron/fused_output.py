@@ -1,0 +1,250 @@
+"""The fused head in Megatron's GPTModel: the loss straight from hidden states, without the logits.
+
+`GPTModel.forward(output_processor=...)` of megatron-core 0.18 and later hands over the hidden states, the output
+layer and its weight before the logits are computed (models/gpt/gpt_model.py). What takes them there and what turns
+the model's output into the loss belong to one micro-batch, so they are one object:
+
+    fused = FusedOutput(config, batch, totals, num_microbatches=..., model=model)
+    output = model(tokens, position_ids, None, packed_seq_params=..., output_processor=fused.output_processor)
+    return output, fused.loss_func
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_pg.aggregation import StepTotals
+from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.batch import PackedBatch
+from megatron_pg.log_probs.fused_head import (
+    HeadOptions,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.scale_contract import ScaleContract, ScheduleOutput, scale_contract
+from megatron_pg.megatron.versions import supports_output_processor
+from megatron_pg.metrics import MicroBatchMetrics
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+
+
+def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
+    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
+
+    Then it is known as soon as they are. A sequence ratio or mask is not, nor what a custom function may do.
+    """
+    custom = (
+        config.custom_policy_loss_path,
+        config.custom_tis_function_path,
+        config.custom_pg_loss_reducer_function_path,
+    )
+    sequence_level = (
+        config.policy_loss == "gspo"
+        or config.use_opsm
+        or config.use_geometric_rejection
+        or (config.use_tis and config.tis_level == "sequence")
+    )
+    return not sequence_level and all(path is None for path in custom)
+
+
+class FusedOutput:
+    """The output end of the model for one micro-batch: `output_processor` and `loss_func`.
+
+    Only rows that score an active token enter the output layer; how many is known on the host. Where
+    `is_sum_over_tokens`, their gradients are computed in the same pass (three matrix products); otherwise the
+    log-probs are, and backward multiplies again unless `keep_logits` (see `megatron_pg.log_probs.fused_head`).
+
+    Args:
+        config, batch, totals, num_microbatches, model, groups, vocab_size: as for
+            `megatron_pg.megatron.loss.megatron_loss`. `config.fp32_lm_head` asks for float32 logits.
+        keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
+        chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
+
+    Raises:
+        NotImplementedError: megatron-core is older than 0.18.
+        ValueError: as `megatron_loss`.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        batch: PackedBatch,
+        totals: StepTotals,
+        *,
+        num_microbatches: int,
+        model: Any,
+        groups: ParallelGroups | None = None,
+        vocab_size: int | None = None,
+        keep_logits: bool | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        if not supports_output_processor():
+            raise NotImplementedError(
+                "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
+                "older one use megatron_loss on the model's logits"
+            )
+        groups = ParallelGroups.from_model(model) if groups is None else groups
+        self._config, self._batch, self._totals = config, batch, totals
+        self._groups, self._keep_logits = groups, keep_logits
+        self._contract = _contract(batch, totals, num_microbatches, model, groups)
+        self._step_share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
+        self._options = HeadOptions(
+            tensor_parallel_group=groups.tensor,
+            temperature=config.rollout_temperature,
+            vocab_size=vocab_size,
+            fp32_logits=config.fp32_lm_head,
+            chunk_tokens=chunk_tokens,
+        )
+        self._metrics: MicroBatchMetrics | None = None
+
+    def output_processor(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None = None,
+        config: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """What `GPTModel.forward` calls in place of the output layer; every tensor-parallel rank of the last stage.
+
+        Args:
+            hidden_states: [sequence, 1, hidden], or its slice of the sequence under sequence parallelism.
+            output_layer: Megatron's `ColumnParallelLinear`.
+            output_weight: the weight where it is tied to the embedding.
+            config: the model's.
+
+        Returns:
+            The loss [1], or log_probs and entropy [2, active tokens]: `loss_func` takes either.
+
+        Raises:
+            NotImplementedError: the output layer does more than multiply by its weight.
+            ValueError: the hidden states are not those of the micro-batch.
+        """
+        weight = _plain_weight(output_layer, output_weight, config)
+        hidden = self._active_rows(self._whole_hidden(hidden_states, output_layer))
+        targets = self._batch.targets[self._batch.logit_rows[self._active]]
+        if is_sum_over_tokens(self._config):
+            return self._loss_in_one_pass(hidden, weight, targets)
+        outputs = linear_log_probs_and_entropy(
+            hidden, weight, targets, self._options, keep_logits=self._keep_logits
+        )
+        return torch.stack(outputs)
+
+    def loss_func(self, output_tensor: Tensor) -> ScheduleOutput:
+        """What the schedule calls on the last stage with the model's output."""
+        if self._metrics is None:
+            log_probs, entropy = output_tensor.unbind()
+            loss, metrics = self._policy_loss(log_probs, entropy)
+        else:
+            loss, metrics = output_tensor[0], self._metrics
+        return self._contract.apply(loss, metrics)
+
+    @property
+    def _active(self) -> Tensor:
+        """[active tokens] int64 into the window. The host knows how many, so that this needs no synchronisation."""
+        first_active = torch.sort(~self._batch.loss_mask, stable=True).indices
+        return first_active[: self._batch.num_active_tokens]
+
+    def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
+        """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""
+        group = self._groups.tensor
+        if getattr(output_layer, "sequence_parallel", False):
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        elif self._groups.tensor_size > 1:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        tokens = self._batch.window.local_tokens
+        if tuple(hidden_states.shape[:2]) != (tokens, 1):
+            raise ValueError(
+                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
+                "feed the model batch.tokens[None]"
+            )
+        return hidden_states[:, 0]
+
+    def _active_rows(self, hidden: Tensor) -> Tensor:
+        return hidden.index_select(0, self._batch.logit_rows[self._active])
+
+    def _in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """[rows of the active tokens] -> [window], 0 elsewhere: the loss masks those positions."""
+        window = values.new_zeros(len(self._batch.window))
+        return window.index_copy(0, self._active[rows], values)
+
+    def _policy_loss(
+        self, log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)
+    ) -> tuple[Tensor, MicroBatchMetrics]:
+        return policy_loss_from_log_probs(
+            self._config,
+            self._batch,
+            self._in_window(log_probs, rows),
+            self._in_window(entropy, rows),
+            totals=self._totals,
+            context_parallel_group=self._groups.context,
+            step_share=self._step_share,
+        )
+
+    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Gradients chunk by chunk, then the value and the metrics from all log-probs together.
+
+        The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
+        coefficients, which is what a sum over tokens means.
+        """
+        quiet = dataclasses.replace(self._config, pg_metrics="none")
+
+        def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+            return policy_loss_from_log_probs(
+                quiet,
+                self._batch,
+                self._in_window(log_probs, rows),
+                self._in_window(entropy, rows),
+                totals=self._totals,
+            )[0]
+
+        total, log_probs, entropy = linear_token_loss(
+            hidden, weight, targets, token_loss, self._options
+        )
+        value, self._metrics = self._policy_loss(log_probs, entropy)
+        return (value + (total - total.detach()))[None]
+
+
+def _contract(
+    batch: PackedBatch,
+    totals: StepTotals,
+    num_microbatches: int,
+    model: Any,
+    groups: ParallelGroups,
+) -> ScaleContract:
+    window, place = batch.window, (groups.context_rank, groups.context_size)
+    if (window.cp_rank, window.cp_size) != place:
+        raise ValueError(
+            f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
+            f"rank {place[0]} of {place[1]}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
+        )
+    model_config = (model[0] if isinstance(model, (list, tuple)) else model).config
+    return scale_contract(
+        model_config,
+        totals,
+        calculate_per_token_loss=bool(model_config.calculate_per_token_loss),
+        data_parallel_size=groups.data_size,
+        context_parallel_size=groups.context_size,
+        num_microbatches=num_microbatches,
+        num_active_tokens=batch.num_active_tokens,
+        num_local_tokens=batch.window.local_tokens,
+    )
+
+
+def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:
+    """The weight, of a layer that is nothing but a product with it."""
+    if getattr(output_layer, "bias", None) is not None:
+        raise NotImplementedError("the fused head takes an output layer without bias")
+    if getattr(config, "use_mup", False):
+        raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
+    weight: Tensor = output_layer.weight if output_weight is None else output_weight
+    return weight

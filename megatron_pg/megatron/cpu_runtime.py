@@ -129,6 +129,7 @@ def enable_cpu_runtime() -> None:
     _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
     _enabled = True
     _use_stateless_random_tracker()
+    _name_the_absent_gemm()
 
 
 def _redirect_cuda_module() -> None:
@@ -191,3 +192,15 @@ def _use_stateless_random_tracker() -> None:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _name_the_absent_gemm() -> None:
+    """Define the name of Transformer Engine's GEMM, as None, where Megatron leaves it undefined.
+
+    moe/moe_utils.py of 0.15.3 to 0.17.1 compares it with None in every router, and binds it only
+    where Transformer Engine is installed.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

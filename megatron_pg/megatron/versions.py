@@ -96,6 +96,16 @@ def per_token_moe_under_context_parallel_is_right() -> bool:
     return _at_least(19)
 
 
+def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
+    """Whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
+
+    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale
+    by the context-parallel size, which data parallelism divides by again; 0.15.3 does not, which
+    leaves 1 / CP of the intended gradient. The policy gradient is right in both.
+    """
+    return _at_least(16)
+
+
 def needs_kept_pipeline_outputs() -> bool:
     """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 

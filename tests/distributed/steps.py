@@ -35,6 +35,9 @@ def one_active_token() -> list[PlainSample]:
 
 MATRIX_SHAPES = ("ragged", "short")
 SHAPES["one active token"] = one_active_token()
+SHAPES["no active token"] = [
+    replace(sample, loss_mask=[0] * sample.response_length) for sample in SHAPES["ragged"]
+]
 
 CUTS = ("uniform", "ragged", "empty")
 

@@ -12,11 +12,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.megatron.fused_output import FusedOutput, is_sum_over_tokens
+from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import reduce_metrics
+from megatron_pg.samples import Sample
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
@@ -167,3 +168,24 @@ def test_coefficients_of_another_loss_would_be_seen(references: dict[bool, list[
 )
 def test_which_losses_are_sums_over_tokens(setting: dict[str, Any], expected: bool) -> None:
     assert is_sum_over_tokens(PolicyLossConfig(**setting)) == expected
+
+
+def test_tokens_without_advantage_come_last() -> None:
+    def sample(advantages: list[float], loss_mask: list[int]) -> Sample:
+        length = len(advantages)
+        return Sample(
+            tokens=torch.arange(length + 2),
+            response_length=length,
+            loss_mask=torch.tensor(loss_mask),
+            advantages=torch.tensor(advantages),
+            old_log_probs=torch.zeros(length),
+        )
+
+    batch = pack([sample([0.0, 1.0, 2.0], [1, 0, 1]), sample([float("nan"), 0.0], [1, 1])])
+    rows, count = active_rows(PolicyLossConfig(), batch)
+    assert (rows.tolist(), count) == ([2, 3, 0, 4], 2)
+    for setting in ({"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}):
+        rows, count = active_rows(PolicyLossConfig(**setting), batch)
+        assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
+    rows, count = active_rows(PolicyLossConfig(), pack([]))
+    assert (rows.tolist(), count) == ([], 0)

@@ -88,6 +88,16 @@ def test_ratio_is_one_before_the_first_update(sharding: Sharding, temperature: f
         assert outcome.metrics["clipped_ratio_fraction"] == 0.0
 
 
+def test_a_step_without_an_active_token_has_a_gradient_of_exactly_zero() -> None:
+    """NaN from a division by the number of active tokens ends a run weeks in."""
+    runs = [Run(aggregation, "no active token", regularized=True) for aggregation in AGGREGATIONS]
+    sharding = Sharding(context=2)
+    for outcomes in run_ranks(steps, sharding.world_size, sharding, runs)[0]:
+        for outcome in outcomes:
+            assert outcome.metrics["loss"] == 0.0
+            assert all(not gradient.any() for gradient in outcome.gradients.values())
+
+
 def test_a_mask_of_document_ids_is_refused_and_not_summed() -> None:
     """Packers number documents 1, 2, 3 in what looks like a mask."""
     with pytest.raises(ValueError, match=r"document 7: loss_mask\[1\] is 2"):

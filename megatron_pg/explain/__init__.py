@@ -1,4 +1,4 @@
-"""``megatron-pg explain``: which objective is really optimized, from lengths and the launch flags."""
+"""``megatron-pg explain``: which objective is really optimized, from lengths or rollout files and the launch flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         _explain(parse_options(arguments))
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"megatron-pg explain: {error}", file=sys.stderr)
         return 2
     return 0

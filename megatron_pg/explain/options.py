@@ -15,6 +15,8 @@ examples:
   Log-normal lengths (median 2000 tokens, sigma 1), 512 rollouts a step, on 8 x 2 ranks with 4 micro-batches each:
     megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --loss-aggregation prompt_mean \\
         --data-parallel-size 8 --context-parallel-size 2 --num-microbatches 4 --plot weights.png
+  The first 512 rollouts of a file:
+    megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --loss-aggregation prompt_mean
 
 The flags of a launch line that have no part in the aggregation may be left in; they are listed as not used.
 """
@@ -34,14 +36,15 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class LengthSource:
-    """Where the lengths of the step come from: one of the first two is set."""
+    """Where the lengths of the step come from: one of the first three is set."""
 
-    lengths: tuple[int, ...] | None
-    log_normal: tuple[float, float] | None
+    lengths: tuple[int, ...] | None = None
+    log_normal: tuple[float, float] | None = None
     """(median in tokens, sigma of the logarithm)."""
-    group_size: int
-    docs_per_step: int | None
-    seed: int
+    rollout_files: tuple[str, ...] | None = None
+    group_size: int = 1
+    docs_per_step: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
     source = LengthSource(
         lengths=args.lengths,
         log_normal=args.log_normal,
+        rollout_files=None if args.rollout_files is None else tuple(args.rollout_files),
         group_size=args.group_size,
         docs_per_step=args.docs_per_step,
         seed=args.seed,
     )
-    if (source.lengths is None) == (source.log_normal is None):
-        raise ValueError("give one of --lengths and --log-normal: the lengths to explain")
+    sources = (source.lengths, source.log_normal, source.rollout_files)
+    if sum(given is not None for given in sources) != 1:
+        raise ValueError("give one of --lengths, --log-normal and --rollout-files")
     return ExplainOptions(
         config=PolicyLossConfig.from_args(args),
         source=source,
@@ -110,17 +115,24 @@ def build_parser() -> argparse.ArgumentParser:
         help="Draw the lengths: median in tokens and sigma of the logarithm.",
     )
     lengths.add_argument(
+        "--rollout-files",
+        nargs="+",
+        metavar="PATH",
+        help="Parquet or JSON Lines files of samples, or folders of them; needs pyarrow.",
+    )
+    lengths.add_argument(
         "--group-size",
         type=_positive,
         default=1,
         metavar="G",
-        help="Samples of a prompt; that many in order form a prompt group. (default: 1)",
+        help="Samples of a prompt; that many in order form a prompt group. Rollout files name their own. (default: 1)",
     )
     lengths.add_argument(
         "--docs-per-step",
         type=_positive,
         metavar="N",
-        help="Rollouts in the step. (default: as many as give whole groups of all --lengths; 32 groups)",
+        help="Rollouts in the step. (default: as many as give whole groups of all --lengths; 32 drawn groups; all of "
+        "the files)",
     )
     lengths.add_argument("--seed", type=int, default=0, help="Of --log-normal. (default: 0)")
     parallel = parser.add_argument_group("what Megatron scales a loss by")

@@ -92,16 +92,66 @@ def test_megatrons_factors_cancel(capsys, per_token):
 
 
 def test_the_step_of_lengths_and_groups():
-    step = explained_step(LengthSource((5, 6, 7), None, group_size=2, docs_per_step=None, seed=0))
+    step = explained_step(LengthSource(lengths=(5, 6, 7), group_size=2))
     assert [sample.num_active_tokens for sample in step.samples] == [5, 6, 7, 5, 6, 7]
     assert [sample.group_index for sample in step.samples] == [0, 0, 1, 1, 2, 2]
 
 
 def test_log_normal_lengths_have_their_median_and_are_reproducible():
-    source = LengthSource(None, (2000.0, 0.5), group_size=8, docs_per_step=4096, seed=3)
+    source = LengthSource(log_normal=(2000.0, 0.5), group_size=8, docs_per_step=4096, seed=3)
     lengths = [sample.num_active_tokens for sample in explained_step(source).samples]
     assert lengths == [sample.num_active_tokens for sample in explained_step(source).samples]
     assert sorted(lengths)[2048] == pytest.approx(2000, rel=0.05)
+
+
+def write_rollouts(path: Path) -> str:
+    """Two prompt groups of three rollouts; the second rollout of each has two samples, one token is masked."""
+    pytest.importorskip("pyarrow")
+    rows = []
+    for group in range(2):
+        for rollout, lengths in enumerate(([3], [2, 4], [5])):
+            for length in lengths:
+                mask = [1] * (length - 1) + [int(length != 5)]
+                rows.append(
+                    {
+                        "prompt_ids": [1, 2],
+                        "response_ids": [3] * length,
+                        "loss_mask": mask,
+                        "advantages": 1.0,
+                        "group_index": group,
+                        "rollout_id": 10 * group + rollout,
+                    }
+                )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_rollout_file(tmp_path, capsys):
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    found = explained(capsys, "--rollout-files", path)
+    assert found["step"]["active_tokens"] == [3, 2, 4, 4] * 2
+    assert (found["step"]["num_rollouts"], found["step"]["num_prompt_groups"]) == (6, 2)
+    weights = found["aggregations"]["sample_mean"]["token_weight"]
+    assert weights == pytest.approx([1 / 3, 1 / 6, 1 / 6, 1 / 4] * 2)
+    assert found["warnings"] == []
+
+
+def test_the_first_rollouts_of_a_file_cut_a_group(tmp_path, capsys):
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    found = explained(capsys, "--rollout-files", path, "--docs-per-step", "5")
+    assert found["step"]["num_rollouts"] == 5
+    assert found["step"]["num_samples"] == 7
+    assert any("ends inside prompt group 1: 3 of its 4 samples" in w for w in found["warnings"])
+    assert explained(capsys, "--rollout-files", path, "--docs-per-step", "3")["warnings"] == []
+
+
+def test_a_rollout_file_that_is_not_there_or_empty(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    assert explain(["--rollout-files", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text("")
+    assert explain(["--rollout-files", str(tmp_path / "empty.jsonl")]) == 2
+    assert "no sample" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,8 +218,11 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --lengths and --log-normal"),
-        (["--lengths", "1", "--log-normal", "5,1"], "give one of --lengths and --log-normal"),
+        ([], "give one of --lengths, --log-normal and --rollout-files"),
+        (
+            ["--lengths", "1", "--log-normal", "5,1"],
+            "give one of --lengths, --log-normal and --rollout-files",
+        ),
         (["--lengths", "1", "--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
         (
             ["--lengths", "1", "--loss-aggregation", "prompt_mean", "--calculate-per-token-loss"],

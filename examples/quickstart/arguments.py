@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -80,35 +81,28 @@ def _add_megatron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
-def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse and validate; the only place of this example that changes arguments.
-
-    Args:
-        command_line: for the small parser, in tests; Megatron's reads `sys.argv`.
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line and validate it; the only place of this example that changes arguments.
 
     Raises:
         ValueError, NotImplementedError: naming the flag and what to do.
     """
-    if has_megatron_training() and command_line is None:
+    if has_megatron_training():
         from megatron.training.arguments import parse_args
 
         args: argparse.Namespace = parse_args(extra_args_provider=add_example_args)
-        _adapt_to_device(args)
-        _check(args)
-        validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
-        _validate_as_megatron_does(args)
-        return args
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    args = add_example_args(_add_megatron_args(parser)).parse_args(command_line)
-    args.rank, args.world_size = (int(os.environ.get(k, d)) for k, d in _LAUNCHER_DEFAULTS)
-    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
+    else:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        args = add_example_args(_add_megatron_args(parser)).parse_args()
+        args.rank = int(os.environ.get("RANK", "0"))
+        args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     _adapt_to_device(args)
     _check(args)
     validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
+    if has_megatron_training():
+        _validate_as_megatron_does(args)
     return args
-
-
-_LAUNCHER_DEFAULTS = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
@@ -121,23 +115,22 @@ def plain_errors() -> Iterator[None]:
 
 
 def _adapt_to_device(args: argparse.Namespace) -> None:
-    """What is no choice: one pack a micro-batch; on CPU no CUDA kernels, gloo, no Transformer Engine."""
+    """What is no choice: one pack a micro-batch, and what needs a device or a package that is not there."""
     args.micro_batch_size = 1
-    if args.device != "cpu":
-        return
-    args.distributed_backend = "gloo"
-    args.transformer_impl = "local"
-    args.use_cpu_initialization = True
-    args.no_persist_layer_norm = True
-    for fusion in (
-        "gradient_accumulation_fusion",
-        "masked_softmax_fusion",
-        "bias_gelu_fusion",
-        "bias_swiglu_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-    ):
-        setattr(args, fusion, False)
+    # Of Apex, or of a Transformer Engine that is new enough.
+    args.gradient_accumulation_fusion = _is_installed("fused_weight_gradient_mlp_cuda")
+    if args.device == "cpu":
+        args.distributed_backend = "gloo"
+        args.use_cpu_initialization = True
+    if args.device == "cpu" or not _is_installed("transformer_engine"):
+        args.transformer_impl = "local"
+        args.no_persist_layer_norm = True
+        for fusion in ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "apply_rope"):
+            setattr(args, f"{fusion}_fusion", False)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _validate_as_megatron_does(args: argparse.Namespace) -> None:

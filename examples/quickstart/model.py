@@ -38,11 +38,12 @@ def start_megatron(args: argparse.Namespace) -> tuple[ParallelGroups, torch.devi
     if args.device == "cpu":
         enable_cpu_runtime()
         device = torch.device("cpu")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
     else:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        dist.init_process_group("nccl", device_id=device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -64,7 +64,13 @@ class LogitTable(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, pre_process: bool, post_process: bool, device: str
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        device: str,
     ) -> None:
         super().__init__()
         self.config = config
@@ -74,8 +80,8 @@ class LogitTable(torch.nn.Module):
         self.input_tensor: Tensor | None = None
         self.untouched = torch.nn.Parameter(torch.zeros(config.hidden_size, device=device))
         if post_process:
-            columns = VOCAB_SIZE // config.tensor_model_parallel_size
-            self.table = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, columns, device=device))
+            columns = vocab_size // config.tensor_model_parallel_size
+            self.table = torch.nn.Parameter(torch.zeros(vocab_size, columns, device=device))
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -99,6 +105,7 @@ class ModelShape:
     num_layers: int
     num_query_groups: int
     head_size: int
+    vocab_size: int
 
     @classmethod
     def of(cls, options: CheckOptions) -> ModelShape:
@@ -108,6 +115,9 @@ class ModelShape:
             num_query_groups=max(2, options.tensor_model_parallel_size),
             # The least that fused attention takes, and less where everything is slow.
             head_size=32 if options.device == "cuda" else 8,
+            # Each tensor-parallel rank has as many columns; the samples' tokens are below the number in steps.
+            vocab_size=-(-VOCAB_SIZE // options.tensor_model_parallel_size)
+            * options.tensor_model_parallel_size,
         )
 
 
@@ -120,7 +130,8 @@ def model_config(
     if options.num_experts is not None:
         settings |= {
             "num_moe_experts": options.num_experts,
-            "moe_router_topk": 2,
+            # All of them: where rounding decides between two experts, no gradient is close to another.
+            "moe_router_topk": options.num_experts,
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
             "add_bias_linear": False,
@@ -164,7 +175,9 @@ def model_config(
     )
 
 
-def build_gpt(options: CheckOptions, config: TransformerConfig) -> list[torch.nn.Module]:
+def build_gpt(
+    options: CheckOptions, shape: ModelShape, config: TransformerConfig
+) -> list[torch.nn.Module]:
     """This rank's chunks of the end-to-end model, without DDP."""
     chunks = []
     for vp_stage, pre_process, post_process in _stages(options):
@@ -177,7 +190,7 @@ def build_gpt(options: CheckOptions, config: TransformerConfig) -> list[torch.nn
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=shape.vocab_size,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             pre_process=pre_process,
             post_process=post_process,
@@ -190,13 +203,19 @@ def build_gpt(options: CheckOptions, config: TransformerConfig) -> list[torch.nn
     return chunks
 
 
-def build_logit_table(options: CheckOptions, config: TransformerConfig) -> list[torch.nn.Module]:
+def build_logit_table(
+    options: CheckOptions, shape: ModelShape, config: TransformerConfig
+) -> list[torch.nn.Module]:
     """This rank's chunks of the model that is nothing but logits, in float32, without DDP."""
     chunks: list[torch.nn.Module] = []
     for _, pre_process, post_process in _stages(options):
         chunks.append(
             LogitTable(
-                config, pre_process=pre_process, post_process=post_process, device=options.device
+                config,
+                shape.vocab_size,
+                pre_process=pre_process,
+                post_process=post_process,
+                device=options.device,
             )
         )
         set_parameters(chunks[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,6 +39,23 @@ class CheckOptions:
         if not self.sequence_parallel:
             return 1
         return self.context_parallel_size * self.tensor_model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes of one copy of the model; what is left of the world is data parallel."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    def num_microbatches(self, data_rank: int) -> int:
+        """M of a data-parallel rank, the last one empty: three or four by turns."""
+        # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
+        count = 3 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
+        # Interleaved pipelines ask for multiples.
+        multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
+        return -(-count // multiple) * multiple
 
     @property
     def num_chunks(self) -> int:
@@ -104,30 +122,76 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def _check(options: CheckOptions) -> None:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-    if options.transformer_impl == "transformer_engine":
-        if options.device == "cpu":
-            raise ValueError(
-                "--transformer-impl transformer_engine runs on --device cuda only; use local"
-            )
-        if options.dtype == "fp32":
-            raise ValueError(
-                "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
-            )
-        if not has_transformer_engine():
-            raise ValueError(
-                "--transformer-impl transformer_engine: it cannot be imported; use local"
-            )
-    if options.expert_model_parallel_size > 1 and options.num_experts is None:
+def check_world_size(options: CheckOptions, world_size: int) -> None:
+    """Refuses a number of processes that the sizes do not divide.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    size = options.model_parallel_size
+    if world_size % size:
         raise ValueError(
-            f"--expert-model-parallel-size {options.expert_model_parallel_size} needs --num-experts, a multiple of it"
+            f"{world_size} processes were started, and --tensor-model-parallel-size * --pipeline-model-parallel-size * "
+            f"--context-parallel-size = {size} must divide them: torchrun --nproc-per-node {size} -m megatron_pg check ..."
         )
+    expert_size = options.expert_model_parallel_size * options.pipeline_model_parallel_size
+    if world_size % expert_size:
+        raise ValueError(
+            f"{world_size} processes were started, and --expert-model-parallel-size * --pipeline-model-parallel-size = "
+            f"{expert_size} must divide them"
+        )
+
+
+def _check(options: CheckOptions) -> None:
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, int) and value < 1 and not isinstance(value, bool):
+            raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
+    _check_hardware(options)
+    _check_experts(options)
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
-    vpp = options.virtual_pipeline_model_parallel_size
-    if vpp is not None and options.pipeline_model_parallel_size == 1:
+    stages = options.virtual_pipeline_model_parallel_size
+    if stages is not None and (stages == 1 or options.pipeline_model_parallel_size == 1):
         raise ValueError(
-            "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size above 1"
+            f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size "
+            f"{options.pipeline_model_parallel_size}: both must be above 1; leave it out for a pipeline that is not "
+            "interleaved"
+        )
+
+
+def _check_hardware(options: CheckOptions) -> None:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
+    if options.transformer_impl == "local":
+        return
+    if options.device == "cpu":
+        raise ValueError(
+            "--transformer-impl transformer_engine runs on --device cuda only; use local"
+        )
+    if options.dtype == "fp32":
+        raise ValueError(
+            "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
+        )
+    if not has_transformer_engine():
+        raise ValueError("--transformer-impl transformer_engine: it cannot be imported; use local")
+
+
+def _check_experts(options: CheckOptions) -> None:
+    experts, expert_size = options.num_experts, options.expert_model_parallel_size
+    if experts is None:
+        if expert_size > 1:
+            raise ValueError(
+                f"--expert-model-parallel-size {expert_size} needs --num-experts, a multiple of it"
+            )
+        return
+    if experts < 2 or experts % expert_size:
+        raise ValueError(
+            f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at least 2 experts, and a "
+            "multiple of that size"
+        )
+    if options.tensor_model_parallel_size > 1 and not options.sequence_parallel:
+        raise ValueError(
+            f"--num-experts {experts} with --tensor-model-parallel-size {options.tensor_model_parallel_size} needs "
+            "--sequence-parallel: Megatron trains no mixture of experts without it there"
         )

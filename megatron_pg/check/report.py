@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from megatron_pg.check.diagnosis import diagnosis
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.check.run import Row
+from megatron_pg.check.rows import Row
 from megatron_pg.megatron.versions import megatron_core_version, supports_output_processor
 
 
@@ -29,7 +30,7 @@ def versions() -> dict[str, str]:
         "triton": _version("triton"),
     }
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
@@ -56,42 +57,8 @@ def accelerations(options: CheckOptions) -> dict[str, str]:
     }
 
 
-def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
-    """What a failed row looks like: the sizes whose product, or its inverse, is the ratio of the gradients."""
-    if row.passed:
-        return ""
-    ratio = row.gradient_ratio
-    if not math.isfinite(row.gradient_error) or not math.isfinite(ratio):
-        return f"not finite in {row.worst_parameter}"
-    sizes = {
-        "CP": options.context_parallel_size,
-        "TP": options.tensor_model_parallel_size,
-        "PP": options.pipeline_model_parallel_size,
-        "DP": world_size
-        // (
-            options.context_parallel_size
-            * options.tensor_model_parallel_size
-            * options.pipeline_model_parallel_size
-        ),
-        "M": 3,
-    }
-    names = [name for name, size in sizes.items() if size > 1]
-    matches = []
-    for count in (1, 2, 3):
-        for chosen in itertools.combinations(names, count):
-            factor = math.prod(sizes[name] for name in chosen)
-            product = " * ".join(chosen)
-            if math.isclose(ratio, factor, rel_tol=1e-3):
-                matches.append(f"{factor} = {product}")
-            if math.isclose(ratio * factor, 1.0, rel_tol=1e-3):
-                matches.append(f"1/{factor} = 1/({product})")
-        if matches:
-            return f"gradient is {ratio:.4g} times the reference: {' or '.join(matches)}"
-    return f"gradient of {row.worst_parameter} is {ratio:.4g} times the reference"
-
-
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """The whole report."""
+    """The whole report; a number that is not finite is null."""
     return json.dumps(
         {
             "passed": all(row.passed for row in rows),
@@ -99,18 +66,25 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
             "options": dataclasses.asdict(options),
             "versions": versions(),
             "accelerations": accelerations(options),
-            "rows": [
-                dataclasses.asdict(row)
-                | {"passed": row.passed, "diagnosis": diagnosis(row, options, world_size)}
-                for row in rows
-            ],
+            "rows": [_row_as_json(row, options, world_size) for row in rows],
         },
         indent=2,
+        allow_nan=False,
     )
 
 
+def _row_as_json(row: Row, options: CheckOptions, world_size: int) -> dict[str, Any]:
+    fields = dataclasses.asdict(row)
+    fields = fields.pop("step") | {"tolerance": row.step.tolerance} | fields
+    fields |= {"passed": row.passed, "diagnosis": diagnosis(row, options, world_size)}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }
+
+
 def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """Versions, the table, and the verdict; plain text of at most 110 columns."""
+    """Versions, the table, and the verdict; plain text, a failed row's diagnosis below it."""
     lines = [
         "megatron-pg check: "
         + ", ".join(f"{name} {version}" for name, version in versions().items()),
@@ -121,12 +95,14 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         f"{'gradient error':>16}{'tolerance':>11}  result",
     ]
     for row in rows:
-        mode = "per token" if row.calculate_per_token_loss else "per sequence"
-        verdict = "PASS" if row.passed else f"FAIL {diagnosis(row, options, world_size)}"
+        step = row.step
+        mode = "per token" if step.calculate_per_token_loss else "per sequence"
         lines.append(
-            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<13}{row.loss:>12.6f}"
-            f"{row.gradient_error:>16.1e}{row.tolerance:>11.0e}  {verdict}"
+            f"{step.model:<12}{step.dtype:<6}{step.aggregation:<13}{mode:<13}{step.loss:>12.6f}"
+            f"{row.gradient_error:>16.1e}{step.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
         )
+        if not row.passed:
+            lines.append(f"{'':<12}{diagnosis(row, options, world_size)}")
     failed = sum(not row.passed for row in rows)
     verdict = "PASS: every gradient is the unsharded one" if not failed else f"FAIL: {failed} rows"
     return "\n".join([*lines, "", f"{verdict} ({len(rows)} rows)"])
@@ -134,18 +110,13 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
 
 def describe(options: CheckOptions, world_size: int) -> str:
     """The sharding in one line."""
-    model_size = (
-        options.tensor_model_parallel_size
-        * options.pipeline_model_parallel_size
-        * options.context_parallel_size
-    )
     parts = [
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
         f"PP {options.pipeline_model_parallel_size}",
         f"VPP {options.virtual_pipeline_model_parallel_size}" if options.num_chunks > 1 else "",
         f"CP {options.context_parallel_size}",
         f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
-        f"DP {world_size // model_size}",
+        f"DP {world_size // options.model_parallel_size}",
         "distributed optimizer" if options.use_distributed_optimizer else "",
         "average in collective" if options.average_in_collective else "",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from megatron_pg.check.models import (
 )
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.reference import reference_loss, response_log_probs
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices
+from megatron_pg.check.rows import Reference, Row, Step, compare
+from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.check.steps import config_of, cut, make_samples, with_log_probs
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.packing import packed_seq_params
@@ -34,52 +35,11 @@ from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.metrics import reduce_metrics
 from megatron_pg.samples import Sample
 
-TOLERANCES = {
-    ("loss only", "fp32"): 1e-6,
-    # Rounding through a whole model, on hardware of any summation order. A wrong factor is off by far more.
-    ("end to end", "fp32"): 5e-6,
-    ("end to end", "bf16"): 2e-2,
-}
-
 MODELS: dict[str, Callable[..., list[torch.nn.Module]]] = {
     "end to end": build_gpt,
     "loss only": build_logit_table,
 }
 """`end to end` is a GPT model in the dtype asked for; `loss only` has float32 logits for parameters."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One step of one configuration, compared with the reference. Equal on every rank."""
-
-    model: str
-    aggregation: str
-    calculate_per_token_loss: bool
-    dtype: str
-    loss: float
-    reference_loss: float
-    gradient_error: float
-    """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
-    worst_parameter: str
-    gradient_ratio: float
-    """<g, reference> / <reference, reference> of the worst parameter's slice: a wrong scale shows here."""
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether loss and gradients agree; NaN does not."""
-        scale = max(1.0, abs(self.reference_loss))
-        loss_agrees = abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
-        return loss_agrees and self.gradient_error <= self.tolerance
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a step should give: its samples, the loss by aggregation, and whole gradients by aggregation and name."""
-
-    samples: list[Sample]
-    losses: dict[str, float]
-    gradients: dict[str, dict[str, Tensor]]
 
 
 def run_check(options: CheckOptions) -> list[Row]:
@@ -98,16 +58,13 @@ def run_check(options: CheckOptions) -> list[Row]:
         model_options = _options_of(options, name)
         for per_token in modes:
             config = model_config(model_options, shape, calculate_per_token_loss=per_token)
-            chunks = under_ddp(model_options, config, build(model_options, config))
+            chunks = under_ddp(model_options, config, build(model_options, shape, config))
             for aggregation in AGGREGATIONS:
                 loss = train_step(
                     chunks, model_options, groups, references[name].samples, aggregation
                 )
-                rows.append(
-                    _compare(
-                        chunks, model_options, name, aggregation, per_token, loss, references[name]
-                    )
-                )
+                step = Step(name, aggregation, per_token, model_options.dtype, loss)
+                rows.append(compare(step, chunks, references[name]))
     return rows
 
 
@@ -128,7 +85,7 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
     """Each sample alone through the whole model, and the float64 loss; every rank computes it for itself."""
     options = unsharded(_options_of(options, model))
     config = model_config(options, shape, calculate_per_token_loss=False)
-    (module,) = MODELS[model](options, config)
+    (module,) = MODELS[model](options, shape, config)
     samples = make_samples(data_size)
     with torch.no_grad():
         log_probs = [
@@ -138,17 +95,32 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
     # One rank's numbers, so that the samples are the same to the last bit everywhere.
     dist.broadcast_object_list(log_probs, src=0)
     samples = with_log_probs(samples, log_probs)
-    losses, gradients = {}, {}
+    reference = Reference(samples, {}, {})
     for aggregation in AGGREGATIONS:
-        module.zero_grad(set_to_none=True)
-        logits = [_logits_alone(module, sample, options) for sample in samples]
+        outputs = [_logits_alone(module, sample, options) for sample in samples]
+        logits = [output.detach().requires_grad_() for output in outputs]
         loss = reference_loss(aggregation, samples, logits)
-        loss.backward()
-        losses[aggregation] = float(loss)
-        gradients[aggregation] = {
-            shard.name: gradient.clone() for shard, gradient in gradient_slices([module])
-        }
-    return Reference(samples, losses, gradients)
+        loss.backward()  # type: ignore[no-untyped-call]
+        reference.losses[aggregation] = float(loss.detach())
+        reference.gradients[aggregation] = _sum_of_gradients(
+            module, outputs, [each.grad for each in logits]
+        )
+    return reference
+
+
+def _sum_of_gradients(
+    module: torch.nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """Whole gradients by name, the samples' summed in float64: many bf16 sums would lose digits of their own."""
+    total: dict[str, Tensor] = {}
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is None:  # of a sample that is masked as a whole
+            continue
+        module.zero_grad(set_to_none=True)
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+        for shard, part in gradient_slices([module]):
+            total[shard.name] = total.get(shard.name, 0.0) + part.double()
+    return total
 
 
 def _logits_alone(module: torch.nn.Module, sample: Sample, options: CheckOptions) -> Tensor:
@@ -181,9 +153,7 @@ def train_step(
         samples,
         data_size=groups.data_size,
         data_rank=groups.data_rank,
-        # Ranks of one expert-parallel group exchange tokens in every micro-batch.
-        ragged=options.expert_model_parallel_size == 1,
-        multiple=options.pipeline_model_parallel_size if options.num_chunks > 1 else 1,
+        num_microbatches=options.num_microbatches(groups.data_rank),
     )
     config = config_of(aggregation)
     totals = step_totals(
@@ -228,56 +198,3 @@ def _loss_func(
     config: Any, batch: PackedBatch, totals: StepTotals, num_microbatches: int, model: Any
 ) -> Any:
     return megatron_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
-
-
-def _compare(
-    chunks: Sequence[Any],
-    options: CheckOptions,
-    model: str,
-    aggregation: str,
-    per_token: bool,
-    loss: float,
-    reference: Reference,
-) -> Row:
-    """The worst slice of all ranks; every rank calls it."""
-    expected = reference.gradients[aggregation]
-    worst = max(
-        (
-            _slice_error(shard, gradient, expected[shard.name], options.dtype == "bf16")
-            for shard, gradient in gradient_slices(chunks)
-        ),
-        default=(0.0, "", 1.0),
-    )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, worst)
-    error, parameter, ratio = max(gathered)
-    return Row(
-        model=model,
-        aggregation=aggregation,
-        calculate_per_token_loss=per_token,
-        dtype=options.dtype,
-        loss=loss,
-        reference_loss=reference.losses[aggregation],
-        gradient_error=error,
-        worst_parameter=parameter,
-        gradient_ratio=ratio,
-        tolerance=TOLERANCES[model, options.dtype],
-    )
-
-
-def _slice_error(
-    shard: Shard, gradient: Tensor, whole: Tensor, by_norm: bool
-) -> tuple[float, str, float]:
-    """(error, name, <g, reference> / <reference, reference>) of one slice; infinity for NaN."""
-    expected = shard.cut(whole).double()
-    found = gradient.double()
-    difference = found - expected
-    if by_norm:
-        error, scale = float(difference.norm()), float(expected.norm())
-    else:
-        error, scale = float(difference.abs().max()), float(whole.double().abs().max())
-    ratio = float((found * expected).sum()) / (float(expected.square().sum()) or 1.0)
-    if error == 0.0:
-        return 0.0, shard.name, ratio
-    relative = error / scale if scale else float("inf")
-    return (relative if relative == relative else float("inf")), shard.name, ratio

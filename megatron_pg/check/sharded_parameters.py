@@ -38,7 +38,7 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
     for name, parameter in model.named_parameters():
         dimension, index, count = 0, 0, 1
         if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
-            dimension = parameter.partition_dim
+            dimension = int(getattr(parameter, "partition_dim"))  # noqa: B009 (Megatron's attribute)
             index = parallel_state.get_tensor_model_parallel_rank()
             count = parallel_state.get_tensor_model_parallel_world_size()
         yield Shard(_whole_name(model, name), dimension, index, count), parameter

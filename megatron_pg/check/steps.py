@@ -13,17 +13,19 @@ VOCAB_SIZE = 128
 DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
 LENGTHS = ((5, 9), (3, 2), (7, 21), (2, 1), (6, 14), (4, 5), (3, 17), (9, 3), (2, 6), (8, 11))
-"""(prompt, response) tokens of the samples dealt to one data-parallel rank."""
+"""(prompt, response) tokens of the samples, over and over."""
 
 
 def make_samples(data_parallel_size: int) -> list[Sample]:
     """All samples of the step: ragged, partly masked, one fully masked, groups spread over the ranks.
 
-    Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
+    Their number grows with the data-parallel size no further than the reference stays cheap; beyond, ranks hold
+    fewer. Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
     """
     generator = torch.Generator().manual_seed(20)
     samples = []
-    for index in range(len(LENGTHS) * data_parallel_size):
+    count = max(len(LENGTHS) * min(data_parallel_size, 4), data_parallel_size)
+    for index in range(count):
         prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
         mask = torch.rand(response_length, generator=generator) < 0.7
         mask[0] = True
@@ -69,20 +71,17 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[torch.Tensor])
 
 
 def cut(
-    samples: Sequence[Sample], *, data_size: int, data_rank: int, ragged: bool, multiple: int
+    samples: Sequence[Sample], *, data_size: int, data_rank: int, num_microbatches: int
 ) -> list[list[Sample]]:
-    """This data-parallel rank's micro-batches: three, one more on each next rank if `ragged`, the last one empty.
-
-    Their count is rounded up to `multiple`, as interleaved pipelines ask for.
-    """
+    """This data-parallel rank's micro-batches of uneven sizes, the last one empty."""
     mine = list(samples[data_rank::data_size])
-    filled = 2 + (data_rank if ragged else 0)
-    count = -(-(filled + 1) // multiple) * multiple
-    # The first bin is larger than the others; with many data-parallel ranks some bins are empty.
-    bins = [mine[: len(mine) // 2], *([] for _ in range(filled - 1))]
-    for place, sample in enumerate(mine[len(mine) // 2 :]):
-        bins[1 + place % (filled - 1)].append(sample)
-    return bins + [[] for _ in range(count - filled)]
+    half = len(mine) // 2
+    micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches)]
+    # The first is larger than the others; on a rank of few samples some of those are empty too.
+    micro_batches[0] = mine[:half]
+    for place, sample in enumerate(mine[half:]):
+        micro_batches[1 + place % (num_microbatches - 2)].append(sample)
+    return micro_batches
 
 
 def config_of(aggregation: str, *, pg_metrics: str = "basic") -> PolicyLossConfig:

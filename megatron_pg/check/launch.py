@@ -1,0 +1,170 @@
+"""Joins the job that a launcher has started, and ends all of it when one rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 1.0
+"""What the failed rank is given to end first, so that a launcher takes it for the cause."""
+FAILURE_KEY = "failure"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the job, as torchrun and its like export it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
+        """RANK, WORLD_SIZE and LOCAL_RANK; one process where nothing is set.
+
+        Raises:
+            ValueError: only some of the variables are there, or SLURM has started tasks that have none of them.
+        """
+        if "WORLD_SIZE" not in environment:
+            tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+            if tasks > 1:
+                raise ValueError(
+                    f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start "
+                    "one torchrun a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
+                    "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
+                )
+            return cls()
+        world_size = int(environment["WORLD_SIZE"])
+        needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in environment]
+        if world_size > 1 and missing:
+            raise ValueError(
+                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with torchrun, or export them "
+                "in every process"
+            )
+        return cls(
+            int(environment.get("RANK", "0")), world_size, int(environment.get("LOCAL_RANK", "0"))
+        )
+
+
+class Job:
+    """The default process group, and a watch over the other ranks: when one fails, all end.
+
+    Used as a context manager by every rank. An exception inside it ends this process with status 1, and within a few
+    seconds every other one, each with the message of the rank that failed first; under any launcher, and also where
+    the others wait in a collective. In a job of one process the exception is raised as usual.
+
+    Args:
+        launch: the place of this process.
+        device: "cpu" (gloo) or "cuda" (NCCL).
+    """
+
+    def __init__(self, launch: Launch, device: str) -> None:
+        self._launch = launch
+        self._device = device
+        self._finished = threading.Event()
+        self._failures: Store | None = None
+
+    def __enter__(self) -> Job:
+        _prepare(self._launch, self._device)
+        backend = "nccl" if self._device == "cuda" else "gloo"
+        if self._launch.world_size == 1:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            self._failures = _failure_store()
+            threading.Thread(target=self._watch, args=(self._failures,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is not None:
+            if self._failures is not None:
+                self._fail(error, self._failures)
+            return
+        # No rank's end may cut off another's output.
+        if self._device == "cuda":
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+        else:
+            dist.barrier()
+        self._finished.set()
+        dist.destroy_process_group()
+
+    def _fail(self, error: BaseException, failures: Store) -> None:
+        message = None
+        # Where the store is gone, so are the ranks that a message would be for.
+        with contextlib.suppress(RuntimeError):
+            message = _recorded(failures)
+        if message is None:
+            traceback.print_exception(error, file=sys.stderr)
+            message = f"rank {self._launch.rank} failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):
+                failures.set(FAILURE_KEY, message)
+        self._end(message)
+
+    def _watch(self, failures: Store) -> None:
+        while not self._finished.wait(POLL_SECONDS):
+            try:
+                message = _recorded(failures)
+            except RuntimeError:
+                message = "the process that holds the job's store has died"
+            if message is not None and not self._finished.wait(GRACE_SECONDS):
+                self._end(message)
+
+    def _end(self, message: str) -> None:
+        print(f"megatron-pg check: rank {self._launch.rank} ends: {message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
+        os._exit(1)
+
+
+def _failure_store() -> Store:
+    """Where the first rank to fail leaves its message."""
+    # A connection of its own: the default group's is locked while a rank waits in it.
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"megatron_pg_check/{attempt}", store)
+
+
+def _recorded(failures: Store) -> str | None:
+    """The message of the rank that failed first, or None. RuntimeError: the store is gone."""
+    if not failures.check([FAILURE_KEY]):
+        return None
+    return str(failures.get(FAILURE_KEY).decode())
+
+
+def _prepare(launch: Launch, device: str) -> None:
+    # Megatron asks for it under tensor and context parallelism before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
+
+        enable_cpu_runtime()

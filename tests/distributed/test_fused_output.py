@@ -181,7 +181,7 @@ def test_tokens_without_advantage_come_last() -> None:
             old_log_probs=torch.zeros(length),
         )
 
-    batch = pack([sample([0.0, 1.0, 2.0], [1, 0, 1]), sample([float("nan"), 0.0], [1, 1])])
+    batch = pack([sample([0.0, 1.0, 2.0], [1, 0, 1]), sample([-1.0, 0.0], [1, 1])])
     rows, count = active_rows(PolicyLossConfig(), batch)
     assert (rows.tolist(), count) == ([2, 3, 0, 4], 2)
     for setting in ({"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}):

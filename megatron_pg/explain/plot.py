@@ -1,4 +1,4 @@
-"""The coefficient of a token against the length of its sample, one curve for each aggregation."""
+"""The coefficient of a token against the length of its sample, one set of points for each aggregation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def plot(step: ExplainedStep, reports: Mapping[str, AggregationReport], path: st
             [lengths[index] for index in active],
             [report.token_coefficient[index] for index in active],
             marker=MARKERS[number % len(MARKERS)],
-            markersize=4,
-            linewidth=1,
-            alpha=0.8,
+            markersize=3,
+            linestyle="none",
+            alpha=0.6,
             label=f"{report.name}{divisor}",
         )
     axes.set(

@@ -106,7 +106,7 @@ def quantile_table(reports: Mapping[str, AggregationReport]) -> TextTable:
     columns = [report.quantile_shares for report in reports.values()]
     rows = [
         [f"{parts[0].shortest} to {parts[0].longest}", str(parts[0].num_samples)]
-        + [f"{part.share:.1%}" for part in parts]
+        + [_percent(part.share) for part in parts]
         for parts in zip(*columns, strict=True)
     ]
     return TextTable("Share of the weight by length", ["tokens", "samples", *reports], rows)
@@ -121,7 +121,7 @@ def group_table(reports: Mapping[str, AggregationReport]) -> TextTable:
     by_tokens = sorted(groups, key=lambda g: (reports["token_mean"].group_shares[g], g))
     picked = _picked(by_tokens) if len(groups) > MAX_ROWS else groups
     shown = "" if len(groups) <= MAX_ROWS else f" ({len(picked)} of {len(groups)}, by tokens)"
-    rows = [[str(group)] + [f"{share[group]:.1%}" for share in shares] for group in picked]
+    rows = [[str(group)] + [_percent(share[group]) for share in shares] for group in picked]
     return TextTable(f"Share of the weight by prompt group{shown}", ["group", *reports], rows)
 
 
@@ -194,3 +194,7 @@ def _picked(items: Sequence[int]) -> list[int]:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g}%"

@@ -1,6 +1,6 @@
 """Peak memory and speed of streaming rollout files, beside the size of the file. One core, no accelerator.
 
-    python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512]
+    python -m benchmarks.rollout_files [--samples 1000000] [--docs-per-step 512] [--ranks 8]
 
 Files of two sizes, the larger ten times the smaller, are written and streamed step by step, each in a process of its
 own. Memory that is that of a window does not grow with the file.
@@ -15,51 +15,62 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 RESPONSE_LENGTH = 16
 ROWS_PER_BATCH = 10_000
+GROUP_SIZE = 8
 
 
-def batches_of_rows(num_samples: int) -> Iterator[list[dict[str, Any]]]:
+def batch_of_rows() -> list[dict[str, Any]]:
+    """Rows without a group; a file repeats them with other groups."""
     rng = random.Random(0)
-    for first in range(0, num_samples, ROWS_PER_BATCH):
-        yield [
-            {
-                "prompt_ids": [rng.randrange(50_000) for _ in range(8)],
-                "response_ids": [rng.randrange(50_000) for _ in range(RESPONSE_LENGTH)],
-                "loss_mask": [1] * RESPONSE_LENGTH,
-                "reward": float(rng.random() < 0.5),
-                "log_probs": [-rng.random() for _ in range(RESPONSE_LENGTH)],
-                "group_index": row // 8,
-            }
-            for row in range(first, min(first + ROWS_PER_BATCH, num_samples))
-        ]
+    return [
+        {
+            "prompt_ids": [rng.randrange(50_000) for _ in range(8)],
+            "response_ids": [rng.randrange(50_000) for _ in range(RESPONSE_LENGTH)],
+            "loss_mask": [1] * RESPONSE_LENGTH,
+            "reward": float(rng.random() < 0.5),
+            "log_probs": [-rng.random() for _ in range(RESPONSE_LENGTH)],
+        }
+        for _ in range(ROWS_PER_BATCH)
+    ]
 
 
-def write(path: Path, num_samples: int) -> None:
-    """JSON Lines, or Parquet in one row group, which is what most writers make of a file of this size."""
-    if path.suffix == ".jsonl":
-        with path.open("w") as file:
-            for rows in batches_of_rows(num_samples):
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        return
+def write_json_lines(path: Path, num_samples: int) -> None:
+    lines = [json.dumps(row)[:-1] for row in batch_of_rows()]
+    with path.open("w") as file:
+        for row in range(num_samples):
+            group = row // GROUP_SIZE
+            file.write(f'{lines[row % ROWS_PER_BATCH]}, "group_index": {group}}}\n')
+
+
+def write_parquet(path: Path, num_samples: int) -> None:
+    """In one row group, which is what most writers make of a file of this size."""
     import pyarrow as pa
     import pyarrow.parquet
 
-    batches = (pa.RecordBatch.from_pylist(rows) for rows in batches_of_rows(num_samples))
-    table = pa.Table.from_batches(batches)
-    pa.parquet.write_table(table, path, row_group_size=num_samples)
+    rows = pa.Table.from_pylist(batch_of_rows())
+    num_batches = -(-num_samples // ROWS_PER_BATCH)
+    table = pa.concat_tables([rows] * num_batches).slice(0, num_samples)
+    groups = pa.array((row // GROUP_SIZE for row in range(num_samples)), pa.int64())
+    pa.parquet.write_table(
+        table.append_column("group_index", groups), path, row_group_size=num_samples
+    )
+
+
+def write(path: Path, num_samples: int) -> None:
+    writer = write_json_lines if path.suffix == ".jsonl" else write_parquet
+    writer(path, num_samples)
 
 
 def peak_mebibytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def stream(path: Path, docs_per_step: int) -> dict[str, float]:
-    """Collects every step of the file; the peak is beyond what the imports alone take."""
+def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
+    """Collects rank 0's samples of every step; the peak is beyond what the imports alone take."""
     import torch
 
     from megatron_pg.planning import StepCollector
@@ -67,9 +78,9 @@ def stream(path: Path, docs_per_step: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     before, start = peak_mebibytes(), time.process_time()
-    collector = StepCollector(
-        RolloutFiles([path]), docs_per_step=docs_per_step, mode="exact", keep_prompt_groups=True
-    )
+    source = RolloutFiles([path], data_parallel_rank=0, data_parallel_size=num_ranks)
+    # What one rank does of its share, without the others to agree with.
+    collector = StepCollector(source, docs_per_step=docs_per_step // num_ranks, mode="exact")
     num_samples = most = 0
     while (step := collector.collect()) is not None:
         num_samples += len(step.samples)
@@ -86,12 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--docs-per-step", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=8)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    print(
-        "| file | samples | file size, MiB | most samples held | peak memory added, MiB | samples/s |"
-    )
-    print("|---|---|---|---|---|---|")
+    print(f"rank 0 of {args.ranks}, {args.docs_per_step} documents a step over all ranks")
+    print("| file | rows | MiB | samples of the rank | most held | peak MiB added | rows/s |")
+    print("|---|---|---|---|---|---|---|")
     for suffix in (".jsonl", ".parquet"):
         for num_samples in (args.samples // 10, args.samples):
             with tempfile.TemporaryDirectory() as folder:
@@ -100,11 +111,11 @@ def main() -> None:
                 with context.Pool(1) as pool:
                     pool.apply(write, (path, num_samples))
                 with context.Pool(1) as pool:
-                    found = pool.apply(stream, (path, args.docs_per_step))
+                    found = pool.apply(stream, (path, args.docs_per_step, args.ranks))
                 print(
-                    f"| {suffix[1:]} | {found['samples']:.0f} | {path.stat().st_size / 2**20:.0f} "
-                    f"| {found['most_held']:.0f} | {found['mebibytes']:.0f} "
-                    f"| {found['samples'] / found['seconds']:.0f} |",
+                    f"| {suffix[1:]} | {num_samples} | {path.stat().st_size / 2**20:.0f} "
+                    f"| {found['samples']:.0f} | {found['most_held']:.0f} "
+                    f"| {found['mebibytes']:.0f} | {num_samples / found['seconds']:.0f} |",
                     flush=True,
                 )
 

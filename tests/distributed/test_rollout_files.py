@@ -1,0 +1,89 @@
+"""A step from a rollout file on two ranks: rows, rewards, plan and totals, as one process has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from .launch import run_ranks
+
+pytest.importorskip("pyarrow")
+
+REWARDS = (1.0, 0.0, 0.0, 1.0, 0.5, 0.25, 2.0, 0.0, 1.0, 1.0, 1.0)
+GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3)
+
+
+def write(folder: Path) -> str:
+    path = folder / "rollouts.jsonl"
+    with path.open("w") as file:
+        for number, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
+            length = number % 3 + 1
+            row = {
+                "prompt_ids": [number],
+                "response_ids": [1] * length,
+                "reward": reward,
+                "group_index": group,
+            }
+            file.write(json.dumps(row) + "\n")
+    return str(path)
+
+
+Answer = list[tuple[int, float]]
+
+
+def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
+    """Rows and advantages of each step on this rank; N, P, T and micro-batches of each step."""
+    from megatron_pg.planning import StepCollector, plan_step
+    from megatron_pg.rollout_files import RolloutFiles, with_group_advantages
+
+    world = dist.group.WORLD
+    source = RolloutFiles(
+        [path], data_parallel_rank=dist.get_rank(), data_parallel_size=dist.get_world_size()
+    )
+    collector = StepCollector(
+        source, docs_per_step=4, mode="exact", keep_prompt_groups=True, data_parallel_group=world
+    )
+    answers, counts = [], []
+    while (step := collector.collect()) is not None:
+        samples, _ = with_group_advantages(
+            step.samples, method="dr_grpo", data_parallel_group=world
+        )
+        plan = plan_step(samples, max_tokens_per_microbatch=8, data_parallel_group=world)
+        totals = plan.totals
+        assert step.num_documents == totals.num_rollouts
+        answers.append([(int(s.tokens[0]), float(s.advantages[0])) for s in samples])
+        counts.append(
+            (
+                totals.num_rollouts,
+                totals.num_prompt_groups,
+                totals.num_active_tokens,
+                plan.num_microbatches,
+            )
+        )
+    return answers, counts
+
+
+def expected_advantages(rows: range) -> Answer:
+    answers = []
+    for row in rows:
+        rewards = [r for r, group in zip(REWARDS, GROUPS, strict=True) if group == GROUPS[row]]
+        answers.append((row, REWARDS[row] - sum(rewards) / len(rewards)))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_steps_from_a_file(tmp_path: Path, world_size: int) -> None:
+    results = run_ranks(train, world_size, write(tmp_path))
+    assert len({tuple(counts) for _, counts in results}) == 1
+    steps = [range(0, 4), range(4, 9), range(9, 11)]
+    for index, rows in enumerate(steps):
+        found = sorted(pair for answers, _ in results for pair in answers[index])
+        expected = expected_advantages(rows)
+        assert [row for row, _ in found] == list(rows)
+        assert [a for _, a in found] == pytest.approx([a for _, a in expected], abs=1e-6)
+        num_tokens = sum(row % 3 + 1 for row in rows)
+        num_groups = len({GROUPS[row] for row in rows})
+        assert results[0][1][index][:3] == (len(rows), num_groups, num_tokens)

@@ -197,4 +197,4 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.01 or share == 0 else f"{100 * share:.2g}%"
+    return f"{share:.1%}" if share >= 0.001 or share == 0 else f"{100 * share:.2g}%"

@@ -17,10 +17,21 @@ import torch
 from megatron_pg.arguments import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.megatron.versions import has_megatron_training
 
-from .run_directory import RunDirectoryInUse
+from .run_directory import RunDirectoryError
 
 LOG_PROBS_AND_GROUPS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
 """The optional fields of `Sample` that this example fills."""
+
+COUNTS = (
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "global_batch_size",
+    "train_iters",
+    "num_training_tasks",
+    "num_held_out_tasks",
+    "warm_start_batch_size",
+)
+"""Arguments that must be 1 or more."""
 
 
 def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -110,7 +121,7 @@ def plain_errors() -> Iterator[None]:
     """End the process with the message, said once, of an error that the user can mend."""
     try:
         yield
-    except (ValueError, NotImplementedError, RunDirectoryInUse) as error:
+    except (ValueError, NotImplementedError, RunDirectoryError) as error:
         sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
 
 
@@ -179,9 +190,15 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_batches(args: argparse.Namespace, data_parallel_size: int) -> None:
-    for flag in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "train_iters"):
+    for flag in COUNTS:
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give 1 or more")
+    for flag in ("rollout_batch_size", "warm_start_batch_size"):
+        if getattr(args, flag) > args.num_training_tasks:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} is {getattr(args, flag)}, more than --num-training-tasks "
+                f"{args.num_training_tasks}"
+            )
     rollouts = args.rollout_batch_size * args.n_samples_per_prompt
     if rollouts % args.global_batch_size:
         raise ValueError(

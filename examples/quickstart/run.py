@@ -215,8 +215,9 @@ class Run:
         return int(self.args.max_response_len or self.task_set.max_answer_length + 1)
 
     def _check_sequence_length(self) -> None:
-        questions = (task.question for task in (*self.task_set.training, *self.task_set.held_out))
-        longest = max(len(self.tokenizer.encode_prompt(question)) for question in questions)
+        tasks = (*self.task_set.training, *self.task_set.held_out)
+        question = max((task.question for task in tasks), key=len)
+        longest = len(self.tokenizer.encode_prompt(question))
         if longest + self._max_response_length > self.args.max_position_embeddings:
             raise ValueError(
                 f"--max-position-embeddings is {self.args.max_position_embeddings}: prompts of up to {longest} tokens and "

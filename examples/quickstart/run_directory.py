@@ -12,9 +12,11 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+LOCK, LOG = "lock", "warm_start.jsonl"
 
-class RunDirectoryInUse(RuntimeError):
-    """Another process is writing to the folder."""
+
+class RunDirectoryError(RuntimeError):
+    """The folder cannot be used for a run."""
 
 
 class RunDirectory:
@@ -27,14 +29,17 @@ class RunDirectory:
         resume: go on with the run that is in it.
 
     Raises:
-        RunDirectoryInUse: another process is writing to it.
+        RunDirectoryError: another process is writing to it, or it holds something that is no run.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+        contents = {child.name for child in path.iterdir()} - {LOCK}
+        if contents and LOG not in contents:
+            raise RunDirectoryError(f"{path} is not empty and holds no run: give another --run-dir")
         self._lock = _locked(path)
-        if not resume and any(child.name != "lock" for child in path.iterdir()):
+        if contents and not resume:
             number = 1
             while (aside := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
@@ -46,12 +51,12 @@ class RunDirectory:
 
 def _locked(path: Path) -> IO[str]:
     """An open, locked file; the system lets go of it when the process ends, however it ends."""
-    file = open(path / "lock", "w")
+    file = open(path / LOCK, "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise RunDirectoryInUse(
+        raise RunDirectoryError(
             f"another run is writing to {path}: stop it, or give another --run-dir"
         ) from error
     return file

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from quickstart.arguments import parse_arguments  # noqa: E402
+from quickstart.run_directory import RunDirectory, RunDirectoryError  # noqa: E402
 
 from tests.distributed.launch import run_ranks  # noqa: E402
 
@@ -228,12 +229,33 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--global-batch-size 32 --n-samples-per-prompt 64", "--n-samples-per-prompt 64"),
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
+        ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
+        ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
         parse_for_two_ranks(flags)
+
+
+def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = RunDirectory(folder, resume=False)
+    with pytest.raises(RunDirectoryError, match="another run is writing"):
+        RunDirectory(folder, resume=True)
+    (folder / "warm_start.jsonl").write_text("earlier")
+    del first
+    second = RunDirectory(folder, resume=True)
+    assert (folder / "warm_start.jsonl").read_text() == "earlier"
+    del second
+    third = RunDirectory(folder, resume=False)
+    assert [child.name for child in folder.iterdir()] == ["lock"]
+    assert (tmp_path / "run.1" / "warm_start.jsonl").read_text() == "earlier"
+    del third
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        RunDirectory(tmp_path, resume=False)
 
 
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(

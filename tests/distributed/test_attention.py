@@ -7,16 +7,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+
+from megatron_pg.megatron.attention import PackedCoreAttention
 
 from .launch import run_ranks
 from .models import (
     VOCAB_SIZE,
+    ModelOptions,
     Sharding,
     build_model,
     gather_gradients,
     initialize_groups,
     relative_error,
+    transformer_config,
 )
 
 TOLERANCE = 1e-6
@@ -150,3 +156,57 @@ def test_packed_context_parallel_model_equals_each_sequence_alone(
             key: relative_error(gradient, expected[key]) for key, gradient in gradients.items()
         }
         assert max(errors.values()) < TOLERANCE, (name, errors)
+
+
+def logits_of_a_rank_alone() -> tuple[Tensor, Tensor]:
+    """A model of two context-parallel ranks whose group is exchanged for one of this rank alone."""
+    sharding = Sharding(context=2)
+    initialize_groups(sharding)
+    (model,) = build_model(sharding)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    tokens, _ = sequences(LENGTHS["even"])
+    boundaries = torch.tensor([0, *torch.tensor(LENGTHS["even"]).cumsum(0)], dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(LENGTHS["even"]),
+        max_seqlen_kv=max(LENGTHS["even"]),
+    )
+    positions = torch.cat([torch.arange(length) for length in LENGTHS["even"]])
+    model.module.pg_collection.cp = alone
+    with torch.no_grad():
+        logits = model(torch.cat(tokens)[None], positions[None], None, packed_seq_params=packed)
+    initialize_groups(Sharding(data=2))
+    (reference,) = build_model(Sharding(data=2))
+    with torch.no_grad():
+        expected = reference(
+            torch.cat(tokens)[None], positions[None], None, packed_seq_params=packed
+        )
+    return logits, expected
+
+
+def test_a_context_parallel_model_runs_alone_with_another_group() -> None:
+    """As when it generates: the group is read when the model is called."""
+    for logits, expected in run_ranks(logits_of_a_rank_alone, 2):
+        assert relative_error(logits, expected) < TOLERANCE
+
+
+REFUSED = {
+    "--attention-dropout": {"attention_dropout": 0.1},
+    "--window-size": {"window_size": (4, 0)},
+    "--softmax-type": {"softmax_type": "off-by-one"},
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_settings_that_the_attention_does_not_know_are_refused(flag: str) -> None:
+    config = transformer_config(Sharding(), ModelOptions())
+    for name, value in REFUSED[flag].items():
+        if not hasattr(config, name):
+            pytest.skip(f"this version of Megatron-Core has no {name}")
+        setattr(config, name, value)
+    with pytest.raises(NotImplementedError, match=flag):
+        PackedCoreAttention(
+            config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection()
+        )

@@ -1,0 +1,41 @@
+"""Which versions of Megatron-Core are accepted, and what a refusal says."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pg.megatron.versions import (
+    UnsupportedMegatronError,
+    parse_version,
+    require_supported_version,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("0.19.2", (0, 19, 2)),
+        ("0.16.0rc1", (0, 16, 0)),
+        ("0.18.0+abc123", (0, 18, 0)),
+        ("0.20", (0, 20, 0)),
+    ],
+)
+def test_versions_are_read(text: str, version: tuple[int, int, int]) -> None:
+    assert parse_version(text) == version
+
+
+def test_text_that_is_no_version_is_refused() -> None:
+    with pytest.raises(UnsupportedMegatronError, match="'main'"):
+        parse_version("main")
+
+
+@pytest.mark.parametrize("version", [(0, 15, 0), (0, 19, 2), (0, 20, 9)])
+def test_supported_versions_are_accepted(version: tuple[int, int, int]) -> None:
+    assert require_supported_version(version) == version
+
+
+@pytest.mark.parametrize("version", [(0, 14, 9), (0, 21, 0), (1, 0, 0)])
+def test_other_versions_are_refused_with_the_range(version: tuple[int, int, int]) -> None:
+    found = ".".join(map(str, version))
+    with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>= 0\.15, < 0\.21"):
+        require_supported_version(version)

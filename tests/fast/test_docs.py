@@ -1,7 +1,8 @@
 """The documentation is true: its Python runs, its outputs are what its commands print, its links lead somewhere.
 
 On each page the fenced ``python`` blocks run in order in one namespace. A block whose first line is ``# name.py`` is
-that file: it is written where the page's other blocks can import it. Blocks of other languages are not run, but for a
+that file: it is written where the page's other blocks can import it. An HTML comment that begins with ``<!-- python`` is a
+block that only the test sees, for what a snippet takes as given. Blocks of other languages are not run, but for a
 ``bash`` block of one `megatron-pg explain` command whose output follows as a ``text`` block.
 """
 
@@ -23,7 +24,9 @@ from megatron_pg.megatron import versions
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$", re.MULTILINE | re.DOTALL
+)
 FILE_NAME = re.compile(r"# (\w+\.py)$", re.MULTILINE)
 LAUNCH_LINE = (
     "train.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -34,10 +37,10 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
-    """(language, text, first line number) of every fenced block."""
+    """(language, text, first line number) of every block."""
     text = page.read_text()
     return [
-        (match[1], match[2], text.count("\n", 0, match.start()) + 2)
+        (match[1] or match[3], match[2] or match[4], text.count("\n", 0, match.start()) + 2)
         for match in FENCE.finditer(text)
     ]
 

@@ -18,6 +18,9 @@ Call = Callable[[], object]
 _HEAD_START_CYCLES = 4_000_000
 
 
+OWN = "megatron_pg"
+
+
 @dataclass
 class Contender:
     """One way to compute the same thing. `prepare` runs before each call, outside the measurement."""
@@ -81,14 +84,16 @@ def copy_rate() -> float:
 
 
 def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str, dict]) -> str:
-    """A Markdown table: times, ratio to the floor, peak memory, and further columns by name."""
+    """A Markdown table: times, ratios to the floor and to ours, peak memory, further columns by name."""
     extra = list(columns)
     lines = [f"**{title}** (floor {floor_ms:.3f} ms)", ""]
-    heads = ["", "ms (p10, p90)", "x floor", "peak GiB", *extra]
+    own = next(t.median for t in timings if t.name == OWN)
+    heads = ["", "ms (p10, p90)", "x floor", f"x {OWN}", "peak GiB", *extra]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for t in timings:
         cells = [t.name + (f" ({t.note})" if t.note else "")]
         cells += [f"{t.median:.3f} ({t.p10:.3f}, {t.p90:.3f})", f"{t.median / floor_ms:.2f}"]
+        cells += [f"{t.median / own:.2f}"]
         cells += [f"{t.peak_gib:.2f}", *(str(columns[name].get(t.name, "")) for name in extra)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -55,12 +55,46 @@ def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
     return not sequence_level and all(path is None for path in custom)
 
 
+def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
+    """Which tokens of the window are scored, on the host: those with a gradient first.
+
+    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
+    wanted for the metrics alone.
+
+    Returns:
+        [active tokens] int64 into the window, and how many of them have a gradient.
+    """
+    in_window = batch.window.response_indices
+    nothing = [torch.zeros(0)]
+    active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
+    with_gradient = active
+    if config.policy_loss in _PROPORTIONAL_TO_ADVANTAGE and not (
+        config.kl_loss_coef or config.entropy_coef
+    ):
+        advantages = torch.cat(nothing + [torch.as_tensor(s.advantages) for s in batch.samples])
+        with_gradient = active & (advantages[in_window] != 0)
+    first = with_gradient.nonzero()[:, 0]
+    rest = (active & ~with_gradient).nonzero()[:, 0]
+    return torch.cat([first, rest]), len(first)
+
+
+_PROPORTIONAL_TO_ADVANTAGE = ("ppo", "cispo", "reinforce")
+
+
+def _to_device(indices: Tensor, device: torch.device) -> Tensor:
+    """Through pinned memory, so that the host does not wait."""
+    if device.type == "cuda":
+        indices = indices.pin_memory()
+    return indices.to(device, non_blocking=True)
+
+
 class FusedOutput:
     """The output end of the model for one micro-batch: `output_processor` and `loss_func`.
 
-    Only rows that score an active token enter the output layer; how many is known on the host. Where
-    `is_sum_over_tokens`, their gradients are computed in the same pass (three matrix products); otherwise the
-    log-probs are, and backward multiplies again unless `keep_logits` (see `megatron_pg.log_probs.fused_head`).
+    Only rows that score an active token enter the output layer, and only those with a gradient the products of
+    backward (see `active_rows`). Where `is_sum_over_tokens`, the gradients are computed in the same pass (three matrix
+    products); otherwise the log-probs are, and backward multiplies again unless `keep_logits` (see
+    `megatron_pg.log_probs.fused_head`).
 
     Args:
         config, batch, totals, num_microbatches, model, groups, vocab_size: as for
@@ -103,6 +137,8 @@ class FusedOutput:
             fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
         )
+        active, self._gradient_rows = active_rows(config, batch)
+        self._active = _to_device(active, batch.tokens.device)
         self._metrics: MicroBatchMetrics | None = None
 
     def output_processor(
@@ -147,12 +183,6 @@ class FusedOutput:
         else:
             loss, metrics = output_tensor[0], self._metrics
         return self._contract.apply(loss, metrics)
-
-    @property
-    def _active(self) -> Tensor:
-        """[active tokens] int64 into the window. The host knows how many, so that this needs no synchronisation."""
-        first_active = torch.sort(~self._batch.loss_mask, stable=True).indices
-        return first_active[: self._batch.num_active_tokens]
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""
@@ -208,7 +238,7 @@ class FusedOutput:
             )[0]
 
         total, log_probs, entropy = linear_token_loss(
-            hidden, weight, targets, token_loss, self._options
+            hidden, weight, targets, token_loss, self._options, gradient_rows=self._gradient_rows
         )
         value, self._metrics = self._policy_loss(log_probs, entropy)
         return (value + (total - total.detach()))[None]

@@ -118,3 +118,14 @@ def test_shards_equal_the_whole_vocabulary(size: int, tmp_path: Path) -> None:
     found_gradient = torch.cat([shard[2] for shard in shards], 1)
     torch.testing.assert_close(found_gradient.double(), gradient, rtol=5e-6, atol=2e-6)
     assert (found_gradient[~MASK] == 0).all() and (found_gradient[:, VOCAB_SIZE:] == 0).all()
+
+
+def test_a_shard_alone_would_be_seen() -> None:
+    """Mutant: each rank normalises over its own columns."""
+    logits, targets, *gradients = inputs()
+    wanted = reference(logits, targets, *gradients, row_mask=MASK)[0]
+    shard, local = logits[:, : WIDTH // 2], targets.clamp(max=WIDTH // 2 - 1)
+    alone, _ = log_probs_and_entropy(shard, local, row_mask=MASK)
+    same_target = MASK & (targets == local) & wanted.isfinite()
+    assert same_target.any()
+    assert not torch.isclose(alone[same_target].double(), wanted[same_target], rtol=1e-3).any()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +300,10 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
     lone = Sample([0, 1], 1, [1], group_index=0, name="online answer")
     with pytest.raises(ValueError, match="online answer has no reward"):
         with_group_advantages([lone])
+
+
+def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.readers")
+    with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[examples\]'"):
+        importlib.import_module("megatron_pg.rollout_files.readers")

@@ -65,6 +65,8 @@ class ModelOptions:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     dtype: torch.dtype = torch.float32
+    hybrid: bool = False
+    """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
 
 
 def initialize_groups(sharding: Sharding) -> None:
@@ -136,6 +138,31 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
     )
 
 
+def _new_model(
+    config: TransformerConfig, options: ModelOptions, vp_stage: int | None
+) -> torch.nn.Module:
+    """One chunk, not yet wrapped, with Megatron's own initial values."""
+    keywords: dict[str, Any] = {
+        "config": config,
+        "vocab_size": VOCAB_SIZE,
+        "max_sequence_length": MAX_SEQUENCE_LENGTH,
+        "pre_process": parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
+        "post_process": parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
+        "share_embeddings_and_output_weights": options.tied_embeddings,
+        "position_embedding_type": "rope",
+        "vp_stage": vp_stage,
+    }
+    if options.hybrid:
+        from .hybrid import hybrid_model
+
+        return hybrid_model(**keywords)
+    return GPTModel(transformer_layer_spec=torch_block_spec(config, vp_stage), **keywords)
+
+
 def build_model(
     sharding: Sharding, options: ModelOptions | None = None
 ) -> list[DistributedDataParallel]:
@@ -145,21 +172,7 @@ def build_model(
     chunks = []
     for stage in range(sharding.virtual_pipeline or 1):
         vp_stage = None if sharding.virtual_pipeline is None else stage
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=torch_block_spec(config, vp_stage),
-            vocab_size=VOCAB_SIZE,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            post_process=parallel_state.is_pipeline_last_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            share_embeddings_and_output_weights=options.tied_embeddings,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-        )
+        model = _new_model(config, options, vp_stage)
         set_parameters(model)
         chunks.append(
             DistributedDataParallel(

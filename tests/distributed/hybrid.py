@@ -1,0 +1,51 @@
+"""HybridModel of attention and MLP layers in plain torch; megatron-core 0.19 and later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_pg.megatron.layer_spec import TorchNorm, torch_block_spec
+
+LAYERS = "*-*-"
+"""Attention, MLP, attention, MLP: four layers, as the GPT model of the tests has."""
+
+
+def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
+    """The layers of the GPT model's spec, each cut in its attention and its MLP."""
+    # The stack builds its last norm from Transformer Engine without asking.
+    hybrid_block.TENorm = TorchNorm
+    layer = torch_block_spec(config).layer_specs[0].submodules
+    stack = HybridStackSubmodules(
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=layer.input_layernorm,
+                self_attention=layer.self_attention,
+                self_attn_bda=layer.self_attn_bda,
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+            ),
+        ),
+    )
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(module=HybridStack, submodules=stack),
+        hybrid_layer_pattern=LAYERS,
+        **keywords,
+    )

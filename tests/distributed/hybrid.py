@@ -1,4 +1,4 @@
-"""HybridModel of attention and MLP layers in plain torch; megatron-core 0.19 and later."""
+"""HybridModel of attention and MLP layers in plain torch; megatron-core 0.18 and later."""
 
 from __future__ import annotations
 

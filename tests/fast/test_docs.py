@@ -119,7 +119,13 @@ def test_the_zigzag_figure_can_be_drawn() -> None:
 
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+    ]  # --quiet would hide what is strict
     done = subprocess.run(
         [*command, "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)],
         capture_output=True,

@@ -72,6 +72,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
     """
     parser = argparse.ArgumentParser(
         prog="megatron-pg check",
+        allow_abbrev=False,
         description=(
             "Runs one training step of a tiny model on the real process groups for every aggregation and both of "
             "Megatron's loss modes, and compares every gradient with an unsharded reference computed in the same job. "

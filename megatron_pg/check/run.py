@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_pg.aggregation import AGGREGATIONS, StepTotals, step_totals
 from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.check.compare import Reference, compare
 from megatron_pg.check.models import (
     MAX_SEQUENCE_LENGTH,
     ModelShape,
@@ -26,7 +27,7 @@ from megatron_pg.check.models import (
 )
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.reference import reference_loss, response_log_probs
-from megatron_pg.check.rows import Reference, Row, Step, compare
+from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.check.steps import config_of, cut, make_samples, with_log_probs
 from megatron_pg.megatron.loss import megatron_loss

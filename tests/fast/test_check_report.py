@@ -1,0 +1,188 @@
+"""``megatron-pg check``: flags that are refused, rows, diagnoses and the two reports. Nothing is trained here."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_pg.check import main
+from megatron_pg.check.diagnosis import diagnosis
+from megatron_pg.check.launch import Launch
+from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
+from megatron_pg.check.rows import Row, Step
+from megatron_pg.check.steps import LENGTHS, cut, make_samples
+
+RIGHT = Row(
+    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5),
+    reference_loss=-1.5,
+    gradient_error=1e-7,
+    worst_parameter="table",
+    worst_ratio=1.0,
+    common_ratio=1.0,
+    scaled_error=1e-7,
+    wrong_parameters=0,
+    num_parameters=4,
+)
+
+
+def scaled(ratio: float) -> Row:
+    return replace(
+        RIGHT,
+        gradient_error=abs(ratio - 1),
+        worst_ratio=ratio,
+        common_ratio=ratio,
+        wrong_parameters=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size"),
+        (["--context-parallel-size", "0"], "--context-parallel-size is 0"),
+        (["--context-parallel-size", "3"], "--context-parallel-size = 3 must divide"),
+        (
+            ["--virtual-pipeline-model-parallel-size", "2"],
+            "--virtual-pipeline-model-parallel-size 2",
+        ),
+        (["--expert-model-parallel-size", "2"], "needs --num-experts"),
+        (["--num-experts", "3", "--expert-model-parallel-size", "2"], "--num-experts 3 with"),
+        (["--num-experts", "1"], "--num-experts 1 with"),
+        (
+            ["--num-experts", "2", "--expert-model-parallel-size", "2"],
+            "--expert-model-parallel-size",
+        ),
+        (["--num-experts", "2", "--tensor-model-parallel-size", "2"], "needs --sequence-parallel"),
+        (
+            ["--transformer-impl", "transformer_engine"],
+            "--transformer-impl transformer_engine runs on --device cuda",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_served(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--device", "cpu", *flags]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err
+    assert captured.out == ""
+
+
+def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--context-parallel", "2"])  # an abbreviation that a longer flag may take tomorrow
+    assert ended.value.code == 2
+    assert "--context-parallel" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
+
+
+def test_world_size_is_a_multiple_of_the_model() -> None:
+    options, _ = parse_options(
+        [
+            *("--device", "cpu", "--tensor-model-parallel-size", "2"),
+            *("--context-parallel-size", "2"),
+        ]
+    )
+    check_world_size(options, 8)
+    with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
+        check_world_size(options, 6)
+
+
+def test_launch_is_read_from_the_environment() -> None:
+    assert Launch.from_environment({}) == Launch(0, 1, 0)
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
+    assert Launch.from_environment({**torchrun, "MASTER_PORT": "1"}) == Launch(5, 8, 1)
+    with pytest.raises(ValueError, match="WORLD_SIZE is 8 and MASTER_PORT not set"):
+        Launch.from_environment(torchrun)
+    with pytest.raises(ValueError, match=r"srun has started 4 tasks.*RANK=\$SLURM_PROCID"):
+        Launch.from_environment({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"})
+
+
+def test_row_passes_on_agreement_only() -> None:
+    assert RIGHT.passed
+    assert not replace(RIGHT, gradient_error=1.1e-6).passed
+    assert not replace(RIGHT, gradient_error=math.inf).passed
+    for loss in (-1.5001, math.nan, math.inf):
+        assert not replace(RIGHT, step=replace(RIGHT.step, loss=loss)).passed
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (RIGHT, ""),
+        (scaled(2.0), "gradient is 2 times the reference: 2 = CP"),
+        (scaled(0.5), "gradient is 0.5 times the reference: 1/2 = 1/CP"),
+        (scaled(3.0), "gradient is 3 times the reference: 3 = M"),
+        (scaled(6.0), "gradient is 6 times the reference: 6 = CP * M"),
+        (scaled(1 / 12), "gradient is 0.08333 times the reference: 1/12 = 1/(M * TP)"),
+        (scaled(1.37), "gradient is 1.37 times the reference"),
+        (
+            replace(scaled(0.5), common_ratio=0.98, scaled_error=0.2, wrong_parameters=1),
+            "1 of 4 gradients differ, table is 0.5 times the reference: a reduction over one group is missing or "
+            "done twice",
+        ),
+        (replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan), "not finite in table"),
+        (
+            replace(RIGHT, step=replace(RIGHT.step, loss=-3.0)),
+            "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
+        ),
+    ],
+)
+def test_diagnosis(row: Row, expected: str) -> None:
+    options = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=4)
+    assert diagnosis(row, options, world_size=8) == expected
+
+
+def test_sizes_that_are_equal_are_all_named() -> None:
+    options = CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2)
+    found = diagnosis(scaled(2.0), options, world_size=8)
+    assert found == "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"
+
+
+def test_wrong_weights_have_no_common_factor() -> None:
+    row = replace(scaled(1.4), scaled_error=0.3)
+    assert diagnosis(row, CheckOptions(), 1).startswith("no common factor, table is 1.4 times")
+
+
+def test_reports_hold_every_row_and_json_no_nan() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_pg.check import report
+
+    rows = [RIGHT, replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan)]
+    options = CheckOptions(context_parallel_size=2)
+    parsed = json.loads(report.as_json(rows, options, 2), parse_constant=pytest.fail)
+    assert parsed["passed"] is False
+    assert [row["passed"] for row in parsed["rows"]] == [True, False]
+    assert parsed["rows"][1]["gradient_error"] is None
+    assert parsed["rows"][0]["tolerance"] == 1e-6
+    assert parsed["options"]["context_parallel_size"] == 2
+    assert {"torch", "megatron-core", "transformer-engine", "apex", "triton"} <= set(
+        parsed["versions"]
+    )
+    text = report.as_text(rows, options, 2)
+    assert "2 processes on cpu: TP 1, PP 1, CP 2, DP 1" in text
+    assert "not finite in table" in text
+    assert text.endswith("FAIL: 1 rows (2 rows)")
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 5, 64])
+def test_every_sample_is_in_one_micro_batch(data_size: int) -> None:
+    samples = make_samples(data_size)
+    assert len(LENGTHS) <= len(samples) <= max(4 * len(LENGTHS), data_size)
+    options = CheckOptions()
+    seen = []
+    for rank in range(data_size):
+        count = options.num_microbatches(rank)
+        micro_batches = cut(samples, data_size=data_size, data_rank=rank, num_microbatches=count)
+        assert len(micro_batches) == count and micro_batches[-1] == []
+        seen += [sample.name for each in micro_batches for sample in each]
+    assert sorted(seen) == sorted(sample.name for sample in samples)

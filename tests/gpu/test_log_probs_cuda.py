@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from megatron_pg.log_probs.fused_head import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
 
+triton_op = pytest.importorskip("megatron_pg.log_probs.triton_op")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Half a unit in the last place of the stored gradient, and of float32 sums over a vocabulary.
@@ -220,3 +223,30 @@ def test_op_needs_no_memory_beyond_the_logits() -> None:
     log_probs, entropy = log_probs_and_entropy(leaf.view_as(leaf), targets, with_entropy=True)
     torch.autograd.grad([log_probs, entropy], leaf, gradients)
     assert torch.cuda.max_memory_allocated() - before <= 2048 * 64
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard and combining kernels on one GPU: what each shard sends is put together by hand."""
+    logits, targets, *gradients = inputs(300, 16000, torch.bfloat16)
+    wanted = dense(logits, targets, *gradients, 0.7)
+    width, sent = 16000 // size, []
+
+    def gather(gathered: Tensor, own: Tensor, group: object) -> None:
+        sent.append(own.clone())
+        gathered[: len(sent) * 300] = torch.cat(sent)
+
+    stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
+    monkeypatch.setattr(triton_op, "dist", stand_in)
+    temperature = torch.tensor(0.7, device="cuda")
+    shards = [VocabularyShard(r * width, width, 16000, gather) for r in range(size)]
+    parts = [logits[:, shard.start : shard.start + width].contiguous() for shard in shards]
+    for shard, part in zip(shards, parts, strict=True):
+        statistics = triton_op.row_statistics(part, targets, shard, temperature)
+    torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=1e-5, atol=1e-5)
+    for shard, part in zip(shards, parts, strict=True):
+        triton_op.write_gradient(part, targets, shard, temperature, statistics, *gradients, part)
+    error = (torch.cat(parts, 1).double() - wanted[2]).abs()
+    bound = ROUNDING[torch.bfloat16] * wanted[2].abs()
+    assert (error <= bound + 1e-5 * summands(logits, *gradients, 0.7) + 1e-12).all()

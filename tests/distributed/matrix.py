@@ -35,8 +35,9 @@ data-parallel rank, an empty micro-batch; so does whether a KL and an entropy te
 which ways to reduce gradients a sharding is tried with.
 
 Tolerances: float32 1e-6; float64 1e-12, and 1e-7 in per-token mode, where Megatron divides by the
-token count in float32, and 1e-6 with experts, whose router takes its softmax in float32. The reported metrics (loss, parts of it, ratios, clip fraction, the
-aggregation checksum) are compared as well, to {metric_tolerance:g}.
+token count in float32, and 1e-6 with experts, whose router takes its softmax in float32. The
+reported metrics (loss, parts of it, ratios, clip fraction, the aggregation checksum) are compared
+as well, to {metric_tolerance:g}.
 
 Reproduce with `python -m tests.distributed.matrix --all --markdown docs/matrix.md`.
 """

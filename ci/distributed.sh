@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
-# Real Megatron-Core over gloo, several processes a test: bash ci/distributed.sh PYTHON
+# Real Megatron-Core over gloo, several processes a test: bash ci/distributed.sh PYTHON [pytest flags]
 set -euo pipefail
-"$1" -m pytest tests/distributed
+python="$1"
+shift
+"$python" -m pytest tests/distributed "$@"

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
-# The mathematics, without a launcher: bash ci/fast.sh PYTHON
+# The mathematics, without a launcher: bash ci/fast.sh PYTHON [pytest flags]
 set -euo pipefail
-"$1" -m pytest tests/fast
+python="$1"
+shift
+"$python" -m pytest tests/fast "$@"

@@ -159,8 +159,14 @@ class PolicyLossConfig:
     cp_size too if its signature names them. Takes the place of loss_aggregation; the outer count is
     N rollouts, T active tokens in per-token mode."""
 
+    fused_lm_head: bool = False
+    """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the
+    logits of all tokens in memory. Needs megatron-core 0.18 or later, a GPTModel, and a step built
+    with output_head(); megatron_loss, which is given logits, refuses it. Not with bshd."""
+
     fp32_lm_head: bool = False
-    """Logits with float32 accumulation and output from the model's bf16 operands."""
+    """Logits with float32 accumulation and output from the model's bf16 operands. Needs
+    fused_lm_head."""
 
     grad_divisor: float | None = None
     """Python API only. The reported loss is inner sum / outer count, the differentiated one inner

@@ -18,6 +18,7 @@ from megatron_pg.custom import (
     TIS_PARAMETERS,
     load_function,
 )
+from megatron_pg.megatron.versions import megatron_core_version, supports_output_processor
 
 logger = logging.getLogger("megatron_pg")
 
@@ -49,13 +50,15 @@ def validate_policy_loss_args(
     Raises:
         ValueError: A setting is out of range, contradicts another or lacks its input. The message
             names the flag and what to do.
-        NotImplementedError: A layout that has no token window (BSHD under context parallelism).
+        NotImplementedError: A layout that has no token window (BSHD under context parallelism), or
+            ``--fused-lm-head`` where Megatron-Core or the model has no place for it.
     """
     host = HostSettings.from_args(args)
     _check_layout(args, host)
     settled = _settle_per_token_mode(_settle_aggregation(args), host)
     _check_sample_fields(settled, sample_fields)
     _check_custom_functions(settled)
+    _check_fused_head(settled, args)
     if host.rank == 0:
         _log_decisions(args, settled)
     for name in ("loss_aggregation", "loss_aggregation_divisor", "calculate_per_token_loss"):
@@ -197,6 +200,20 @@ def _check_custom_functions(config: PolicyLossConfig) -> None:
         path = getattr(config, name)
         if path is not None:
             load_function(path, flag=flag_of(name), positional=positional, keywords=keywords)
+
+
+def _check_fused_head(config: PolicyLossConfig, args: argparse.Namespace) -> None:
+    if not config.fused_lm_head:
+        return
+    if not supports_output_processor():
+        raise NotImplementedError(
+            "--fused-lm-head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or "
+            f"later; {'.'.join(map(str, megatron_core_version()))} is installed: drop the flag"
+        )
+    if vars(args).get("use_mup"):
+        raise NotImplementedError(
+            "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
+        )
 
 
 def _log_decisions(args: argparse.Namespace, config: PolicyLossConfig) -> None:

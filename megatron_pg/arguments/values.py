@@ -110,6 +110,16 @@ def check_combinations(config: PolicyLossConfig) -> None:
             "--tis-mode mask works per token: use --tis-level token, or reject whole sequences "
             "with --use-geometric-rejection"
         )
+    if config.fp32_lm_head and not config.fused_lm_head:
+        raise ValueError(
+            "--fp32-lm-head takes effect in the fused output layer alone: add --fused-lm-head "
+            "(megatron-core 0.18 or later), or drop --fp32-lm-head"
+        )
+    if config.fused_lm_head and config.qkv_format != "thd":
+        raise ValueError(
+            f"--fused-lm-head takes packed sequences; found --qkv-format {config.qkv_format}: use "
+            "--qkv-format thd, or drop --fused-lm-head"
+        )
     if config.custom_tis_function_path is not None and not config.use_tis:
         raise ValueError(
             "--custom-tis-function-path takes the place of the weights of --use-tis: add "

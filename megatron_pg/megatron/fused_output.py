@@ -7,11 +7,14 @@ the model's output into the loss belong to one micro-batch, so they are one obje
     fused = FusedOutput(config, batch, totals, num_microbatches=..., model=model)
     output = model(tokens, position_ids, None, packed_seq_params=..., output_processor=fused.output_processor)
     return output, fused.loss_func
+
+`megatron_pg.megatron.output_head` chooses between this and `megatron_loss` by `--fused-lm-head`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -29,8 +32,9 @@ from megatron_pg.log_probs.fused_head import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.megatron.scale_contract import ScaleContract, ScheduleOutput, scale_contract
+from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import MicroBatchMetrics
 from megatron_pg.policy_loss import policy_loss_from_log_probs
@@ -103,7 +107,7 @@ class FusedOutput:
         chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
 
     Raises:
-        NotImplementedError: megatron-core is older than 0.18.
+        NotImplementedError: megatron-core is older than 0.18, or the model is no GPTModel.
         ValueError: as `megatron_loss`.
     """
 
@@ -120,18 +124,15 @@ class FusedOutput:
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        if not supports_output_processor():
-            raise NotImplementedError(
-                "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
-                "older one use megatron_loss on the model's logits"
-            )
-        groups = ParallelGroups.from_model(model) if groups is None else groups
+        _check_model(model)
         self._config, self._batch, self._totals = config, batch, totals
-        self._groups, self._keep_logits = groups, keep_logits
-        self._contract = _contract(batch, totals, num_microbatches, model, groups)
-        self._step_share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
+        self._keep_logits = keep_logits
+        self._scale = MicroBatchScale.build(
+            config, batch, totals, num_microbatches=num_microbatches, model=model, groups=groups
+        )
+        self._groups = self._scale.groups
         self._options = HeadOptions(
-            tensor_parallel_group=groups.tensor,
+            tensor_parallel_group=self._groups.tensor,
             temperature=config.rollout_temperature,
             vocab_size=vocab_size,
             fp32_logits=config.fp32_lm_head,
@@ -182,7 +183,7 @@ class FusedOutput:
             loss, metrics = self._policy_loss(log_probs, entropy)
         else:
             loss, metrics = output_tensor[0], self._metrics
-        return self._contract.apply(loss, metrics)
+        return self._scale.apply(loss, metrics)
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""
@@ -217,7 +218,7 @@ class FusedOutput:
             self._in_window(entropy, rows),
             totals=self._totals,
             context_parallel_group=self._groups.context,
-            step_share=self._step_share,
+            step_share=self._scale.step_share,
         )
 
     def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -244,30 +245,20 @@ class FusedOutput:
         return (value + (total - total.detach()))[None]
 
 
-def _contract(
-    batch: PackedBatch,
-    totals: StepTotals,
-    num_microbatches: int,
-    model: Any,
-    groups: ParallelGroups,
-) -> ScaleContract:
-    window, place = batch.window, (groups.context_rank, groups.context_size)
-    if (window.cp_rank, window.cp_size) != place:
-        raise ValueError(
-            f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
-            f"rank {place[0]} of {place[1]}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
+def _check_model(model: Any) -> None:
+    if not supports_output_processor():
+        raise NotImplementedError(
+            "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
+            "older one drop --fused-lm-head and use megatron_loss on the model's logits"
         )
-    model_config = (model[0] if isinstance(model, (list, tuple)) else model).config
-    return scale_contract(
-        model_config,
-        totals,
-        calculate_per_token_loss=bool(model_config.calculate_per_token_loss),
-        data_parallel_size=groups.data_size,
-        context_parallel_size=groups.context_size,
-        num_microbatches=num_microbatches,
-        num_active_tokens=batch.num_active_tokens,
-        num_local_tokens=batch.window.local_tokens,
-    )
+    module = model[0] if isinstance(model, (list, tuple)) else model
+    while hasattr(module, "module"):
+        module = module.module
+    if "output_processor" not in inspect.signature(type(module).forward).parameters:
+        raise NotImplementedError(
+            f"the fused head needs a model whose forward takes output_processor, as GPTModel's; found "
+            f"{type(module).__name__}: drop --fused-lm-head and use megatron_loss on the model's logits"
+        )
 
 
 def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:

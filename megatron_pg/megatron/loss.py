@@ -10,8 +10,9 @@ from torch import Tensor
 from megatron_pg.aggregation import StepTotals
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import PackedBatch
+from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
+from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.policy_loss import policy_loss_function
 
 
@@ -51,32 +52,14 @@ def megatron_loss(
         model's config, ``(loss, metrics)`` or ``(loss, n, metrics)``; see :mod:`megatron_pg.megatron.scale_contract`.
 
     Raises:
-        ValueError: the batch was packed for another context-parallel size or rank than this one's, or the scale
-            contract cannot be kept.
+        ValueError: the batch was packed for another context-parallel size or rank than this one's, the scale
+            contract cannot be kept, or the config asks for something of the output layer (`fp32_lm_head`,
+            `fused_lm_head`), which is behind us where there are logits.
     """
-    if groups is None:
-        groups = (
-            ParallelGroups.from_parallel_state()
-            if model is None
-            else ParallelGroups.from_model(model)
-        )
-    _check_packing(batch, groups)
-    model_config = None if model is None else _config_of(model)
-    contract = scale_contract(
-        model_config,
-        totals,
-        calculate_per_token_loss=(
-            config.calculate_per_token_loss
-            if model_config is None
-            else bool(model_config.calculate_per_token_loss)
-        ),
-        data_parallel_size=groups.data_size,
-        context_parallel_size=groups.context_size,
-        num_microbatches=num_microbatches,
-        num_active_tokens=batch.num_active_tokens,
-        num_local_tokens=batch.window.local_tokens,
+    _refuse_head_flags(config)
+    scale = MicroBatchScale.build(
+        config, batch, totals, num_microbatches=num_microbatches, model=model, groups=groups
     )
-    step_share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
 
     def loss_func(output_tensor: Tensor) -> ScheduleOutput:
         loss, metrics = policy_loss_function(
@@ -84,27 +67,24 @@ def megatron_loss(
             batch,
             output_tensor,
             totals=totals,
-            tensor_parallel_group=groups.tensor,
-            context_parallel_group=groups.context,
+            tensor_parallel_group=scale.groups.tensor,
+            context_parallel_group=scale.groups.context,
             vocab_size=vocab_size,
-            step_share=step_share,
+            step_share=scale.step_share,
         )
-        return contract.apply(loss, metrics)
+        return scale.apply(loss, metrics)
 
     return loss_func
 
 
-def _check_packing(batch: PackedBatch, groups: ParallelGroups) -> None:
-    window = batch.window
-    if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
-        raise ValueError(
-            f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is rank "
-            f"{groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with the "
-            "rank's own"
-        )
-
-
-def _config_of(model: Any) -> Any:
-    """The TransformerConfig of a model, wrapped or a list of virtual-pipeline chunks; DDP and Float16Module carry it."""
-    module = model[0] if isinstance(model, (list, tuple)) else model
-    return module.config
+def _refuse_head_flags(config: PolicyLossConfig) -> None:
+    for flag, is_set in (
+        ("--fp32-lm-head", config.fp32_lm_head),
+        ("--fused-lm-head", config.fused_lm_head),
+    ):
+        if is_set:
+            raise ValueError(
+                f"{flag} acts in the output layer, and megatron_loss begins after it, at the logits: build the step "
+                "with megatron_pg.megatron.output_head.output_head(...), which takes the flag with megatron-core 0.18 "
+                f"or later, or drop {flag}"
+            )

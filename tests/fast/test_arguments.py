@@ -325,6 +325,7 @@ OUT_OF_RANGE = {
     "custom_policy_loss_path": ["", 3],
     "custom_tis_function_path": [""],
     "custom_pg_loss_reducer_function_path": [""],
+    "fused_lm_head": [None],
     "fp32_lm_head": [None],
     "grad_divisor": [0, -1],
 }

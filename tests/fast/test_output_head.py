@@ -1,0 +1,81 @@
+"""`--fused-lm-head` and `--fp32-lm-head` are honoured or refused, never ignored."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import (
+    PolicyLossConfig,
+    add_policy_loss_args,
+    validate_policy_loss_args,
+    validation,
+)
+from megatron_pg.batch import pack
+from megatron_pg.megatron import fused_output
+from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.output_head import output_head
+
+
+def validate(line: str, **found: Any) -> argparse.Namespace:
+    args = add_policy_loss_args(argparse.ArgumentParser()).parse_args(line.split())
+    vars(args).update(found)
+    return validate_policy_loss_args(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--fp32-lm-head", "--fp32-lm-head .* add --fused-lm-head"),
+        ("--fused-lm-head --qkv-format bshd", "--fused-lm-head .* --qkv-format thd"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(line: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        validate(line)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_flag_needs_a_megatron_that_has_the_hook(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "supports_output_processor", lambda: is_there)
+    line = "--fused-lm-head --fp32-lm-head"
+    if is_there:
+        config = PolicyLossConfig.from_args(validate(line))
+        assert config.fused_lm_head and config.fp32_lm_head
+        with pytest.raises(NotImplementedError, match="--use-mup"):
+            validate(line, use_mup=True)
+    else:
+        with pytest.raises(NotImplementedError, match=r"0\.18 or later.*drop the flag"):
+            validate(line)
+
+
+@pytest.mark.parametrize("fp32_lm_head", [True, False])
+def test_a_loss_on_logits_refuses_them(fp32_lm_head: bool) -> None:
+    config = PolicyLossConfig(fused_lm_head=True, fp32_lm_head=fp32_lm_head)
+    batch = pack([])
+    flag = "--fp32-lm-head" if fp32_lm_head else "--fused-lm-head"
+    with pytest.raises(ValueError, match=f"{flag} acts in the output layer.*output_head"):
+        megatron_loss(config, batch, step_totals([]), num_microbatches=1)
+
+
+def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Headless(torch.nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return tokens
+
+    monkeypatch.setattr(fused_output, "supports_output_processor", lambda: True)
+    with pytest.raises(NotImplementedError, match="output_processor.*found Headless"):
+        output_head(
+            PolicyLossConfig(fused_lm_head=True),
+            pack([]),
+            step_totals([]),
+            num_microbatches=1,
+            model=[SimpleNamespace(module=Headless())],
+        )

@@ -122,7 +122,8 @@ def fresh_zero(result: tuple[Any, ...], batch: PackedBatch, output: Tensor) -> t
     """A loss of its own, not connected to the model, on a rank without response tokens."""
     if len(batch.window) > 0:
         return result
-    return (torch.zeros((), requires_grad=True), *result[1:])
+    # Not a leaf: the schedule rescales the loss in place.
+    return (torch.zeros((), requires_grad=True) * 1.0, *result[1:])
 
 
 def off_by_one_window(*args: Any, **keywords: Any) -> PackedBatch:

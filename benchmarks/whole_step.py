@@ -1,0 +1,268 @@
+"""Table: a whole training step, tokens per second and peak memory, by head.
+
+    torchrun --nproc-per-node 1 -m benchmarks.whole_step --tokens 8192 32768
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --context-parallel-size 2 --tokens 32768
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --tensor-model-parallel-size 2 --tokens 32768
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --tiny --context-parallel-size 2 --tokens 64
+
+GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the embedding) with random
+weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed optimizer, Megatron's
+schedule, gradient clipping and Adam (at rate 0, so that every head sees the same weights) included, no recomputation. A step is two micro-batches of `tokens` packed
+tokens over the context-parallel group, each of two synthetic rollouts, an eighth of them prompt. The loss is PPO's
+clipped one without entropy or KL term. Tensor parallelism comes with sequence parallelism.
+
+`no head` ends at the hidden states: what is left of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+from benchmarks.whole_step_model import Trainer, build_trainer
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
+from megatron_pg.megatron.micro_batch import MicroBatchScale
+from megatron_pg.megatron.output_head import OutputHead, output_head
+from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.policy_loss import policy_loss_from_log_probs
+
+WARM_UP_STEPS, TIMED_STEPS = 2, 5
+MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))
+"""The rollouts of each micro-batch, as parts of its tokens."""
+
+HeadBuilder = Callable[[PackedBatch, StepTotals, Any], OutputHead]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each timed step, the gradient's norm, and the most memory that any rank had allocated."""
+
+    seconds: list[float]
+    gradient_norm: float
+    peak_gib: float
+
+
+def rollouts(tokens: int, vocab_size: int) -> list[list[Sample]]:
+    """The samples of each micro-batch; old log-probs near those of a model that knows nothing."""
+    generator = torch.Generator().manual_seed(0)
+    micro_batches = []
+    for parts in MICRO_BATCHES:
+        samples = []
+        for part in parts:
+            length = round(part * tokens)
+            response_length = length - length // 8
+            samples.append(
+                Sample(
+                    tokens=torch.randint(vocab_size, (length,), generator=generator),
+                    response_length=response_length,
+                    loss_mask=torch.ones(response_length),
+                    advantages=0.5 + part,
+                    old_log_probs=0.1 * torch.randn(response_length, generator=generator)
+                    - math.log(vocab_size),
+                )
+            )
+        micro_batches.append(samples)
+    return micro_batches
+
+
+def heads(trainer: Trainer) -> dict[str, HeadBuilder]:
+    """Each way from the hidden states to the loss, by its name in the table."""
+    as_computed = {"fp32_output": False} if trainer.model.config.bf16 else {}
+
+    def of_config(config: PolicyLossConfig, **arguments: Any) -> HeadBuilder:
+        def build(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
+            head = output_head(
+                config,
+                batch,
+                totals,
+                num_microbatches=len(MICRO_BATCHES),
+                model=model,
+                vocab_size=trainer.vocab_size,
+            )
+            return OutputHead(head.loss_func, {**head.model_arguments, **arguments})
+
+        return build
+
+    return {
+        "no head": no_head,
+        "--fused-lm-head": of_config(PolicyLossConfig(fused_lm_head=True)),
+        "--fused-lm-head --fp32-lm-head": of_config(
+            PolicyLossConfig(fused_lm_head=True, fp32_lm_head=True)
+        ),
+        "logits bfloat16, megatron_loss": of_config(PolicyLossConfig(), **as_computed),
+        "logits as Float16Module gives them, megatron_loss": of_config(PolicyLossConfig()),
+        "logits as Float16Module gives them, Megatron's cross-entropy": megatron_cross_entropy,
+    }
+
+
+def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
+    """A number of the hidden states in place of the loss."""
+
+    def processor(*, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states.mean(dtype=torch.float32)[None]
+
+    return OutputHead(lambda output: (output[0], {}), {"output_processor": processor})
+
+
+def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
+    """Log-probs by Megatron's own vocabulary-parallel cross-entropy, the same loss from there on."""
+    config = PolicyLossConfig()
+    scale = MicroBatchScale.build(
+        config, batch, totals, num_microbatches=len(MICRO_BATCHES), model=model, groups=None
+    )
+
+    def loss_func(logits: Tensor) -> Any:
+        # [sequence, batch, v/tp], as Megatron's own loss has it.
+        losses = vocab_parallel_cross_entropy(logits.transpose(0, 1), batch.targets[:, None])
+        log_probs = -losses[:, 0].index_select(0, batch.logit_rows)
+        loss, metrics = policy_loss_from_log_probs(
+            config,
+            batch,
+            log_probs,
+            None,
+            totals=totals,
+            context_parallel_group=scale.groups.context,
+            step_share=scale.step_share,
+        )
+        return scale.apply(loss, metrics)
+
+    return OutputHead(loss_func)
+
+
+def train_step(
+    trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
+) -> float:
+    """One optimizer step, and its gradient's norm; every rank calls it."""
+
+    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        head = build(batch, totals, model)
+        output = model(
+            batch.tokens[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=packed_seq_params(batch),
+            **head.model_arguments,
+        )
+        return output, head.loss_func
+
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[trainer.model],
+        num_microbatches=len(batches),
+        seq_length=batches[0].window.num_tokens,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    _, norm, _ = trainer.optimizer.step()
+    return float(norm)
+
+
+def measure(
+    trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
+) -> Measurement:
+    """Wall time between barriers, after unmeasured steps."""
+    is_cuda = trainer.device.type == "cuda"
+    seconds, norm = [], math.nan
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(WARM_UP_STEPS + TIMED_STEPS):
+        dist.barrier()
+        if is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        norm = train_step(trainer, build, batches, totals)
+        if is_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+        if step >= WARM_UP_STEPS:
+            seconds.append(time.perf_counter() - start)
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated()) if is_cuda else 0.0)
+    peak = peak.to(trainer.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return Measurement(seconds, norm, float(peak) / 2**30)
+
+
+def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
+    """A Markdown table; the head's part of the step is what the step takes above `no head`."""
+    rest = statistics.median(found["no head"].seconds)
+    lines = [
+        f"**{sharding}, {tokens} tokens a micro-batch**",
+        "",
+        "| head | ms a step (fastest, slowest) | tokens/s | head's part of the step | peak GiB | gradient norm |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, measurement in found.items():
+        seconds = measurement.seconds
+        median = statistics.median(seconds)
+        lines.append(
+            f"| {name} | {1e3 * median:.0f} ({1e3 * min(seconds):.0f}, {1e3 * max(seconds):.0f}) "
+            f"| {len(MICRO_BATCHES) * tokens / median:.0f} | {100 * (1 - rest / median):.0f} % "
+            f"| {measurement.peak_gib:.1f} | {measurement.gradient_norm:.4g} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy model: does it run?")
+    args = parser.parse_args()
+    size = args.tensor_model_parallel_size * args.context_parallel_size
+    if size != int(os.environ["WORLD_SIZE"]):
+        parser.error(f"start {size} processes: torchrun --nproc-per-node {size}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    trainer = build_trainer(args)
+    groups = trainer.groups
+    sharding = f"TP {groups.tensor_size}, CP {groups.context_size}"
+    for tokens in args.tokens:
+        micro_batches = rollouts(tokens, trainer.vocab_size)
+        totals = step_totals([sample for samples in micro_batches for sample in samples])
+        batches = [
+            pack(
+                samples,
+                cp_rank=groups.context_rank,
+                cp_size=groups.context_size,
+                pad_to_multiple=groups.context_size * groups.tensor_size,
+            ).to(trainer.device)
+            for samples in micro_batches
+        ]
+        found: dict[str, Measurement] = {}
+        # From the leanest to the fattest, so that what runs out of memory ends nothing but itself.
+        for name, build in heads(trainer).items():
+            try:
+                found[name] = measure(trainer, build, batches, totals)
+            except torch.OutOfMemoryError:
+                print(f"{sharding}, {tokens} tokens: {name} runs out of memory", file=sys.stderr)
+                break
+        if dist.get_rank() == 0:
+            print(report(found, tokens, sharding), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

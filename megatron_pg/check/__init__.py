@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         launch = Launch.from_environment()
         options, as_json = parse_options(arguments)
         check_world_size(options, launch.world_size)
+        launch.check_device(options.device)
     except ValueError as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2

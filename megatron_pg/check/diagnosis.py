@@ -19,9 +19,21 @@ def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
     """
     if row.passed:
         return ""
+    found = _gradient_diagnosis(row, options, world_size)
+    if not row.samples_counted_once:
+        found += (
+            f"; the weights that reached the loss are {row.step.checksum:.4g} times those of the step's totals "
+            "(aggregation_checksum)"
+        )
+    return found
+
+
+def _gradient_diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
     if not math.isfinite(row.gradient_error) or not math.isfinite(row.common_ratio):
         return f"not finite in {row.worst_parameter}"
     tolerance = row.step.tolerance
+    if row.gradient_error <= tolerance and row.loss_agrees:
+        return "gradients agree"
     if row.gradient_error <= tolerance:
         return f"gradients agree; the reported loss is {_times(row.step.loss, row.reference_loss)}"
     data_size = world_size // options.model_parallel_size

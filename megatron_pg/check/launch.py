@@ -20,7 +20,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+TIMEOUT_MINUTES = 5
+"""Of a collective that some rank never joins: the end of what no watch has seen."""
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0
 """What the failed rank is given to end first, so that a launcher takes it for the cause."""
@@ -63,6 +64,18 @@ class Launch:
             int(environment.get("RANK", "0")), world_size, int(environment.get("LOCAL_RANK", "0"))
         )
 
+    def check_device(self, device: str) -> None:
+        """Refuses a process that has no GPU of its own.
+
+        Raises:
+            ValueError: with the numbers of both.
+        """
+        if device == "cuda" and self.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK is {self.local_rank} and this node shows {torch.cuda.device_count()} GPUs: start one "
+                "process a GPU, or use --device cpu"
+            )
+
 
 class Job:
     """The default process group, and a watch over the other ranks: when one fails, all end.
@@ -88,7 +101,7 @@ class Job:
         if self._launch.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
             self._failures = _failure_store()
             threading.Thread(target=self._watch, args=(self._failures,), daemon=True).start()
         return self
@@ -109,15 +122,17 @@ class Job:
         dist.destroy_process_group()
 
     def _fail(self, error: BaseException, failures: Store) -> None:
-        message = None
+        message = f"rank {self._launch.rank} failed: {type(error).__name__}: {error}"
         # Where the store is gone, so are the ranks that a message would be for.
         with contextlib.suppress(RuntimeError):
-            message = _recorded(failures)
-        if message is None:
-            traceback.print_exception(error, file=sys.stderr)
-            message = f"rank {self._launch.rank} failed: {type(error).__name__}: {error}"
-            with contextlib.suppress(RuntimeError):
-                failures.set(FAILURE_KEY, message)
+            if (earlier := _recorded(failures)) is not None:
+                self._end(earlier)
+        # Before the others hear of it: a launcher ends this process as soon as it misses one of them.
+        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        with contextlib.suppress(RuntimeError):
+            # Unlike set(), it waits for the answer: what fails because this rank ends is later than the message.
+            message = failures.compare_set(FAILURE_KEY, "", message).decode()
         self._end(message)
 
     def _watch(self, failures: Store) -> None:
@@ -145,7 +160,7 @@ def _failure_store() -> Store:
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         wait_for_workers=False,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timedelta(minutes=TIMEOUT_MINUTES),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"megatron_pg_check/{attempt}", store)

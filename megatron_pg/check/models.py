@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_pg.check.launch import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.check.steps import LENGTHS, VOCAB_SIZE
@@ -39,6 +40,7 @@ def initialize_groups(options: CheckOptions) -> None:
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_pg.metrics import CHECKSUM_TOLERANCE
+
 TOLERANCES = {
     ("loss only", "fp32"): 1e-6,
     # Rounding through a whole model, on hardware of any summation order. A wrong factor is off by far more.
@@ -21,6 +23,8 @@ class Step:
     calculate_per_token_loss: bool
     dtype: str
     loss: float
+    checksum: float
+    """The metric ``aggregation_checksum``: 1 where every sample was counted once."""
 
     @property
     def tolerance(self) -> float:
@@ -55,6 +59,12 @@ class Row:
         return abs(self.step.loss - self.reference_loss) <= 2 * self.step.tolerance * scale
 
     @property
+    def samples_counted_once(self) -> bool:
+        """Whether the checksum is 1; NaN is not."""
+        return abs(self.step.checksum - 1.0) <= CHECKSUM_TOLERANCE
+
+    @property
     def passed(self) -> bool:
-        """Whether loss and gradients agree; NaN does not."""
-        return self.loss_agrees and self.gradient_error <= self.step.tolerance
+        """Whether loss, gradients and checksum agree; NaN does not."""
+        gradients_agree = self.gradient_error <= self.step.tolerance
+        return gradients_agree and self.loss_agrees and self.samples_counted_once

@@ -33,7 +33,7 @@ from megatron_pg.check.steps import config_of, cut, make_samples, with_log_probs
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.metrics import reduce_metrics
+from megatron_pg.metrics import CHECKSUM, reduce_metrics
 from megatron_pg.samples import Sample
 
 MODELS: dict[str, Callable[..., list[torch.nn.Module]]] = {
@@ -61,10 +61,16 @@ def run_check(options: CheckOptions) -> list[Row]:
             config = model_config(model_options, shape, calculate_per_token_loss=per_token)
             chunks = under_ddp(model_options, config, build(model_options, shape, config))
             for aggregation in AGGREGATIONS:
-                loss = train_step(
-                    chunks, model_options, groups, references[name].samples, aggregation
+                samples = references[name].samples
+                metrics = train_step(chunks, model_options, groups, samples, aggregation)
+                step = Step(
+                    model=name,
+                    aggregation=aggregation,
+                    calculate_per_token_loss=per_token,
+                    dtype=model_options.dtype,
+                    loss=metrics["loss"],
+                    checksum=metrics[CHECKSUM],
                 )
-                step = Step(name, aggregation, per_token, model_options.dtype, loss)
                 rows.append(compare(step, chunks, references[name]))
     return rows
 
@@ -148,8 +154,8 @@ def train_step(
     groups: ParallelGroups,
     samples: Sequence[Sample],
     aggregation: str,
-) -> float:
-    """One step through Megatron's schedule; returns the reported loss and leaves the gradients in DDP's buffers."""
+) -> dict[str, float]:
+    """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers."""
     micro_batches = cut(
         samples,
         data_size=groups.data_size,
@@ -192,7 +198,7 @@ def train_step(
         forward_only=False,
     )
     contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
-    return reduce_metrics(config, metrics, contributes=contributes, device=options.device)["loss"]
+    return reduce_metrics(config, metrics, contributes=contributes, device=options.device)
 
 
 def _loss_func(

@@ -29,18 +29,19 @@ def make_samples(data_parallel_size: int) -> list[Sample]:
         prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
         mask = torch.rand(response_length, generator=generator) < 0.7
         mask[0] = True
+        is_last = index == count - 1
         samples.append(
             Sample(
                 tokens=torch.randint(
                     VOCAB_SIZE, (prompt_length + response_length,), generator=generator
                 ),
                 response_length=response_length,
-                loss_mask=mask if index % 8 != 5 else torch.zeros(response_length),
+                loss_mask=mask if index % 8 != 5 or is_last else torch.zeros(response_length),
                 # Of one sign: where gradients cancel, float32 keeps few digits of what is left.
                 advantages=0.5 + torch.rand(response_length, generator=generator),
-                group_index=index % 4,
-                # Two of the samples are one rollout; they lie on one data-parallel rank or on two.
-                rollout_id=0 if index in (0, 4) else index + 1,
+                group_index=0 if is_last else index % 4,
+                # The first and the last are one rollout: on two data-parallel ranks or, on one, in two micro-batches.
+                rollout_id=0 if is_last else index,
                 name=f"sample {index}",
             )
         )
@@ -84,13 +85,11 @@ def cut(
     return micro_batches
 
 
-def config_of(aggregation: str, *, pg_metrics: str = "basic") -> PolicyLossConfig:
+def config_of(aggregation: str) -> PolicyLossConfig:
     """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
     return PolicyLossConfig(
         loss_aggregation=aggregation,  # type: ignore[arg-type]
         loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
         kl_loss_coef=KL_COEFFICIENT,
         entropy_coef=ENTROPY_COEFFICIENT,
-        check_aggregation=True,
-        pg_metrics=pg_metrics,  # type: ignore[arg-type]
     )

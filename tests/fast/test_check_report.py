@@ -17,7 +17,7 @@ from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.steps import LENGTHS, cut, make_samples
 
 RIGHT = Row(
-    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5),
+    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0),
     reference_loss=-1.5,
     gradient_error=1e-7,
     worst_parameter="table",
@@ -113,6 +113,8 @@ def test_row_passes_on_agreement_only() -> None:
     assert not replace(RIGHT, gradient_error=math.inf).passed
     for loss in (-1.5001, math.nan, math.inf):
         assert not replace(RIGHT, step=replace(RIGHT.step, loss=loss)).passed
+    for checksum in (0.99, 2.0, math.nan):
+        assert not replace(RIGHT, step=replace(RIGHT.step, checksum=checksum)).passed
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,11 @@ def test_row_passes_on_agreement_only() -> None:
         (
             replace(RIGHT, step=replace(RIGHT.step, loss=-3.0)),
             "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
+        ),
+        (
+            replace(RIGHT, step=replace(RIGHT.step, checksum=2.0)),
+            "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
+            "(aggregation_checksum)",
         ),
     ],
 )

@@ -1,0 +1,209 @@
+"""``megatron-pg check``: it passes where the package is right, names what is wrong, and never hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .launch import run_ranks
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 120.0
+FAILURE_SECONDS = 90.0
+"""Imports on a busy machine, not the end: a collective's own time-out would take five minutes."""
+
+
+def environment(**variables: object) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **{name: str(value) for name, value in variables.items()}}
+
+
+def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [
+        *("-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(processes)),
+    ]
+    return subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), "-m", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, []),
+        (2, ["--context-parallel-size", "2"]),
+        (
+            4,
+            [
+                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
+                *("--sequence-parallel", "--use-distributed-optimizer"),
+            ],
+        ),
+    ],
+    ids=["1 process", "CP2", "TP2+SP CP2"],
+)
+def test_right_loss_passes(processes: int, flags: list[str]) -> None:
+    done = start(processes, "megatron_pg", "check", "--device", "cpu", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is True
+    assert report["world_size"] == processes
+    assert len(report["rows"]) == 16
+    for row in report["rows"]:
+        assert row["passed"] and row["diagnosis"] == ""
+        assert 0.0 < row["gradient_error"] <= row["tolerance"] <= 5e-6
+    assert {row["aggregation"] for row in report["rows"]} == {
+        *("sample_mean", "prompt_mean", "token_mean", "constant")
+    }
+
+
+def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
+    """(aggregation, passed, diagnosis) of the loss-only rows under each mutant; every rank runs it."""
+    from megatron_pg.check import run
+    from megatron_pg.check.diagnosis import diagnosis
+    from megatron_pg.check.options import parse_options
+
+    from .mutants import MUTANTS
+
+    options, _ = parse_options(["--device", "cpu", *flags])
+    del run.MODELS["end to end"]
+    found = []
+    for name in names:
+        run.megatron_loss = MUTANTS[name].loss  # type: ignore[attr-defined]
+        rows = run.run_check(options)
+        found.append([(r.step.aggregation, r.passed, diagnosis(r, options, 2)) for r in rows])
+    return found
+
+
+@pytest.fixture(scope="module")
+def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
+    names = [
+        "extra context-parallel factor",
+        "mean over context parallelism instead of a sum",
+        "number of micro-batches dropped",
+        "denominators of the micro-batch, sample_mean",
+    ]
+    rows = run_ranks(rows_of_mutants, 2, names, ["--context-parallel-size", "2"])[0]
+    return dict(zip(names, rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "diagnosis"),
+    [
+        ("extra context-parallel factor", "gradient is 2 times the reference: 2 = CP"),
+        (
+            "mean over context parallelism instead of a sum",
+            "gradient is 0.5 times the reference: 1/2 = 1/CP",
+        ),
+        ("number of micro-batches dropped", "gradient is 0.3333 times the reference: 1/3 = 1/M"),
+    ],
+)
+def test_wrong_factor_is_named(
+    mutant: str,
+    diagnosis: str,
+    context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
+) -> None:
+    rows = context_parallel_mutants[mutant]
+    assert len(rows) == 8
+    assert [row[1:] for row in rows] == [(False, diagnosis)] * 8
+
+
+def test_denominators_of_a_micro_batch_are_wrong_weights(
+    context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
+) -> None:
+    rows = context_parallel_mutants["denominators of the micro-batch, sample_mean"]
+    # The KL term is a sample mean under every aggregation.
+    for aggregation, passed, diagnosis in rows:
+        assert not passed, aggregation
+        assert diagnosis.startswith("no common factor, table is "), diagnosis
+        assert "totals of a micro-batch" in diagnosis
+        in_checksum = aggregation in ("sample_mean", "prompt_mean")
+        assert diagnosis.endswith("(aggregation_checksum)") == in_checksum
+
+
+def test_uneven_micro_batches_are_named() -> None:
+    names = ["data-parallel size dropped", "number of micro-batches dropped"]
+    dropped_size, dropped_count = run_ranks(rows_of_mutants, 2, names, [])[0]
+    for _, passed, diagnosis in dropped_size:
+        assert not passed and diagnosis == "gradient is 0.5 times the reference: 1/2 = 1/DP"
+    for _, passed, diagnosis in dropped_count:
+        assert not passed
+        assert diagnosis.endswith("1/M, the data-parallel ranks having 3 and 4 micro-batches")
+
+
+def test_failed_row_sets_the_exit_status() -> None:
+    done = start(
+        *(2, "tests.distributed.wrong_check", "extra_context_parallel_factor"),
+        *("--context-parallel-size", "2"),
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("gradient is 2 times the reference: 2 = CP") == 8, done.stderr
+    assert done.stdout.rstrip().endswith("FAIL: 8 rows (8 rows)")
+
+
+def test_exception_in_a_custom_reducer_ends_all() -> None:
+    started = time.monotonic()
+    done = start(
+        *(2, "tests.distributed.wrong_check", "rank_raises_in_reducer"),
+        *("--context-parallel-size", "2"),
+    )
+    assert time.monotonic() - started < FAILURE_SECONDS
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
+
+
+def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
+    """As under srun, whose other tasks live on when one ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.distributed.wrong_check"]
+    tasks = [
+        subprocess.Popen(
+            [*command, "rank_raises_while_others_wait"],
+            cwd=ROOT,
+            env=environment(
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [task.communicate(timeout=DEADLINE_SECONDS)[1] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [1, 1]
+    assert "rank 0 ends: rank 1 failed: ValueError: only here" in errors[0]
+    assert "Traceback" not in errors[0] and "Traceback" in errors[1]
+
+
+def test_nan_on_one_rank_is_reported_by_all() -> None:
+    done = start(
+        *(2, "tests.distributed.wrong_check", "rank_has_nan"),
+        *("--context-parallel-size", "2", "--json"),
+    )
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["passed"] is False
+    assert len(report["rows"]) == 8
+    for row in report["rows"]:
+        assert row["loss"] is None and row["gradient_error"] is None
+        assert row["diagnosis"].startswith("not finite in ")
+    assert "active tokens of this rank have a NaN loss" in done.stderr

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job: makes a virtual environment, installs, and trains a small model by GRPO on two CPU processes.
 #
-#   bash examples/quickstart.sh                                     # about a minute and a half after installation
+#   bash examples/quickstart.sh                                     # under two minutes after installation
 #   bash examples/quickstart.sh --loss-aggregation token_mean       # any flag of train_grpo.py; a later one wins
 #   bash examples/quickstart.sh --resume                            # go on where a stopped run was
 #   PYTHON=python3.11 bash examples/quickstart.sh                   # another interpreter

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from megatron_pg.megatron.versions import supports_output_processor
+
 
 @dataclass(frozen=True)
 class CheckOptions:
@@ -24,6 +26,7 @@ class CheckOptions:
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
+    fused_lm_head: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["fp32", "bf16"] = "fp32"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
@@ -94,6 +97,11 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         action="store_true",
         help="DDP's; per-token rows are left out, which Megatron excludes with it",
     )
+    add(
+        "--fused-lm-head",
+        action="store_true",
+        help="the end-to-end rows through the fused output layer; needs megatron-core 0.18",
+    )
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["fp32", "bf16"], default=None, help="default: bf16 on cuda, else fp32")
     add(
@@ -150,6 +158,8 @@ def _check(options: CheckOptions) -> None:
             raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
     _check_hardware(options)
     _check_experts(options)
+    if options.fused_lm_head and not supports_output_processor():
+        raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     stages = options.virtual_pipeline_model_parallel_size

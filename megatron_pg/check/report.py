@@ -51,10 +51,14 @@ def accelerations(options: CheckOptions) -> dict[str, str]:
         if options.transformer_impl == "transformer_engine"
         else "torch",
         "log-probs": "Triton kernels" if on_gpu and has_triton else "torch",
-        "fused output layer": "available"
-        if supports_output_processor()
-        else "needs megatron-core 0.18",
+        "fused output layer": _fused_output_layer(options),
     }
+
+
+def _fused_output_layer(options: CheckOptions) -> str:
+    if options.fused_lm_head:
+        return "checked"
+    return "available" if supports_output_processor() else "needs megatron-core 0.18"
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:

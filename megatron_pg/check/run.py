@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.aggregation import AGGREGATIONS, StepTotals, step_totals
+from megatron_pg.aggregation import AGGREGATIONS, step_totals
 from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.check.compare import Reference, compare
 from megatron_pg.check.models import (
@@ -30,7 +30,7 @@ from megatron_pg.check.reference import reference_loss, response_log_probs
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.check.steps import config_of, cut, make_samples, with_log_probs
-from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.metrics import CHECKSUM, reduce_metrics
@@ -50,12 +50,18 @@ def run_check(options: CheckOptions) -> list[Row]:
     data_size = groups.data_size
     initialize_groups(unsharded(options))
     shape = ModelShape.of(options)
-    references = {name: _reference(options, shape, name, data_size) for name in MODELS}
+    # The table has logits for parameters, and no output layer that could be fused.
+    models = {
+        name: build
+        for name, build in MODELS.items()
+        if name == "end to end" or not options.fused_lm_head
+    }
+    references = {name: _reference(options, shape, name, data_size) for name in models}
     initialize_groups(options)
     groups = ParallelGroups.from_parallel_state()
     modes = [False] if options.average_in_collective else [False, True]
     rows = []
-    for name, build in MODELS.items():
+    for name, build in models.items():
         model_options = _options_of(options, name)
         for per_token in modes:
             config = model_config(model_options, shape, calculate_per_token_loss=per_token)
@@ -162,7 +168,7 @@ def train_step(
         data_rank=groups.data_rank,
         num_microbatches=options.num_microbatches(groups.data_rank),
     )
-    config = config_of(aggregation)
+    config = replace(config_of(aggregation), fused_lm_head=options.fused_lm_head)
     totals = step_totals(
         [s for each in micro_batches for s in each], data_parallel_group=groups.data
     )
@@ -180,13 +186,15 @@ def train_step(
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
+        head = output_head(config, batch, totals, num_microbatches=len(batches), model=model)
         output = model(
             batch.tokens[None],
             batch.position_ids[None],
             None,
             packed_seq_params=packed_seq_params(batch),
+            **head.model_arguments,
         )
-        return output, _loss_func(config, batch, totals, len(batches), model)
+        return output, head.loss_func
 
     metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -199,9 +207,3 @@ def train_step(
     )
     contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
     return reduce_metrics(config, metrics, contributes=contributes, device=options.device)
-
-
-def _loss_func(
-    config: Any, batch: PackedBatch, totals: StepTotals, num_microbatches: int, model: Any
-) -> Any:
-    return megatron_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pg.megatron.versions import supports_output_processor
+
 from .launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,26 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     }
 
 
+@pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--context-parallel-size", "2"],
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ],
+    ids=["CP2", "TP2+SP"],
+)
+def test_fused_head_passes(flags: list[str]) -> None:
+    done = start(
+        *(2, "megatron_pg", "check", "--device", "cpu", "--json", "--fused-lm-head", *flags)
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is True
+    assert report["accelerations"]["fused output layer"] == "checked"
+    assert [row["model"] for row in report["rows"]] == ["end to end"] * 8
+
+
 def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
     """(aggregation, passed, diagnosis) of the loss-only rows under each mutant; every rank runs it."""
     from megatron_pg.check import run
@@ -77,12 +99,13 @@ def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, 
     from megatron_pg.check.options import parse_options
 
     from .mutants import MUTANTS
+    from .wrong_check import replace_loss
 
     options, _ = parse_options(["--device", "cpu", *flags])
     del run.MODELS["end to end"]
     found = []
     for name in names:
-        run.megatron_loss = MUTANTS[name].loss  # type: ignore[attr-defined]
+        replace_loss(run, MUTANTS[name].loss)
         rows = run.run_check(options)
         found.append([(r.step.aggregation, r.passed, diagnosis(r, options, 2)) for r in rows])
     return found

@@ -152,8 +152,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     before, after = (
         json.loads((folder / "summary.json").read_text()) for folder in (uninterrupted, run_dir)
     )
-    assert before.keys() == after.keys()
-    assert all(before[key] == after[key] for key in before.keys() - {"seconds"})
+    assert before | {"seconds": 0} == after | {"seconds": 0}
 
 
 def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:

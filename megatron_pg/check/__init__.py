@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from megatron_pg.check.launch import Job, Launch
+from megatron_pg.check.launch import Job, Launch, prepare
 from megatron_pg.check.options import check_world_size, parse_options
+from megatron_pg.megatron.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,14 +23,14 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
-        served. Where a rank raises, the process does not return: it ends with status 1, and so do the others.
+        served and a Megatron-Core that is not supported. Where a rank raises, the process does not return: it ends with status 1, and so do the others.
     """
     try:
         launch = Launch.from_environment()
         options, as_json = parse_options(arguments)
         check_world_size(options, launch.world_size)
-        launch.check_device(options.device)
-    except ValueError as error:
+        prepare(launch, options.device)
+    except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
     with _only_the_report_on_stdout() as stdout, Job(launch, options.device):

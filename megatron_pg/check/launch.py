@@ -20,6 +20,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
+from megatron_pg.megatron.versions import require_supported_version
+
 TIMEOUT_MINUTES = 5
 """Of a collective that some rank never joins: the end of what no watch has seen."""
 POLL_SECONDS = 0.2
@@ -64,17 +67,31 @@ class Launch:
             int(environment.get("RANK", "0")), world_size, int(environment.get("LOCAL_RANK", "0"))
         )
 
-    def check_device(self, device: str) -> None:
-        """Refuses a process that has no GPU of its own.
 
-        Raises:
-            ValueError: with the numbers of both.
-        """
-        if device == "cuda" and self.local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK is {self.local_rank} and this node shows {torch.cuda.device_count()} GPUs: start one "
-                "process a GPU, or use --device cpu"
-            )
+def prepare(launch: Launch, device: str) -> None:
+    """Chooses this process's device; called before Megatron is imported.
+
+    Args:
+        launch: the place of this process.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: the process has no GPU of its own.
+        UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
+    """
+    # Megatron asks for it under tensor and context parallelism before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if device == "cpu":
+        enable_cpu_runtime()
+        return
+    require_supported_version()
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK is {launch.local_rank} and this node shows {torch.cuda.device_count()} GPUs: start one "
+            "process a GPU, or use --device cpu"
+        )
+    torch.cuda.set_device(launch.local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 class Job:
@@ -82,7 +99,7 @@ class Job:
 
     Used as a context manager by every rank. An exception inside it ends this process with status 1, and within a few
     seconds every other one, each with the message of the rank that failed first; under any launcher, and also where
-    the others wait in a collective. In a job of one process the exception is raised as usual.
+    the others wait in a collective. `prepare` comes first. In a job of one process the exception is raised as usual.
 
     Args:
         launch: the place of this process.
@@ -96,7 +113,6 @@ class Job:
         self._failures: Store | None = None
 
     def __enter__(self) -> Job:
-        _prepare(self._launch, self._device)
         backend = "nccl" if self._device == "cuda" else "gloo"
         if self._launch.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -171,15 +187,3 @@ def _recorded(failures: Store) -> str | None:
     if not failures.check([FAILURE_KEY]):
         return None
     return str(failures.get(FAILURE_KEY).decode())
-
-
-def _prepare(launch: Launch, device: str) -> None:
-    # Megatron asks for it under tensor and context parallelism before Blackwell.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if device == "cuda":
-        torch.cuda.set_device(launch.local_rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    else:
-        from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
-
-        enable_cpu_runtime()

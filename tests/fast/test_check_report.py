@@ -15,6 +15,7 @@ from megatron_pg.check.launch import Launch
 from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.steps import LENGTHS, cut, make_samples
+from megatron_pg.megatron.versions import UnsupportedMegatronError
 
 RIGHT = Row(
     step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0),
@@ -83,6 +84,17 @@ def test_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
 def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2
     assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
+
+
+def test_unsupported_megatron_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedMegatronError("megatron-core 0.9.0 is installed")
+
+    monkeypatch.setattr("megatron_pg.check.prepare", refuse)
+    assert main(["--device", "cpu"]) == 2
+    assert capsys.readouterr().err == "megatron-pg check: megatron-core 0.9.0 is installed\n"
 
 
 def test_world_size_is_a_multiple_of_the_model() -> None:

@@ -25,12 +25,13 @@ class Shard:
     def whole_shape(self, local: torch.Size) -> list[int]:
         """The shape of the whole parameter, from that of this rank's slice."""
         shape = list(local)
-        shape[self.dimension] *= self.count
+        if self.count > 1:
+            shape[self.dimension] *= self.count
         return shape
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's slice of the whole parameter."""
-        return whole.chunk(self.count, self.dimension)[self.index]
+        return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
 
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
@@ -45,7 +46,12 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
 
 
 def _whole_name(model: Any, name: str) -> str:
-    """The name in the unsharded model: global layer and expert numbers."""
+    """The name in the unsharded model: global layer and expert numbers.
+
+    A tied output layer on another pipeline stage is a second copy of the embedding.
+    """
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     parts = name.split(".")
     if "layers" in parts:
         place = parts.index("layers") + 1
@@ -81,7 +87,7 @@ def set_parameters(model: torch.nn.Module) -> None:
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
     """This rank's slices of the gradients in float32: DDP's ``main_grad`` or, of a bare model, ``grad``."""
     for chunk in chunks:
-        _complete_reduce_scatter(chunk)
+        complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is None:
@@ -96,8 +102,12 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _complete_reduce_scatter(chunk: Any) -> None:
-    """Under the distributed optimizer each rank has reduced its shard of a buffer: fetch the rest."""
+def complete_reduce_scatter(chunk: Any) -> None:
+    """Fetches the rest of every gradient buffer of a DDP chunk; every data-parallel rank calls it.
+
+    Under the distributed optimizer each rank has reduced its own shard alone. Nothing is done without it, nor to a
+    bare model.
+    """
     ddp_config = getattr(chunk, "ddp_config", None)
     if ddp_config is None or not ddp_config.use_distributed_optimizer:
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_pg.check import sharded_parameters
+from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
 from megatron_pg.megatron.layer_spec import torch_block_spec
 from megatron_pg.megatron.versions import needs_kept_pipeline_outputs
 
@@ -190,69 +190,14 @@ def build_model(
     return chunks
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Where a rank's parameter lies in the whole one: slice `index` of `count` along `dimension`."""
-
-    name: str
-    dimension: int
-    index: int
-    count: int
-
-    def whole_shape(self, local: torch.Size) -> list[int]:
-        shape = list(local)
-        if self.count > 1:
-            shape[self.dimension] *= self.count
-        return shape
-
-    def cut(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
-
-
-def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
-    """Every parameter of this rank's chunk with its place in the whole model."""
-    for name, parameter in model.named_parameters():
-        dimension, index, count = 0, 0, 1
-        if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
-            dimension = parameter.partition_dim
-            index = parallel_state.get_tensor_model_parallel_rank()
-            count = parallel_state.get_tensor_model_parallel_world_size()
-        yield Shard(_whole_name(model, name), dimension, index, count), parameter
-
-
-def _whole_name(model: Any, name: str) -> str:
-    """The name in the unsharded model: global layer and expert numbers.
-
-    A tied output layer on another pipeline stage is a second copy of the embedding.
-    """
-    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-        return "embedding.word_embeddings.weight"
-    parts = name.split(".")
-    if "layers" in parts:
-        place = parts.index("layers") + 1
-        parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
-    if "local_experts" in parts:
-        place = parts.index("local_experts") + 1
-        local_experts = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
-        first = parallel_state.get_expert_model_parallel_rank() * local_experts
-        parts[place] = str(first + int(parts[place]))
-    return ".".join(parts)
-
-
-def set_parameters(model: torch.nn.Module) -> None:
+def set_parameters(model: Any) -> None:
     """Values that depend on the whole model's parameter names alone."""
-    for shard, parameter in shards(model):
-        generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
-        whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
-        if "norm" in shard.name:
-            whole = 1.0 + 0.1 * whole
-            if model.share_embeddings_and_output_weights and "final" in shard.name:
-                whole *= 0.05  # the output layer is as large as the embedding: keep logits small
-        elif "embedding" not in shard.name:
-            # Small beside the residual stream, so that float32 keeps its digits: every parameter's
-            # gradient is judged by its own size.
-            whole = 0.03 * whole
-        parameter.data.copy_(shard.cut(whole))
+    sharded_parameters.set_parameters(model)
+    if model.share_embeddings_and_output_weights and model.post_process:
+        # The output layer is as large as the embedding: keep logits small.
+        for name, parameter in model.decoder.named_parameters():
+            if "final" in name:
+                parameter.data.mul_(0.05)
 
 
 def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor] | None:
@@ -263,7 +208,7 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
     """
     mine = []
     for chunk in chunks:
-        _complete_reduce_scatter(chunk)
+        complete_reduce_scatter(chunk)
         for shard, parameter in shards(chunk.module):
             mine.append((shard, parameter.main_grad.detach().clone()))
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -282,17 +227,6 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
 
 def _dimension(parts: dict[int, tuple[Shard, Tensor]]) -> int:
     return parts[0][0].dimension
-
-
-def _complete_reduce_scatter(chunk: DistributedDataParallel) -> None:
-    """Under the distributed optimizer each rank has reduced its shard of a buffer: fetch the rest."""
-    if not chunk.ddp_config.use_distributed_optimizer:
-        return
-    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-        ranks = group.intra_distributed_optimizer_instance_group
-        for bucket in group.buckets:
-            local = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, local, group=ranks)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

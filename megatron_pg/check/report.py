@@ -95,14 +95,14 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
         describe(options, world_size),
         "",
-        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<13}{'loss':>12}"
+        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'loss':>12}"
         f"{'gradient error':>16}{'tolerance':>11}  result",
     ]
     for row in rows:
         step = row.step
-        mode = "per token" if step.calculate_per_token_loss else "per sequence"
+        mode = "per token" if step.calculate_per_token_loss else "per micro-batch"
         lines.append(
-            f"{step.model:<12}{step.dtype:<6}{step.aggregation:<13}{mode:<13}{step.loss:>12.6f}"
+            f"{step.model:<12}{step.dtype:<6}{step.aggregation:<13}{mode:<16}{step.loss:>12.6f}"
             f"{row.gradient_error:>16.1e}{step.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
         )
         if not row.passed:

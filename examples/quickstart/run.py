@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 
 from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg.megatron.versions import megatron_core_version
 
 from .checkpoint import Checkpoints, Progress
 from .generation import Sampler
@@ -316,7 +316,8 @@ class Run:
             "context_parallel_size": self.args.context_parallel_size,
             "tensor_model_parallel_size": self.args.tensor_model_parallel_size,
             "device": self.args.device,
-            "megatron_core": megatron.core.__version__,
+            # Not megatron.core.__version__: it carries the commit of whatever repository the run was started in.
+            "megatron_core": ".".join(map(str, megatron_core_version())),
             "torch": torch.__version__,
             "seconds": round(self._seconds(), 1),
         }

@@ -19,7 +19,7 @@ from quickstart.run import Run
 from torch import Tensor
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, reduce_metrics
-from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.planning import plan_step
 
@@ -52,13 +52,7 @@ def train_step(
 
     def forward_step(batch_iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(batch_iterator)
-        logits = model(
-            input_ids=batch.tokens[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            packed_seq_params=packed_seq_params(batch),
-        )
-        return logits, megatron_loss(
+        head = output_head(
             config,
             batch,
             plan.totals,
@@ -66,6 +60,14 @@ def train_step(
             model=model,
             vocab_size=policy.vocabulary_size,
         )
+        output = model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=packed_seq_params(batch),
+            **head.model_arguments,
+        )
+        return output, head.loss_func
 
     policy.zero_grad()
     micro_batch_metrics = get_forward_backward_func()(
@@ -94,6 +96,8 @@ def main() -> None:
         policy_loss="reinforce",
         loss_aggregation="token_mean",
         calculate_per_token_loss=config.calculate_per_token_loss,
+        fused_lm_head=config.fused_lm_head,
+        fp32_lm_head=config.fp32_lm_head,
     )
     for samples in run.warm_start():
         run.log_warm_start(train_step(args, imitation, run.policy, samples))

@@ -1,0 +1,53 @@
+"""The example's training step takes `--fused-lm-head`, and trains the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg.megatron.versions import supports_output_processor
+
+from .launch import run_ranks
+from .test_quickstart import parse_for_two_ranks
+
+
+def two_steps(flags: str) -> list[dict[str, float]]:
+    """The metrics of two optimizer steps on the same samples; every rank runs it."""
+    from quickstart.model import build_policy, start_megatron
+    from train_grpo import train_step
+
+    args = parse_for_two_ranks(f"--context-parallel-size 2 {flags}")
+    groups, device = start_megatron(args)
+    policy = build_policy(args, groups, device, vocabulary_size=11)
+    policy.start_optimizer(args, lr=1e-2, num_steps=10, warmup_steps=0, decay_style="constant")
+    samples = [
+        Sample(
+            tokens=torch.arange(length) % 11,
+            response_length=3,
+            loss_mask=torch.tensor([1, 0, 1]),
+            advantages=length - 6.0,
+            old_log_probs=torch.full((3,), -2.4),
+            group_index=length,
+        )
+        for length in (5, 7, 8)
+    ]
+    config = PolicyLossConfig.from_args(args)
+    return [train_step(args, config, policy, samples) for _ in range(2)]
+
+
+@pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
+def test_two_steps_equal_those_on_logits() -> None:
+    expected = run_ranks(two_steps, 2, "")[0]
+    found = run_ranks(two_steps, 2, "--fused-lm-head --fp32-lm-head")[0]
+    for step, (fused, plain) in enumerate(zip(found, expected, strict=True)):
+        assert fused.keys() == plain.keys()
+        for name, value in plain.items():
+            assert fused[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (step, name)
+    assert expected[0]["loss"] != pytest.approx(expected[1]["loss"], rel=1e-3), "it trains"
+
+
+@pytest.mark.skipif(supports_output_processor(), reason="megatron-core 0.18 and later have it")
+def test_an_older_megatron_refuses_the_flag() -> None:
+    with pytest.raises(NotImplementedError, match="--fused-lm-head needs"):
+        parse_for_two_ranks("--fused-lm-head")

@@ -15,6 +15,7 @@ from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.corrections import accepted_samples
 from megatron_pg.log_probs import log_probs_and_entropy
 from megatron_pg.metrics import reduce_metrics
+from megatron_pg.padded import padded_totals, reduce_padded
 from megatron_pg.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.reducers import get_pg_loss_reducer
 from megatron_pg.samples import Sample
@@ -36,9 +37,11 @@ __all__ = [
     "group_advantages",
     "log_probs_and_entropy",
     "pack",
+    "padded_totals",
     "policy_loss_from_log_probs",
     "policy_loss_function",
     "reduce_metrics",
+    "reduce_padded",
     "step_totals",
     "validate_policy_loss_args",
 ]

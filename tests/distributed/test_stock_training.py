@@ -46,7 +46,9 @@ def test_stock_train_step_has_the_reference_gradients(aggregation: str) -> None:
     outcome, logged = run_stock(aggregation, halves)
     (reference,) = run_ranks(reference_steps, 1, ModelOptions(), [Run(aggregation)])[0]
     for name, gradient in outcome.gradients.items():
-        assert relative_error(gradient, reference.gradients[name]) < gradient_tolerance(ModelOptions()), name
+        assert relative_error(gradient, reference.gradients[name]) < gradient_tolerance(
+            ModelOptions()
+        ), name
     for name in ("loss", "pg_loss", "aggregation_checksum", "new_logprobs", "ratio_new_old"):
         expected = reference.metrics[name]
         assert logged[name] == pytest.approx(expected, rel=2e-6, abs=2e-6), name

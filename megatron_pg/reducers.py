@@ -196,9 +196,21 @@ def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )
-        # On a device the check would make the host wait; there the samples were checked when they were built.
-        if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
-            raise ValueError(
-                f"loss_masks[{sample}] has values other than 0 and 1: {mask.tolist()[:8]} ..."
-            )
+    _check_mask_values(masks)
     return masks
+
+
+def _check_mask_values(masks: Sequence[Tensor]) -> None:
+    """All masks in one look. On a device it would make the host wait; there the samples were checked when built."""
+    if not masks or masks[0].device.type != "cpu":
+        return
+    values = torch.cat(list(masks))
+    wrong = ((values != 0) & (values != 1)).nonzero()
+    if wrong.numel():
+        position = int(wrong[0])
+        for sample, mask in enumerate(masks):
+            if position < mask.numel():
+                raise ValueError(
+                    f"loss_masks[{sample}][{position}] is {float(mask[position])}, expected 0 or 1"
+                )
+            position -= mask.numel()

@@ -194,11 +194,11 @@ FACTORY = {
     "one mask too many": ({"loss_masks": [torch.ones(3)] * 3}, ["loss_masks", "3", "2"]),
     "mask of twos": (
         {"loss_masks": [torch.ones(3), torch.full((2,), 2.0)]},
-        ["loss_masks[1]", "0 and 1", "2.0"],
+        ["loss_masks[1]", "0 or 1", "2.0"],
     ),
     "mask with NaN": (
         {"loss_masks": [torch.tensor([math.nan, 1.0, 1.0]), torch.ones(2)]},
-        ["loss_masks[0]", "0 and 1", "nan"],
+        ["loss_masks[0]", "0 or 1", "nan"],
     ),
     "a length missing": ({"response_lengths": [3]}, ["response_lengths", "total_lengths"]),
     "a negative response": ({"response_lengths": [3, -1]}, ["response_lengths[1]", "-1"]),

@@ -87,8 +87,8 @@ def prepare(launch: Launch, device: str) -> None:
     require_supported_version()
     if launch.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"LOCAL_RANK is {launch.local_rank} and this node shows {torch.cuda.device_count()} GPUs: start one "
-            "process a GPU, or use --device cpu"
+            f"LOCAL_RANK is {launch.local_rank} and this process sees {torch.cuda.device_count()} GPUs: start one process "
+            "a GPU (LOCAL_RANK=0 where each sees its own only), or use --device cpu"
         )
     torch.cuda.set_device(launch.local_rank)
     torch.backends.cuda.matmul.allow_tf32 = False

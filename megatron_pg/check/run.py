@@ -76,6 +76,7 @@ def run_check(options: CheckOptions) -> list[Row]:
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
                     checksum=metrics[CHECKSUM],
+                    num_layers=shape.num_layers,
                 )
                 rows.append(compare(step, chunks, references[name]))
     return rows

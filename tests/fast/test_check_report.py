@@ -18,7 +18,7 @@ from megatron_pg.check.steps import LENGTHS, cut, make_samples
 from megatron_pg.megatron.versions import UnsupportedMegatronError
 
 RIGHT = Row(
-    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0),
+    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0, num_layers=2),
     reference_loss=-1.5,
     gradient_error=1e-7,
     worst_parameter="table",
@@ -127,6 +127,13 @@ def test_row_passes_on_agreement_only() -> None:
         assert not replace(RIGHT, step=replace(RIGHT.step, loss=loss)).passed
     for checksum in (0.99, 2.0, math.nan):
         assert not replace(RIGHT, step=replace(RIGHT.step, checksum=checksum)).passed
+
+
+def test_tolerance_grows_with_depth_in_bf16_only() -> None:
+    in_bf16 = replace(RIGHT.step, model="end to end", dtype="bf16")
+    assert in_bf16.tolerance == replace(in_bf16, num_layers=4).tolerance == 2e-2
+    assert replace(in_bf16, num_layers=16).tolerance == 4e-2
+    assert replace(RIGHT.step, num_layers=16).tolerance == 1e-6
 
 
 @pytest.mark.parametrize(

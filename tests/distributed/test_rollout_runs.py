@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .rollout_run import TIMEOUT_SECONDS, finish, output_of, start, steps_of, write_rollouts
+from .rollout_run import WHOLE_GROUPS, output_of, run, start, steps_of, wait, write_rollouts
 
 pytest.importorskip("pyarrow")
 
-STEPS = ("--train-iters", "6", "--save-interval", "3")
+STEPS = WHOLE_GROUPS + "--train-iters 6 --save-interval 3"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,19 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(rollouts: Path) -> Path:
     run_dir = rollouts.with_name("uninterrupted")
-    finish(start(rollouts, run_dir, *STEPS), run_dir)
+    run(rollouts, run_dir, STEPS)
+    return run_dir
+
+
+@pytest.fixture
+def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
+    """The run as it was when its third step was done."""
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    name = "checkpoints/step_000000_000003"
+    (run_dir / name).symlink_to(uninterrupted / name)
+    for log in ("metrics.jsonl", "warm_start.jsonl"):
+        (run_dir / log).write_bytes((uninterrupted / log).read_bytes())
     return run_dir
 
 
@@ -39,33 +54,58 @@ def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> 
     assert kept == ["step_000000_000003", "step_000000_000006"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--context-parallel-size", "2")], ids=["dp2", "cp2"])
 def test_a_resumed_run_goes_on_in_the_middle_of_the_file(
-    rollouts: Path, uninterrupted: Path, flags: tuple[str, ...], tmp_path: Path
+    rollouts: Path, uninterrupted: Path, stopped: Path
 ) -> None:
-    """Resumed with the same ranks it gives the same bits; with context parallelism the same to rounding."""
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    name = "checkpoints/step_000000_000003"
-    (run_dir / name).symlink_to(uninterrupted / name)
-    for log in ("metrics.jsonl", "warm_start.jsonl"):
-        (run_dir / log).write_bytes((uninterrupted / log).read_bytes())
-    output = finish(start(rollouts, run_dir, *STEPS, "--resume", *flags), run_dir)
-    assert "resuming from" in output
-    resumed, expected = steps_of(run_dir), steps_of(uninterrupted)
-    if not flags:
-        assert resumed == expected
-    assert len(resumed) == len(expected)
-    for found, step in zip(resumed, expected, strict=True):
-        assert found["docs"] == step["docs"]
-        assert found == pytest.approx(step, rel=1e-4, abs=1e-6)
+    assert "resuming from" in run(rollouts, stopped, STEPS + " --resume")
+    assert steps_of(stopped) == steps_of(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"), [(2, "--context-parallel-size 2"), (1, "")], ids=["cp2", "dp1"]
+)
+def test_a_run_of_two_data_parallel_ranks_is_resumed_on_others(
+    rollouts: Path, uninterrupted: Path, stopped: Path, world_size: int, flags: str
+) -> None:
+    run(rollouts, stopped, f"{STEPS} --resume {flags}", world_size)
+    assert _is_close(steps_of(stopped), steps_of(uninterrupted))
+
+
+def test_forgetting_a_part_of_the_checkpoint_is_noticed(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    """The mutant of the tests above: samples that were carried over are lost."""
+    run(rollouts, stopped, STEPS + " --resume", prepare=_lose_carried_samples)
+    assert not _is_close(steps_of(stopped), steps_of(uninterrupted))
+
+
+def _lose_carried_samples(rank: int) -> None:
+    from megatron_pg.planning import StepCollector
+
+    load_states = StepCollector.load_states
+
+    def load_less(self: StepCollector, states: Sequence[Any]) -> None:
+        load_states(self, [dataclasses.replace(state, carried=()) for state in states])
+
+    StepCollector.load_states = load_less  # type: ignore[method-assign]
+
+
+def _is_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return len(found) == len(expected) and all(
+        _known(one) == pytest.approx(_known(other), rel=1e-4, abs=1e-5)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _known(step: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if value is not None}
 
 
 def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     short = write_rollouts(tmp_path / "short.jsonl", 5)
     num_rows = len(short.read_text().splitlines())
     run_dir = tmp_path / "run"
-    finish(start(short, run_dir, "--train-iters", "9", "--keep-last-checkpoints", "1"), run_dir)
+    run(short, run_dir, WHOLE_GROUPS + "--train-iters 9 --keep-last-checkpoints 1")
     steps = steps_of(run_dir)
     assert sum(step["docs"] + step["skipped_rows"] for step in steps) == num_rows
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == len(steps) < 9
@@ -73,10 +113,20 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     assert kept == [f"step_000000_{len(steps):06d}"]
 
 
-def test_a_cut_prompt_group_is_refused(rollouts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "is cut by the end of a step"),
+        ("--loss-aggregation sample_mean", "give --keep-prompt-groups"),
+        (
+            WHOLE_GROUPS + "--seq-length 4 --max-position-embeddings 4",
+            "more than --max-position-embeddings",
+        ),
+    ],
+)
+def test_what_a_step_cannot_hold_is_refused(
+    rollouts: Path, tmp_path: Path, flags: str, message: str
+) -> None:
     run_dir = tmp_path / "run"
-    flags = "--train-iters 2 --docs-per-step 10".split()
-    process = start(rollouts, run_dir, *flags, drop="--keep-prompt-groups")
-    assert process.wait(timeout=TIMEOUT_SECONDS) != 0
-    assert "is cut by the end of a step" in output_of(run_dir).read_text()
-    assert not (run_dir / "metrics.jsonl").read_text()
+    assert any(wait(start(rollouts, run_dir, "--train-iters 6 --docs-per-step 9 " + flags)))
+    assert message in output_of(run_dir).read_text()

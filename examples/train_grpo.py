@@ -1,4 +1,4 @@
-"""Online GRPO on Megatron-Core with the policy loss of megatron_pg: a training loop to start your own from.
+"""Policy gradients on Megatron-Core, online or from rollout files, with the policy loss of megatron_pg: a training loop to start your own from.
 
 Launched by quickstart.sh, or by hand (one line of flags; --help explains each):
 
@@ -8,24 +8,30 @@ Launched by quickstart.sh, or by hand (one line of flags; --help explains each):
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from quickstart.arguments import parse_arguments, plain_errors
 from quickstart.model import Policy
-from quickstart.rollouts import to_samples
 from quickstart.run import Run
 from torch import Tensor
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, reduce_metrics
+from megatron_pg import (
+    PackedBatch,
+    PolicyLossConfig,
+    Sample,
+    accepted_samples,
+    pack,
+    reduce_metrics,
+)
 from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.planning import plan_step
 
 
 def train_step(
-    args: argparse.Namespace, config: PolicyLossConfig, policy: Policy, samples: list[Sample]
+    args: argparse.Namespace, config: PolicyLossConfig, policy: Policy, samples: Sequence[Sample]
 ) -> dict[str, float]:
     """One optimizer step on this data-parallel rank's samples; every rank must call it.
 
@@ -33,11 +39,14 @@ def train_step(
         The step's metrics; empty where no token is active, and then nothing is updated.
     """
     groups = policy.groups
+    samples = accepted_samples(config, samples)
     plan = plan_step(
         samples,
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         data_parallel_group=groups.data,
         cp_size=groups.context_size,
+        ragged=args.ragged_microbatches,
+        oversized=args.oversized_samples,
     )
     if plan.totals.num_active_tokens == 0:
         return {}
@@ -87,7 +96,7 @@ def train_step(
 
 
 def main() -> None:
-    """Warm start, then rounds of generation, each cut into optimizer steps."""
+    """Warm start and generation, or rollout files."""
     with plain_errors():
         args = parse_arguments()
         config = PolicyLossConfig.from_args(args)
@@ -101,10 +110,8 @@ def main() -> None:
     )
     for samples in run.warm_start():
         run.log_warm_start(train_step(args, imitation, run.policy, samples))
-    for rollouts in run.rounds():
-        for answers in run.steps(rollouts):
-            metrics = train_step(args, config, run.policy, to_samples(answers))
-            run.log_step(answers, metrics)
+    for step in run.steps():
+        run.log_step(step, train_step(args, config, run.policy, step.samples))
     run.finish()
 
 

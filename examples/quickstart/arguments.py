@@ -16,36 +16,44 @@ import torch
 
 from megatron_pg.arguments import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.megatron.versions import has_megatron_training
+from megatron_pg.planning import add_planning_args, validate_planning_args
 
 from .run_directory import RunDirectoryError
 
 LOG_PROBS_AND_GROUPS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
-"""The optional fields of `Sample` that this example fills."""
+"""The optional fields of `Sample` that this example fills, or that its rollout files may."""
 
 COUNTS = (
     "rollout_batch_size",
     "n_samples_per_prompt",
     "global_batch_size",
-    "train_iters",
     "num_training_tasks",
     "num_held_out_tasks",
     "warm_start_batch_size",
 )
-"""Arguments that must be 1 or more."""
+"""Arguments of online generation that must be 1 or more."""
 
 
 def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The package's flags and those of this example; an `extra_args_provider` of Megatron's parser."""
     add_policy_loss_args(parser)
+    add_planning_args(parser)
+    parser.set_defaults(max_tokens_per_microbatch=2048)
     group = parser.add_argument_group("example")
     add = group.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL")
     add("--run-dir", type=Path, required=True, help="metrics, report and checkpoints go here")
     add("--resume", action="store_true", help="go on from the last whole checkpoint in --run-dir")
+    add(
+        "--keep-last-checkpoints",
+        type=int,
+        default=2,
+        metavar="K",
+        help="whole checkpoints that stay; older ones are removed once a new one is whole",
+    )
     add("--rollout-batch-size", type=int, default=64, help="prompts of one round of generation")
     add("--n-samples-per-prompt", type=int, default=8, help="answers to each prompt")
     add("--max-response-len", type=int, default=None, help="tokens; default: the longest answer")
-    add("--max-tokens-per-microbatch", type=int, default=2048, help="packed tokens, all CP ranks")
     add("--num-training-tasks", type=int, default=16384)
     add("--num-held-out-tasks", type=int, default=256, help="scored before and after")
     add("--warm-start-iters", type=int, default=250, help="supervised steps before RL")
@@ -68,7 +76,8 @@ def _add_megatron_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         add(flag, type=int, required=True)
     for flag in ("--seq-length", "--max-position-embeddings", "--train-iters"):
         add(flag, type=int, required=True)
-    add("--global-batch-size", type=int, required=True, help="samples of an optimizer step")
+    add("--global-batch-size", type=int, default=None, help="samples of an optimizer step")
+    add("--vocab-size", type=int, default=None, help="token ids of --rollout-files are below it")
     for axis in ("tensor-model", "pipeline-model", "context"):
         add(f"--{axis}-parallel-size", type=int, default=1)
     add("--position-embedding-type", choices=["learned_absolute"], default="learned_absolute")
@@ -110,6 +119,7 @@ def parse_arguments() -> argparse.Namespace:
         args.params_dtype = torch.bfloat16 if args.bf16 else torch.float32
     _adapt_to_device(args)
     _check(args)
+    validate_planning_args(args)
     validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
     if has_megatron_training():
         _validate_as_megatron_does(args)
@@ -186,13 +196,39 @@ def _check(args: argparse.Namespace) -> None:
         raise NotImplementedError(
             "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu"
         )
-    _check_batches(args, data_parallel_size=args.world_size // model_ranks)
+    for flag in ("train_iters", "keep_last_checkpoints"):
+        _check_count(args, flag)
+    if args.rollout_files:
+        _check_files(args)
+    else:
+        _check_batches(args, data_parallel_size=args.world_size // model_ranks)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for flag in ("docs_per_step", "vocab_size"):
+        if getattr(args, flag) is None:
+            raise ValueError(
+                f"--rollout-files needs --{flag.replace('_', '-')}: "
+                + {
+                    "docs_per_step": "the documents (rollouts) of a step",
+                    "vocab_size": "the token ids of the files are below it",
+                }[flag]
+            )
+        _check_count(args, flag)
+
+
+def _check_count(args: argparse.Namespace, flag: str) -> None:
+    if getattr(args, flag) is None or getattr(args, flag) < 1:
+        raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give 1 or more")
 
 
 def _check_batches(args: argparse.Namespace, data_parallel_size: int) -> None:
     for flag in COUNTS:
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: give 1 or more")
+        _check_count(args, flag)
+    if args.docs_per_step is not None:
+        raise ValueError(
+            "--docs-per-step is about --rollout-files: a round of generation is cut into steps of --global-batch-size"
+        )
     for flag in ("rollout_batch_size", "warm_start_batch_size"):
         if getattr(args, flag) > args.num_training_tasks:
             raise ValueError(

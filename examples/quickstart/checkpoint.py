@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from .generation import Sampler
+from megatron_pg import Sample
+from megatron_pg.planning import CollectorState
+from megatron_pg.rollout_files import RewardedSample, RolloutPosition
+
 from .model import Policy
+from .training_step import SampleStream
 
-KEPT = 2
+STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
+"""What torch.load may build of a checkpoint beside tensors and plain values."""
 
 
 @dataclass
@@ -46,51 +51,50 @@ class Checkpoints:
     Args:
         directory: their folder; need not exist.
         identity: settings that a resumed run must share; compared by name when a checkpoint is read.
+        num_kept: older checkpoints are removed once a new one is whole.
     """
 
-    def __init__(self, directory: Path, identity: dict[str, Any]) -> None:
-        self.directory, self.identity = directory, identity
+    def __init__(self, directory: Path, identity: dict[str, Any], num_kept: int) -> None:
+        self.directory, self.identity, self._num_kept = directory, identity, num_kept
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
         return max(self.directory.glob("step_*"), default=None)
 
-    def save(
-        self,
-        progress: Progress,
-        policy: Policy,
-        sampler: Sampler,
-        reference: nn.Module | None,
-    ) -> None:
-        """Write a checkpoint, and remove all but the last few; every rank must call it."""
+    def save(self, progress: Progress, policy: Policy, stream: SampleStream) -> None:
+        """Write a checkpoint, and remove all but the last few; every rank must call it.
+
+        Raises:
+            OSError: it cannot be written; the checkpoints that are there stay.
+        """
         final = self.directory / f"step_{progress.warm_start_step:06d}_{progress.step:06d}"
         partial = self.directory / f"partial_{final.name}"
         if final.exists():
             return
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._remove_partial()
             partial.mkdir(parents=True)
         dist.barrier()
         if dist.get_rank(policy.groups.data_with_context) == 0:
             state = {
                 "identity": self.identity,
+                "world_size": dist.get_world_size(),
                 "progress": asdict(progress),
                 "model": policy.model.state_dict(),
                 "optimizer": policy.optimizer.state_dict(),
                 "scheduler": policy.scheduler.state_dict(),
-                "reference": None if reference is None else reference.state_dict(),
+                "stream": stream.shared_state(),
             }
             _write(state, partial / _shard_name(policy))
-        _write(_random_state(sampler), partial / _rank_name())
+        rank_state = {"random": _random_state(policy.device), "stream": stream.rank_state()}
+        _write(rank_state, partial / _rank_name(dist.get_rank()))
         dist.barrier()
         if dist.get_rank() == 0:
             _flush_folder(partial)
             partial.rename(final)
             _flush_folder(self.directory)
-            for old in sorted(self.directory.glob("step_*"))[:-KEPT]:
+            for old in sorted(self.directory.glob("step_*"))[: -self._num_kept]:
                 shutil.rmtree(old)
-            for abandoned in self.directory.glob("partial_*"):
-                shutil.rmtree(abandoned)
         dist.barrier()
 
     def read(self, path: Path, policy: Policy) -> tuple[Progress, dict[str, Any]]:
@@ -99,7 +103,7 @@ class Checkpoints:
         Raises:
             ValueError: the checkpoint is of a run with other settings.
         """
-        state = torch.load(path / _shard_name(policy), map_location=policy.device)
+        state = _read(path / _shard_name(policy), policy.device)
         for name, value in self.identity.items():
             if state["identity"].get(name) != value:
                 raise ValueError(
@@ -109,45 +113,49 @@ class Checkpoints:
         return Progress(**state["progress"]), state
 
     def restore(
-        self,
-        path: Path,
-        state: dict[str, Any],
-        policy: Policy,
-        sampler: Sampler,
-        reference: nn.Module | None,
+        self, path: Path, state: dict[str, Any], policy: Policy, stream: SampleStream
     ) -> None:
-        """Put the models, the optimizer, the scheduler and this rank's random state in place."""
-        if reference is not None:
-            reference.load_state_dict(state["reference"])
+        """Put the models, the optimizer, the scheduler, the stream and the random state in place."""
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
         policy.optimizer.reload_model_params()
         policy.scheduler.load_state_dict(state["scheduler"])
-        random_state = torch.load(path / _rank_name())
-        random.setstate(random_state["python"])
-        torch.set_rng_state(random_state["torch"])
-        sampler.generator.set_state(random_state["sampler"])
-        if policy.device.type == "cuda":
-            torch.cuda.set_rng_state(random_state["cuda"])
+        ranks = [
+            _read(path / _rank_name(rank), torch.device("cpu"))
+            for rank in range(state["world_size"])
+        ]
+        stream.restore(state["stream"], [rank["stream"] for rank in ranks])
+        if len(ranks) == dist.get_world_size():
+            _set_random_state(ranks[dist.get_rank()]["random"], policy.device)
+
+    def _remove_partial(self) -> None:
+        """What a killed run has left half-written, or a full disk."""
+        for abandoned in self.directory.glob("partial_*"):
+            shutil.rmtree(abandoned)
 
 
-def _random_state(sampler: Sampler) -> dict[str, Any]:
-    state = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "sampler": sampler.generator.get_state(),
-    }
-    if sampler.device.type == "cuda":
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
+        state["megatron"] = get_cuda_rng_tracker().get_states()
     return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+        get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _shard_name(policy: Policy) -> str:
     return f"model_tensor_parallel_{policy.groups.tensor_rank}.pt"
 
 
-def _rank_name() -> str:
-    return f"random_state_rank_{dist.get_rank()}.pt"
+def _rank_name(rank: int) -> str:
+    return f"rank_{rank}.pt"
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
@@ -155,6 +163,11 @@ def _write(state: dict[str, Any], path: Path) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _read(path: Path, device: torch.device) -> Any:
+    with torch.serialization.safe_globals(list(STORED_TYPES)):
+        return torch.load(path, map_location=device)
 
 
 def _flush_folder(path: Path) -> None:

@@ -59,10 +59,11 @@ class RunLog:
         """Log a reinforcement-learning step."""
         self._write(METRICS, metrics)
         for name, value in metrics.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, metrics["step"])
         loss = metrics.get("pg_loss", float("nan"))
-        self._show(metrics["step"], f"reward {metrics['reward']:.2f}  loss {loss:+.4f}")
+        reward = "" if metrics["reward"] is None else f"reward {metrics['reward']:.2f}  "
+        self._show(metrics["step"], f"{reward}loss {loss:+.4f}")
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
@@ -92,7 +93,8 @@ class RunLog:
 
     def _write(self, name: str, metrics: dict[str, Any]) -> None:
         finite = {
-            key: value if math.isfinite(value) else None for key, value in metrics.items()
+            key: value if value is not None and math.isfinite(value) else None
+            for key, value in metrics.items()
         }  # JSON has no NaN
         self._files[name].write(json.dumps(finite) + "\n")
         self._files[name].flush()
@@ -118,11 +120,13 @@ def _cut_back(path: Path, step: int) -> None:
     aside.replace(path)
 
 
-def summarise(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean reward over the first and over the last tenth of the steps."""
+def summarise(steps: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Mean reward over the first and over the last tenth of the steps; None where a step has none."""
     tenth = max(len(steps) // 10, 1)
     rewards = [step["reward"] for step in steps]
-    return {
-        "reward_first": sum(rewards[:tenth]) / tenth,
-        "reward_last": sum(rewards[-tenth:]) / tenth,
-    }
+    return {"reward_first": _mean(rewards[:tenth]), "reward_last": _mean(rewards[-tenth:])}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None

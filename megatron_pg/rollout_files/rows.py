@@ -72,6 +72,8 @@ class RewardedSample(Sample):
     reward: float | None = None
     """What the answer earned. Without advantages in the file, ``advantages`` are 0 until
     :func:`megatron_pg.rollout_files.with_group_advantages` makes them of the rewards of the step."""
+    has_advantages: bool = True
+    """Whether the file gives ``advantages``."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def sample_of_row(row: Row, checks: RowChecks, name: str) -> RewardedSample:
         advantages=_advantages(row, loss_mask),
         name=name,
         reward=reward,
+        has_advantages=row.get("advantages") is not None,
         **fields,
     )
 

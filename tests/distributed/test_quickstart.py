@@ -231,6 +231,10 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
         ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
+        ("--keep-last-checkpoints 0", "--keep-last-checkpoints is 0"),
+        ("--docs-per-step 4", "--docs-per-step is about --rollout-files"),
+        ("--rollout-files a.jsonl", "--rollout-files needs --docs-per-step"),
+        ("--rollout-files a.jsonl --docs-per-step 4", "--rollout-files needs --vocab-size"),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:

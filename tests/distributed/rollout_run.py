@@ -1,0 +1,149 @@
+"""Runs of the training script from a small rollout file, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 60.0
+VOCABULARY = 32
+FLAGS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --seed 1 --lr 1e-2 "
+    f"--vocab-size {VOCABULARY} --max-tokens-per-microbatch 64 --loss-aggregation prompt_mean "
+    "--docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip"
+)
+
+WHOLE_GROUPS = "--keep-prompt-groups "
+
+
+def write_rollouts(path: Path, num_groups: int) -> Path:
+    """Prompt groups of two to four answers of different lengths, one row in twenty bad, a reward each."""
+    generator = random.Random(1)
+    with path.open("w") as file:
+        for group in range(num_groups):
+            prompt = [generator.randrange(VOCABULARY) for _ in range(generator.randint(1, 4))]
+            for _ in range(generator.randint(2, 4)):
+                file.write(json.dumps(_row(generator, group, prompt)) + "\n")
+    return path
+
+
+def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, Any]:
+    length = generator.randint(1, 12)
+    highest = 2 * VOCABULARY if generator.random() < 0.05 else VOCABULARY
+    return {
+        "prompt_ids": prompt,
+        "response_ids": [generator.randrange(highest) for _ in range(length)],
+        "log_probs": [-3.5 + 0.1 * generator.random() for _ in range(length)],
+        "reward": float(generator.randint(0, 2)),
+        "group_index": group,
+    }
+
+
+def start(
+    rollouts: Path,
+    run_dir: Path,
+    flags: str,
+    world_size: int = 2,
+    prepare: Callable[[int], None] | None = None,
+) -> list[BaseProcess]:
+    """The ranks of a run; what they print goes to a file beside its folder.
+
+    They are forked from a process that has imported everything, so that a start costs about a second.
+
+    Args:
+        flags: after FLAGS, so that a later one wins.
+        prepare: called with the rank, in its process, before the script.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload_script"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [*FLAGS.split(), "--rollout-files", str(rollouts), "--run-dir", str(run_dir)]
+    environment = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    ranks: list[BaseProcess] = []
+    for rank in range(world_size):
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        task = (own, [*arguments, *flags.split()], output_of(run_dir), prepare)
+        ranks.append(context.Process(target=_run_rank, args=task))
+        ranks[-1].start()
+    return ranks
+
+
+def _run_rank(
+    environment: dict[str, str],
+    arguments: list[str],
+    output: Path,
+    prepare: Callable[[int], None] | None,
+) -> None:
+    """The life of one rank."""
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    sys.argv = ["train_grpo.py", *arguments]
+    sys.path.insert(0, str(ROOT / "examples"))
+    if prepare is not None:
+        prepare(int(environment["RANK"]))
+    import train_grpo
+
+    train_grpo.main()
+
+
+def wait(ranks: list[BaseProcess]) -> list[int]:
+    """The exit codes. Once a rank fails the others get what a launcher gives them: SIGTERM, and no long wait."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+        if any(rank.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.terminate()
+            time.sleep(1.0)
+            break
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return [rank.exitcode or 0 for rank in ranks]
+
+
+def run(
+    rollouts: Path,
+    run_dir: Path,
+    flags: str,
+    world_size: int = 2,
+    prepare: Callable[[int], None] | None = None,
+) -> str:
+    """The output of a run that must succeed."""
+    codes = wait(start(rollouts, run_dir, flags, world_size, prepare))
+    output = output_of(run_dir).read_text()
+    assert not any(codes), f"{codes}\n{output}"
+    return output
+
+
+def output_of(run_dir: Path) -> Path:
+    return run_dir.with_suffix(".log")
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without their times."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "seconds": None} for line in lines]

@@ -7,10 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_pg.megatron.versions import supports_output_processor
 
@@ -20,6 +22,12 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 120.0
 FAILURE_SECONDS = 90.0
 """Imports on a busy machine, not the end: a collective's own time-out would take five minutes."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def environment(**variables: object) -> dict[str, str]:
@@ -40,6 +48,31 @@ def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=DEADLINE_SECONDS,
     )
+
+
+def run_check_command(port: int, mistake: str | None, flags: list[str]) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of the command; a rank of `run_ranks`."""
+    from megatron_pg.check import main
+
+    from . import wrong_check
+
+    dist.destroy_process_group()  # the command makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    flags = ["--device", "cpu", *flags]
+    kept = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        os.dup2(output.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+        try:
+            status = main(flags) if mistake is None else wrong_check.check(mistake, flags)
+            sys.stderr.flush()
+        finally:
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        output.seek(0)
+        errors.seek(0)
+        return status, output.read(), errors.read()
 
 
 @pytest.mark.parametrize(
@@ -82,11 +115,11 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     ids=["CP2", "TP2+SP"],
 )
 def test_fused_head_passes(flags: list[str]) -> None:
-    done = start(
-        *(2, "megatron_pg", "check", "--device", "cpu", "--json", "--fused-lm-head", *flags)
+    ranks = run_ranks(
+        run_check_command, 2, free_port(), None, ["--json", "--fused-lm-head", *flags]
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert [status for status, _, _ in ranks] == [0, 0], ranks[0][2]
+    report = json.loads(ranks[0][1])
     assert report["passed"] is True
     assert report["accelerations"]["fused output layer"] == "checked"
     assert [row["model"] for row in report["rows"]] == ["end to end"] * 8
@@ -168,13 +201,14 @@ def test_uneven_micro_batches_are_named() -> None:
 
 
 def test_failed_row_sets_the_exit_status() -> None:
-    done = start(
-        *(2, "tests.distributed.wrong_check", "extra_context_parallel_factor"),
-        *("--context-parallel-size", "2"),
-    )
-    assert done.returncode == 1
-    assert done.stdout.count("gradient is 2 times the reference: 2 = CP") == 8, done.stderr
-    assert done.stdout.rstrip().endswith("FAIL: 8 rows (8 rows)")
+    flags = ["--context-parallel-size", "2"]
+    mistake = "extra_context_parallel_factor"
+    ranks = run_ranks(run_check_command, 2, free_port(), mistake, flags)
+    assert [status for status, _, _ in ranks] == [1, 1]
+    report = ranks[0][1]
+    assert report.count("gradient is 2 times the reference: 2 = CP") == 8, ranks[0][2]
+    assert report.rstrip().endswith("FAIL: 8 rows (8 rows)")
+    assert ranks[1][1] == ""
 
 
 def test_exception_in_a_custom_reducer_ends_all() -> None:
@@ -191,9 +225,7 @@ def test_exception_in_a_custom_reducer_ends_all() -> None:
 
 def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
     """As under srun, whose other tasks live on when one ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tests.distributed.wrong_check"]
     tasks = [
         subprocess.Popen(
@@ -218,15 +250,13 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
 
 
 def test_nan_on_one_rank_is_reported_by_all() -> None:
-    done = start(
-        *(2, "tests.distributed.wrong_check", "rank_has_nan"),
-        *("--context-parallel-size", "2", "--json"),
-    )
-    assert done.returncode == 1
-    report = json.loads(done.stdout)
+    flags = ["--context-parallel-size", "2", "--json"]
+    ranks = run_ranks(run_check_command, 2, free_port(), "rank_has_nan", flags)
+    assert [status for status, _, _ in ranks] == [1, 1]
+    report = json.loads(ranks[0][1])
     assert report["passed"] is False
     assert len(report["rows"]) == 8
     for row in report["rows"]:
         assert row["loss"] is None and row["gradient_error"] is None
         assert row["diagnosis"].startswith("not finite in ")
-    assert "active tokens of this rank have a NaN loss" in done.stderr
+    assert "active tokens of this rank have a NaN loss" in ranks[1][2]

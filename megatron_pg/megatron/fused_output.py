@@ -98,7 +98,9 @@ class FusedOutput:
     Only rows that score an active token enter the output layer, and only those with a gradient the products of
     backward (see `active_rows`). Where `is_sum_over_tokens`, the gradients are computed in the same pass (three matrix
     products); otherwise the log-probs are, and backward multiplies again unless `keep_logits` (see
-    `megatron_pg.log_probs.fused_head`).
+    `megatron_pg.log_probs.fused_head`). In the first case the gradient that the schedule hands to the loss is worked out
+    beforehand (`ScaleContract.incoming_gradient`) and the weight's gradient goes straight to `main_grad`, in forward: a
+    forward pass that is to have no backward belongs under `torch.no_grad()` or `model.eval()`.
 
     Args:
         config, batch, totals, num_microbatches, model, groups, vocab_size: as for
@@ -125,6 +127,7 @@ class FusedOutput:
         chunk_tokens: int | None = None,
     ) -> None:
         _check_model(model)
+        self._model = model
         self._config, self._batch, self._totals = config, batch, totals
         self._keep_logits = keep_logits
         self._scale = MicroBatchScale.build(
@@ -169,8 +172,11 @@ class FusedOutput:
         weight = _plain_weight(output_layer, output_weight, config)
         hidden = self._active_rows(self._whole_hidden(hidden_states, output_layer))
         targets = self._batch.targets[self._batch.logit_rows[self._active]]
-        if is_sum_over_tokens(self._config):
-            return self._loss_in_one_pass(hidden, weight, targets)
+        loss_scale = self._scale.incoming_gradient(self._model, hidden.device)
+        # What float16 cannot hold without the loss scale waits for backward.
+        waits = hidden.dtype == torch.float16 and loss_scale is None
+        if is_sum_over_tokens(self._config) and not waits:
+            return self._loss_in_one_pass(hidden, weight, targets, loss_scale)
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, self._options, keep_logits=self._keep_logits
         )
@@ -221,15 +227,22 @@ class FusedOutput:
             step_share=self._scale.step_share,
         )
 
-    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Gradients chunk by chunk, then the value and the metrics from all log-probs together.
+    def _loss_in_one_pass(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
+        """Gradients chunk by chunk; value and metrics from all log-probs together.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
         coefficients, which is what a sum over tokens means.
         """
+        self._metrics = None
         quiet = dataclasses.replace(self._config, pg_metrics="none")
+        everything = slice(0, len(self._active))
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+            if rows == everything:
+                loss, self._metrics = self._policy_loss(log_probs, entropy)
+                return loss
             return policy_loss_from_log_probs(
                 quiet,
                 self._batch,
@@ -239,10 +252,18 @@ class FusedOutput:
             )[0]
 
         total, log_probs, entropy = linear_token_loss(
-            hidden, weight, targets, token_loss, self._options, gradient_rows=self._gradient_rows
+            hidden,
+            weight,
+            targets,
+            token_loss,
+            self._options,
+            gradient_rows=self._gradient_rows,
+            loss_scale=loss_scale,
         )
-        value, self._metrics = self._policy_loss(log_probs, entropy)
-        return (value + (total - total.detach()))[None]
+        if self._metrics is None:  # in several chunks, or of no token
+            value, self._metrics = self._policy_loss(log_probs, entropy)
+            total = value + (total - total.detach())
+        return total[None]
 
 
 def _check_model(model: Any) -> None:

@@ -58,7 +58,7 @@ class ForwardGradients:
         self._weight: WeightGradient | None = None
         if needs_weight:
             self._weight = WeightGradient(weight, final=loss_scale is not None)
-        self._loss_scale = loss_scale
+        self._loss_scale = None if loss_scale is None else loss_scale.reshape(())
         self._early: _EarlySum | None = None
 
     def add(
@@ -70,12 +70,9 @@ class ForwardGradients:
         coefficients: tuple[Tensor | None, ...],
         rows: slice,
     ) -> None:
-        """Turns the chunk's logits into their gradient and multiplies it out."""
+        """Turns the chunk's logits into their gradient and multiplies it out; `coefficients` carry the loss scale."""
         if self._hidden is None and self._weight is None:
             return
-        if self._loss_scale is not None:
-            scale = self._loss_scale
-            coefficients = tuple(None if part is None else part * scale for part in coefficients)
         head.multiply_out(
             (self._detached[rows], self._weight_values, targets),
             logits,
@@ -95,7 +92,7 @@ class ForwardGradients:
         if self._loss_scale is None:
             return self._scaled(grad_loss)
         difference = (grad_loss - self._loss_scale).abs()
-        kept = (difference <= _RELATIVE_TOLERANCE * self._loss_scale.abs()).all()
+        kept = difference <= _RELATIVE_TOLERANCE * self._loss_scale.abs()
         if self._early is not None:
             kept = kept & self._early.settle()
         spoil = torch.where(kept, 0.0, float("nan"))

@@ -42,21 +42,21 @@ class LinearTokenLoss(torch.autograd.Function):
             loss_scale=loss_scale,
         )
         buffer = head.new_logits(min(size, tokens), hidden, weight)
-        loss = torch.zeros_like(head.temperature)
-        parts = []
+        values, parts = [], []
         scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
         for rows in scored:
             logits = buffer[: rows.stop - rows.start]
             statistics = head.score(hidden[rows], weight, targets[rows], logits)
             parts.append(statistics)
-            value, coefficients = _coefficients(token_loss, statistics, rows)
-            loss += value
+            value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
+            values.append(value)
             if rows.start < gradient_rows:
                 work.add(head, logits, targets[rows], statistics, coefficients, rows)
         whole = RowStatistics.concatenate(parts, like=head.temperature)
         work.end_of_forward()
         ctx.work = work
         ctx.mark_non_differentiable(whole.log_probs, whole.entropy)
+        loss = values[0] if len(values) == 1 else sum(values, torch.zeros_like(head.temperature))
         return loss, whole.log_probs, whole.entropy
 
     @staticmethod
@@ -71,14 +71,17 @@ class LinearTokenLoss(torch.autograd.Function):
 
 
 def _coefficients(
-    token_loss: TokenLoss, statistics: RowStatistics, rows: slice
+    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, scale: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Value of the loss of a chunk, and its gradients to log-probabilities and entropy."""
+    """Value of the loss of a chunk, and `scale` times its gradients to log-probabilities and entropy."""
     with torch.enable_grad():
         log_probs = statistics.log_probs.detach().requires_grad_()
         entropy = statistics.entropy.detach().requires_grad_()
         loss = token_loss(log_probs, entropy, rows)
     if not loss.requires_grad:
         return loss, (torch.zeros_like(log_probs), None)
-    to_log_probs, to_entropy = torch.autograd.grad(loss, (log_probs, entropy), allow_unused=True)
+    incoming = None if scale is None else scale.to(loss.dtype).reshape(loss.shape)
+    to_log_probs, to_entropy = torch.autograd.grad(
+        loss, (log_probs, entropy), incoming, allow_unused=True
+    )
     return loss.detach(), (to_log_probs, to_entropy)

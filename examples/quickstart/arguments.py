@@ -65,6 +65,12 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default=0.5,
         help="share of the supervised answers with two letters exchanged: the skill is there, and unreliable",
     )
+    add(
+        "--warm-start-stutter",
+        type=float,
+        default=0.0,
+        help="share of the supervised answers in which a letter is said 1 to 6 times more: wrong answers of other lengths",
+    )
     return parser
 
 
@@ -225,6 +231,12 @@ def _check_count(args: argparse.Namespace, flag: str) -> None:
 def _check_batches(args: argparse.Namespace, data_parallel_size: int) -> None:
     for flag in COUNTS:
         _check_count(args, flag)
+    shares = (args.warm_start_corruption, args.warm_start_stutter)
+    if not (min(shares) >= 0 and sum(shares) <= 1):
+        raise ValueError(
+            "--warm-start-corruption {} and --warm-start-stutter {} are shares of the same answers: give numbers "
+            "from 0 on whose sum is at most 1".format(*shares)
+        )
     if args.docs_per_step is not None:
         raise ValueError(
             "--docs-per-step is about --rollout-files: a round of generation is cut into steps of --global-batch-size"

@@ -257,6 +257,7 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
         ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
+        ("--warm-start-stutter 0.6", "--warm-start-corruption 0.5 and --warm-start-stutter 0.6"),
         ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--keep-last-checkpoints 0", "--keep-last-checkpoints is 0"),

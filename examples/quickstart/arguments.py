@@ -51,6 +51,12 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default=0.5,
         help="share of the supervised answers with two letters exchanged: the skill is there, and unreliable",
     )
+    add(
+        "--warm-start-stutter",
+        type=float,
+        default=0.0,
+        help="share of the supervised answers in which a letter is said 1 to 6 times more: wrong answers of other lengths",
+    )
     return parser
 
 

@@ -71,6 +71,7 @@ class GeneratedSteps:
             self._tokenizer,
             batch_size=args.warm_start_batch_size,
             corruption=args.warm_start_corruption,
+            stutter=args.warm_start_stutter,
             seed=args.seed,
             start=first_step,
         )

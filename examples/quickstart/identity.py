@@ -59,6 +59,7 @@ REPEATED_ONLINE = (
     "warm_start_lr",
     "warm_start_batch_size",
     "warm_start_corruption",
+    "warm_start_stutter",
 )
 REPEATED_FROM_FILES = (
     "vocab_size",

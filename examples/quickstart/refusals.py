@@ -115,6 +115,12 @@ def _check_count(args: argparse.Namespace, name: str) -> None:
 def _check_batches(args: argparse.Namespace, data_parallel_size: int) -> None:
     for name in COUNTS:
         _check_count(args, name)
+    shares = (args.warm_start_corruption, args.warm_start_stutter)
+    if not (min(shares) >= 0 and sum(shares) <= 1):
+        raise ValueError(
+            "--warm-start-corruption {} and --warm-start-stutter {} are shares of the same answers: give numbers "
+            "from 0 on whose sum is at most 1".format(*shares)
+        )
     if args.docs_per_step is not None:
         raise ValueError(
             "--docs-per-step is about --rollout-files: a round of generation is cut into steps of --global-batch-size"

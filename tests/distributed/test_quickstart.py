@@ -144,7 +144,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         file.write('{"step": 99, "rew')  # as if killed in the middle of a line
     newest = max((run_dir / "checkpoints").glob("step_*"))
     shutil.copytree(newest, newest.with_name("partial_step_000004_000099"))
-    (newest.with_name("partial_step_000004_000099") / "model_tensor_parallel_0.pt").unlink()
+    (newest.with_name("partial_step_000004_000099") / "model" / "metadata.json").unlink()
 
     output = finish(start(project, run_dir, "--resume"))
     assert f"resuming from {newest}" in output

@@ -29,6 +29,11 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     add = group.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL")
     add("--run-dir", type=Path, required=True, help="metrics, report and checkpoints go here")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
+    )
     add("--resume", action="store_true", help="go on from the last whole checkpoint in --run-dir")
     add(
         "--keep-last-checkpoints",
@@ -80,5 +85,5 @@ def plain_errors() -> Iterator[None]:
     """End the process with the message, said once, of an error that the user can mend."""
     try:
         yield
-    except (ValueError, NotImplementedError, RunError) as error:
+    except (ValueError, NotImplementedError, FileNotFoundError, RunError) as error:
         sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)

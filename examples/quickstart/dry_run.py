@@ -32,7 +32,7 @@ def print_plan(args: argparse.Namespace, config: PolicyLossConfig) -> None:
     for name, text in itertools.chain(
         _processes(args), _objective(config), _step(args, config), _memory(args)
     ):
-        print(f"{name:<15}{text}")
+        print(f"{name:<17}{text}")
 
 
 def _processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -96,6 +96,7 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
         yield "step", f"{args.global_batch_size} rollouts, generated; {args.train_iters} steps"
         yield "micro-batches", budget
         return
+    _plan(args, [])  # refuses a budget that not even the smallest segment fits
     mode = args.docs_per_step_mode.replace("_", " ")
     yield "step", f"{mode} {args.docs_per_step} rollouts; up to {args.train_iters} steps"
     try:

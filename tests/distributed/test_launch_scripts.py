@@ -98,6 +98,11 @@ def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
     assert "--dry-run" in text.split("set -euo pipefail")[0], "said how to try it"
 
 
+def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
+    printed = re.sub(r"--rollout-files: \S+", "--rollout-files: rollouts", plans["one_node.sh"])
+    assert printed in (ROOT / "docs/launch.md").read_text()
+
+
 FILES, CONTRADICTIONS = (
     "with rollout files",
     {
@@ -115,7 +120,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the dry runs print: of every script by its name, with rollout files, with contradictory flags by those."""
     if not has_megatron_training():
         pytest.skip("the scripts take Megatron's own flags: megatron-core 0.17 and later")
-    folder = tmp_path_factory.mktemp("without files")
+    folder = tmp_path_factory.mktemp("without_files")
     processes = {script.name: started_by(script, folder) for script in SCRIPTS}
     for flags in CONTRADICTIONS:
         processes[flags] = started_by(LAUNCH / "multi_node.sh", folder, *flags.split())

@@ -76,18 +76,25 @@ class FileSteps:
                 return
             yield TrainingStep(self._samples(collected), self._metrics(collected))
 
-    def shared_state(self) -> dict[str, Any]:
-        return {}
+    @property
+    def reference(self) -> None:
+        """The files have the log-probs of a reference policy."""
 
     def rank_state(self) -> dict[str, Any]:
         """Where the files have been read to, and the samples that are carried over."""
         return {
             "data_parallel_rank": self._groups.data_rank,
-            "is_first_copy": self._groups.tensor_rank == self._groups.context_rank == 0,
+            "is_first_copy": self._is_first_copy,
             "collector": self._collector.state(),
         }
 
-    def restore(self, shared: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
+    @property
+    def _is_first_copy(self) -> bool:
+        """Of the ranks that hold the same samples."""
+        groups = self._groups
+        return groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0
+
+    def restore(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Go on where the files were left, at any number of data- and context-parallel ranks."""
         states = {
             rank["data_parallel_rank"]: rank["collector"] for rank in ranks if rank["is_first_copy"]

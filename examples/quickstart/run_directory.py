@@ -15,7 +15,11 @@ import torch.distributed as dist
 LOCK, LOG = "lock", "warm_start.jsonl"
 
 
-class RunDirectoryError(RuntimeError):
+class RunError(RuntimeError):
+    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks, or on rank 0."""
+
+
+class RunDirectoryError(RunError):
     """The folder cannot be used for a run."""
 
 

@@ -139,6 +139,16 @@ def run(
     return output
 
 
+def copy_after_step(step: int, run_dir: Path, copy: Path) -> Path:
+    """A run that has taken `step` of another run's steps, and left a checkpoint after it."""
+    (copy / "checkpoints").mkdir(parents=True)
+    name = f"checkpoints/step_000000_{step:06d}"
+    (copy / name).symlink_to(run_dir / name)
+    for log in ("metrics.jsonl", "warm_start.jsonl"):
+        (copy / log).write_bytes((run_dir / log).read_bytes())
+    return copy
+
+
 def output_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".log")
 

@@ -96,6 +96,8 @@ def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     assert [step["step"] for step in steps] == list(range(1, 13))
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    assert set(steps[0]) <= documented
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["steps"] == 12
     assert summary["loss_aggregation"] == "prompt_mean"
@@ -144,7 +146,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         file.write('{"step": 99, "rew')  # as if killed in the middle of a line
     newest = max((run_dir / "checkpoints").glob("step_*"))
     shutil.copytree(newest, newest.with_name("partial_step_000004_000099"))
-    (newest.with_name("partial_step_000004_000099") / "model_tensor_parallel_0.pt").unlink()
+    (newest.with_name("partial_step_000004_000099") / "model" / "metadata.json").unlink()
 
     output = finish(start(project, run_dir, "--resume"))
     assert f"resuming from {newest}" in output
@@ -162,6 +164,34 @@ def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: 
     assert process.returncode != 0
     assert "was made with loss_aggregation 'prompt_mean' and this run has 'token_mean'" in output
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
+    for means in run_ranks(means_of_answers, 2):
+        assert means == {
+            "reward": 0.25,
+            "response_length": (2 + 4 + 6 + 9) / 4,
+            "response_length_right": 4,
+            "response_length_wrong": (2 + 6 + 9) / 3,
+            "all wrong": None,
+        }
+
+
+def means_of_answers() -> dict[str, Any]:
+    """Two answers on each of two data-parallel ranks; then only the wrong ones."""
+    from quickstart.generation import Response
+    from quickstart.model import start_megatron
+    from quickstart.rollouts import Rollout, rollout_means
+
+    groups, device = start_megatron(parse_for_two_ranks(""))
+    answers = [[(2, 0.0), (4, 1.0)], [(6, 0.0), (9, 0.0)]][groups.data_rank]
+    rollouts = [
+        Rollout(0, [1], Response([5] * length, [-1.0] * length), reward, None)
+        for length, reward in answers
+    ]
+    means = rollout_means(rollouts, groups, device)
+    wrong = rollout_means([each for each in rollouts if not each.reward], groups, device)
+    return {**means, "all wrong": wrong["response_length_right"]}
 
 
 REQUIRED = (
@@ -229,6 +259,7 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
         ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
+        ("--warm-start-stutter 0.6", "--warm-start-corruption 0.5 and --warm-start-stutter 0.6"),
         ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--keep-last-checkpoints 0", "--keep-last-checkpoints is 0"),

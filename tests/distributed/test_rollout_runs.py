@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from .rollout_run import WHOLE_GROUPS, output_of, run, start, steps_of, wait, write_rollouts
+from .rollout_run import (
+    WHOLE_GROUPS,
+    copy_after_step,
+    output_of,
+    run,
+    start,
+    steps_of,
+    wait,
+    write_rollouts,
+)
 
 pytest.importorskip("pyarrow")
 
@@ -32,13 +41,7 @@ def uninterrupted(rollouts: Path) -> Path:
 @pytest.fixture
 def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     """The run as it was when its third step was done."""
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    name = "checkpoints/step_000000_000003"
-    (run_dir / name).symlink_to(uninterrupted / name)
-    for log in ("metrics.jsonl", "warm_start.jsonl"):
-        (run_dir / log).write_bytes((uninterrupted / log).read_bytes())
-    return run_dir
+    return copy_after_step(3, uninterrupted, tmp_path / "run")
 
 
 def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:

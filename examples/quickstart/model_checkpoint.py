@@ -1,0 +1,135 @@
+"""Model, optimizer and scheduler by `megatron.core.dist_checkpointing`: whole parameters, whatever ranks hold what of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_pg.check.sharded_parameters import unwrapped
+
+from .model import Policy
+
+
+def save_model(path: Path, policy: Policy, reference: Any | None) -> None:
+    """Write the policy, and the reference model where there is one; every rank must call it.
+
+    Args:
+        path: an empty folder.
+    """
+    state = _sharded_state(policy, reference, is_loading=False)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    with _results_stay_in_this_process():
+        dist_checkpointing.save(state, str(path), strategy)
+
+
+def load_model(path: Path, policy: Policy, reference: Any | None) -> None:
+    """Put in place what `save_model` wrote, at any sharding; every rank must call it."""
+    with _steps_of_torch_adam(policy.optimizer):
+        sharded = _sharded_state(policy, reference, is_loading=True)
+        state = dist_checkpointing.load(sharded, str(path))
+        policy.optimizer.load_state_dict(state["optimizer"])
+    for number, chunk in enumerate(policy.chunks):
+        unwrapped(chunk).load_state_dict(state[_chunk_name(policy, number)])
+    policy.scheduler.load_state_dict(state["scheduler"])
+    if reference is not None:
+        unwrapped(reference).load_state_dict(state["reference"])
+
+
+def _sharded_state(policy: Policy, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        # By whole parameters and not by the buffers of a rank, so that any sharding can read it.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": policy.groups.data_with_context,
+    }
+    state: dict[str, Any] = {
+        _chunk_name(policy, number): unwrapped(chunk).sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(policy.chunks)
+    }
+    state["optimizer"] = policy.optimizer.sharded_state_dict(
+        dict(state), is_loading=is_loading, metadata=metadata
+    )
+    state["scheduler"] = policy.scheduler.state_dict()
+    if reference is not None:
+        sharded = unwrapped(reference).sharded_state_dict(prefix="reference.", metadata=metadata)
+        state["reference"] = {
+            name.removeprefix("reference."): tensor for name, tensor in sharded.items()
+        }
+    return state
+
+
+@contextlib.contextmanager
+def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
+    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every parameter.
+
+    It asks an Adam that has taken no step for its step, looks for a step among a parameter's tensors, and leaves one
+    step tensor to all parameters, which each of them would count on (optimizer/distrib_optimizer.py of megatron-core
+    0.16.1 and 0.19.2). The Adam of Transformer Engine and Apex keeps it elsewhere.
+    """
+    parts = [
+        part
+        for part in optimizer.chained_optimizers
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
+    ]
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            _begin_moments(part.optimizer)
+            name = "_set_main_param_and_optimizer_states"
+            put = functools.partial(_put_with_step, getattr(part, name), part.optimizer)
+            stack.enter_context(mock.patch.object(part, name, put))
+        yield
+    for part in parts:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _begin_moments(adam: torch.optim.Adam) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _put_with_step(
+    put: Callable[..., None], adam: torch.optim.Adam, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    """The step has been loaded before; it is put onto itself."""
+    step = next(iter(adam.state.values()))["step"]
+    put(parameter, {**tensors, "step": step})
+
+
+def _chunk_name(policy: Policy, number: int) -> str:
+    """The keys that Megatron's optimizers look for."""
+    return "model" if len(policy.chunks) == 1 else f"model{number}"
+
+
+@contextlib.contextmanager
+def _results_stay_in_this_process() -> Iterator[None]:
+    """Spare Megatron's writer the process that it starts to hand its results back.
+
+    It is for writing in the background; here the writer's caller waits. A process costs the first checkpoint seconds,
+    and outlives a run that is killed.
+    """
+    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.16.1
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if hasattr(filesystem_async, name):
+                stack.enter_context(mock.patch.object(filesystem_async, name, queue.Queue))
+        yield

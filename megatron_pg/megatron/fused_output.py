@@ -13,7 +13,7 @@ the model's output into the loss belong to one micro-batch, so they are one obje
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -37,7 +37,12 @@ from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import MicroBatchMetrics
-from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.policy_loss import (
+    LossReductions,
+    check_inputs,
+    loss_terms,
+    policy_loss_from_log_probs,
+)
 
 
 def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
@@ -141,6 +146,7 @@ class FusedOutput:
             fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
         )
+        check_inputs(config, batch)
         active, self._gradient_rows = active_rows(config, batch)
         self._active = _to_device(active, batch.tokens.device)
         self._metrics: MicroBatchMetrics | None = None
@@ -214,6 +220,10 @@ class FusedOutput:
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 
+    @functools.cached_property
+    def _reductions(self) -> LossReductions:
+        return LossReductions.build(self._config, self._batch, self._totals)
+
     def _policy_loss(
         self, log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)
     ) -> tuple[Tensor, MicroBatchMetrics]:
@@ -225,6 +235,7 @@ class FusedOutput:
             totals=self._totals,
             context_parallel_group=self._groups.context,
             step_share=self._scale.step_share,
+            reductions=self._reductions,
         )
 
     def _loss_in_one_pass(
@@ -236,20 +247,19 @@ class FusedOutput:
         coefficients, which is what a sum over tokens means.
         """
         self._metrics = None
-        quiet = dataclasses.replace(self._config, pg_metrics="none")
         everything = slice(0, len(self._active))
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
             if rows == everything:
                 loss, self._metrics = self._policy_loss(log_probs, entropy)
                 return loss
-            return policy_loss_from_log_probs(
-                quiet,
+            return loss_terms(
+                self._config,
                 self._batch,
                 self._in_window(log_probs, rows),
                 self._in_window(entropy, rows),
-                totals=self._totals,
-            )[0]
+                self._reductions,
+            ).loss
 
         total, log_probs, entropy = linear_token_loss(
             hidden,

@@ -305,14 +305,12 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
     from megatron_pg.megatron import fused_output
 
-    whole = fused_output.policy_loss_from_log_probs
+    whole = fused_output.loss_terms
 
     def without_regularizers(config: PolicyLossConfig, *arguments: Any, **options: Any) -> Any:
-        if config.pg_metrics == "none":
-            config = replace(config, kl_loss_coef=0.0, entropy_coef=0.0)
-        return whole(config, *arguments, **options)
+        return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments, **options)
 
-    fused_output.policy_loss_from_log_probs = without_regularizers
+    fused_output.loss_terms = without_regularizers
     return steps(sharding, DENSE, "one pass")
 
 

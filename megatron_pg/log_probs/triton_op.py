@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from megatron_pg.log_probs import triton_kernels
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.log_probs.vocabulary_shard import (
+    RowStatistics,
+    VocabularyShard,
+    gather_statistics,
+)
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16.
 _VECTOR = 8
@@ -55,11 +58,10 @@ def row_statistics(
         VECTOR=_VECTOR,
         num_warps=_STATISTICS_WARPS,
     )
-    if not sharded:
+    if shard.group is None or own is None:
         return outputs
-    shards = dist.get_world_size(shard.group)
-    gathered = temperature.new_empty((shards * tokens, 4))
-    dist.all_gather_into_tensor(gathered, own, group=shard.group)
+    gathered = gather_statistics(own, shard.group)
+    shards = gathered.shape[0]
     triton_kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
         gathered,
         mask,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import autograd
+from megatron_pg.log_probs import autograd, vocabulary_shard
 from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
@@ -203,7 +203,7 @@ def sharded_statistics(
         gathered.copy_(torch.cat(sent).resize_(gathered.shape))
 
     stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
-    monkeypatch.setattr(triton_op, "dist", stand_in)
+    monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
     width = WIDTH // size
     shards = [
         VocabularyShard(r * width, min(max(VOCAB_SIZE - r * width, 0), width), VOCAB_SIZE, gather)

@@ -17,6 +17,7 @@ EXAMPLES = [
 ]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
+    "build>=1.2",
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from quickstart.arguments import parse_arguments
+from quickstart.dry_run import print_plan
 from quickstart.errors import mendable, plain_errors
 from quickstart.model import Policy
 from quickstart.run import Run
@@ -109,6 +110,9 @@ def main() -> None:
     with mendable():
         args = parse_arguments()
         config = PolicyLossConfig.from_args(args)
+        if args.dry_run:
+            print_plan(args, config)
+            return
         run = Run(args, config)
     imitation = PolicyLossConfig(
         policy_loss="reinforce",

@@ -24,6 +24,11 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     add = group.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: gloo; cuda: NCCL")
     add("--run-dir", type=Path, required=True, help="metrics, report and checkpoints go here")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
+    )
     add("--resume", action="store_true", help="go on from the last whole checkpoint in --run-dir")
     add(
         "--keep-last-checkpoints",

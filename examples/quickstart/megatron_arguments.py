@@ -85,9 +85,13 @@ def _validate_as_megatron_does(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         # It prints every one of its arguments, 600 lines.
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        if args.device == "cpu":
-            # Under context parallelism it asks for the architecture of a GPU.
-            stack.enter_context(mock.patch.object(arguments, "get_device_arch_version", lambda: 10))
+        if args.device == "cpu" or not torch.cuda.is_available():
+            # Under model parallelism it asks for the architecture of a GPU: what it wants of Hopper's, a dry run of
+            # --device cuda is to find where there is none.
+            version = 10 if args.device == "cpu" else 9
+            stack.enter_context(
+                mock.patch.object(arguments, "get_device_arch_version", lambda: version)
+            )
         try:
             arguments.validate_args(args)
         except AssertionError as error:

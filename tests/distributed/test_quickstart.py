@@ -97,6 +97,8 @@ def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     assert [step["step"] for step in steps] == list(range(1, 13))
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    assert set(steps[0]) <= documented
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["steps"] == 12
     assert summary["loss_aggregation"] == "prompt_mean"

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from quickstart.arguments import parse_arguments, plain_errors
+from quickstart.arguments import parse_arguments
 from quickstart.dry_run import print_plan
+from quickstart.errors import mendable, plain_errors
 from quickstart.model import Policy
 from quickstart.run import Run
 from torch import Tensor
@@ -40,17 +41,18 @@ def train_step(
         The step's metrics; empty where no token is active, and then nothing is updated.
     """
     groups = policy.groups
-    samples = accepted_samples(config, samples)
-    plan = plan_step(
-        samples,
-        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
-        data_parallel_group=groups.data,
-        cp_size=groups.context_size,
-        pad_to_multiple=policy.pad_to_multiple,
-        microbatch_group_size=policy.microbatch_group_size,
-        ragged=args.ragged_microbatches,
-        oversized=args.oversized_samples,
-    )
+    with mendable():
+        samples = accepted_samples(config, samples)
+        plan = plan_step(
+            samples,
+            max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+            data_parallel_group=groups.data,
+            cp_size=groups.context_size,
+            pad_to_multiple=policy.pad_to_multiple,
+            microbatch_group_size=policy.microbatch_group_size,
+            ragged=args.ragged_microbatches,
+            oversized=args.oversized_samples,
+        )
     if plan.totals.num_active_tokens == 0:
         return {}
     batches = [
@@ -102,9 +104,10 @@ def train_step(
     return {**metrics, "grad_norm": grad_norm}
 
 
+@plain_errors()
 def main() -> None:
     """Warm start and generation, or rollout files."""
-    with plain_errors():
+    with mendable():
         args = parse_arguments()
         config = PolicyLossConfig.from_args(args)
         if args.dry_run:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_pg.arguments import add_policy_loss_args, validate_policy_loss_args
@@ -14,7 +10,6 @@ from megatron_pg.planning import add_planning_args, validate_planning_args
 
 from . import megatron_arguments
 from .refusals import refuse
-from .run_directory import RunError
 
 LOG_PROBS_AND_GROUPS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
 """The optional fields of `Sample` that this example fills, or that its rollout files may."""
@@ -78,12 +73,3 @@ def parse_arguments() -> argparse.Namespace:
     validate_policy_loss_args(args, sample_fields=LOG_PROBS_AND_GROUPS)
     megatron_arguments.validate(args)
     return args
-
-
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """End the process with the message, said once, of an error that the user can mend."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, FileNotFoundError, RunError) as error:
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)

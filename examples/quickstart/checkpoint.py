@@ -6,11 +6,9 @@ whatever kills the run, a folder named `step_...` is complete.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg import Sample
 from megatron_pg.planning import CollectorState
 from megatron_pg.rollout_files import RewardedSample, RolloutPosition
 
+from .errors import agreed
 from .model import Policy
 from .model_checkpoint import load_model, save_model
-from .run_directory import RunError
 from .training_step import SampleStream
 
 RUN, MODEL = "run.pt", "model"
@@ -77,18 +74,18 @@ class Checkpoints:
         partial = self.directory / f"partial_{final.name}"
         if final.exists():
             return
-        with _agreed(policy.device, f"{partial} cannot be written"):
+        with agreed(f"{partial} cannot be written"):
             if dist.get_rank() == 0:
                 self._remove_partial()
                 (partial / MODEL).mkdir(parents=True)
                 run = {"identity": self.identity, "world_size": dist.get_world_size()}
                 _write({**run, "progress": asdict(progress)}, partial / RUN)
-        with _agreed(policy.device, f"{partial} cannot be written"):
+        with agreed(f"{partial} cannot be written"):
             rank_state = {"random": _random_state(policy.device), "stream": stream.rank_state()}
             _write(rank_state, partial / _rank_name(dist.get_rank()))
-        with _agreed(policy.device, f"{partial} cannot be written"):
+        with agreed(f"{partial} cannot be written"):
             save_model(partial / MODEL, policy, stream.reference)
-        with _agreed(policy.device, f"{partial} cannot be completed"):
+        with agreed(f"{partial} cannot be completed"):
             if dist.get_rank() == 0:
                 _flush_all(partial)
                 partial.rename(final)
@@ -143,30 +140,6 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 def _rank_name(rank: int) -> str:
     return f"rank_{rank}.pt"
-
-
-@contextlib.contextmanager
-def _agreed(device: torch.device, message: str) -> Iterator[None]:
-    """An error that one rank has in the body is an error on all at its end; no rank waits for one that has failed."""
-    error: Exception | None = None
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as found:
-        error = found
-    failed = torch.tensor(int(error is not None), device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if error is not None:
-        raise RunError(f"{message}: {_cause(error)}") from error
-    if failed:
-        raise RunError(f"{message}: another rank has failed")
-
-
-def _cause(error: Exception) -> str:
-    """What lies under the many layers of a distributed save, in a line."""
-    if isinstance(error, CheckpointException):
-        failures = [failure for failure, _ in error.failures.values()]
-        error = next((found for found in failures if isinstance(found, Exception)), error)
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.planning import PlanningConfig, StepCollector, StepSamples
+from megatron_pg.planning.exchange import compute_and_gather
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 
 from .model import Policy
@@ -103,8 +104,9 @@ class FileSteps:
 
     def _samples(self, collected: StepSamples) -> list[Sample]:
         """The samples, those without advantages in the file with advantages from the rewards of the step."""
-        for sample in collected.samples:
-            self._check(sample)
+        compute_and_gather(
+            lambda: [self._check(sample) for sample in collected.samples], len, self._groups.data
+        )
         rewarded = [sample for sample in collected.samples if _needs_advantages(sample)]
         replaced, _ = with_group_advantages(rewarded, data_parallel_group=self._groups.data)
         remaining = iter(replaced)

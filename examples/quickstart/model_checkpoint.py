@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from megatron_pg.check.sharded_parameters import unwrapped
 
 from .model import Policy
 
+# It warns that its own way of saving in the background is going to be replaced; nothing is saved in the background here.
+logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
+
 
 def save_model(path: Path, policy: Policy, reference: Any | None) -> None:
     """Write the policy, and the reference model where there is one; every rank must call it.
@@ -27,6 +31,7 @@ def save_model(path: Path, policy: Policy, reference: Any | None) -> None:
     Args:
         path: an empty folder.
     """
+    _begin_moments(policy.optimizer)
     state = _sharded_state(policy, reference, is_loading=False)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     with _results_stay_in_this_process():
@@ -35,9 +40,11 @@ def save_model(path: Path, policy: Policy, reference: Any | None) -> None:
 
 def load_model(path: Path, policy: Policy, reference: Any | None) -> None:
     """Put in place what `save_model` wrote, at any sharding; every rank must call it."""
+    _begin_moments(policy.optimizer)
     with _steps_of_torch_adam(policy.optimizer):
         sharded = _sharded_state(policy, reference, is_loading=True)
         state = dist_checkpointing.load(sharded, str(path))
+        _begin_loaded_steps(policy.optimizer, state["optimizer"])
         policy.optimizer.load_state_dict(state["optimizer"])
     for number, chunk in enumerate(policy.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_name(policy, number)])
@@ -71,13 +78,42 @@ def _sharded_state(policy: Policy, reference: Any | None, *, is_loading: bool) -
     return state
 
 
+def _begin_moments(optimizer: Any) -> None:
+    """Give optimizers that have taken no step the zeros that their first would begin with.
+
+    A checkpoint before the first step would otherwise hold none, and loading asks for them.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None and not part.optimizer.state and part.init_state_fn:
+            part.init_state_fn(part.optimizer, part.config)
+        if isinstance(
+            part.optimizer, torch.optim.Adam
+        ):  # which counts the steps of every parameter
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.zeros(()))
+
+
+def _begin_loaded_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """A step of 0 that a checkpoint does not name."""
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if isinstance(part.optimizer, torch.optim.Adam) and not isinstance(
+            part, DistributedOptimizer
+        ):
+            state = loaded if len(parts) == 1 else loaded[number]
+            state = state.get(
+                "optimizer", state
+            )  # where there are float32 copies of parameters beside it
+            state["state"].setdefault("common_step", torch.zeros(()))
+
+
 @contextlib.contextmanager
 def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every parameter.
 
-    It asks an Adam that has taken no step for its step, looks for a step among a parameter's tensors, and leaves one
-    step tensor to all parameters, which each of them would count on (optimizer/distrib_optimizer.py of megatron-core
-    0.16.1 and 0.19.2). The Adam of Transformer Engine and Apex keeps it elsewhere.
+    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters, which each of them
+    would count on (optimizer/distrib_optimizer.py of megatron-core 0.16.1 and 0.19.2). The Adam of Transformer Engine
+    and Apex keeps it elsewhere.
     """
     parts = [
         part
@@ -86,7 +122,6 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for part in parts:
-            _begin_moments(part.optimizer)
             name = "_set_main_param_and_optimizer_states"
             put = functools.partial(_put_with_step, getattr(part, name), part.optimizer)
             stack.enter_context(mock.patch.object(part, name, put))
@@ -94,17 +129,6 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     for part in parts:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
-
-
-def _begin_moments(adam: torch.optim.Adam) -> None:
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 def _put_with_step(

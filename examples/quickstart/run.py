@@ -15,6 +15,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.versions import megatron_core_version
 
 from .checkpoint import Checkpoints, Progress
+from .errors import agreed, mendable
 from .file_steps import FileSteps
 from .generated_steps import GeneratedSteps
 from .identity import identity_of
@@ -46,8 +47,10 @@ class Run:
         self.policy = build_policy(args, self.groups, self.device, self._stream.vocabulary_size)
         self._stream.attach(self.policy)
         self._is_main = dist.get_rank() == 0
-        self._directory = RunDirectory(args.run_dir, args.resume) if self._is_main else None
-        dist.barrier()
+        self._directory: RunDirectory | None = None
+        with agreed("--run-dir"):
+            if self._is_main:
+                self._directory = RunDirectory(args.run_dir, args.resume)
         self._warned = False
         self.progress = Progress()
         self._checkpoints = self._open_checkpoints()
@@ -74,7 +77,12 @@ class Run:
         """The steps of reinforcement learning that remain."""
         if self._log:
             self._log.start_bar(self._stream.title, self.args.train_iters, self.progress.step)
-        for step in self._stream.steps(self.progress.step):
+        steps = self._stream.steps(self.progress.step)
+        while True:
+            with mendable():
+                step = next(steps, None)
+            if step is None:
+                break
             yield step
             if step.may_stop:
                 round_ = range(self._stream.steps_per_round)

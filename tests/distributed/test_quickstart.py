@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from quickstart.arguments import parse_arguments  # noqa: E402
-from quickstart.run_directory import RunDirectory, RunDirectoryError  # noqa: E402
+from quickstart.errors import RunError  # noqa: E402
+from quickstart.run_directory import RunDirectory  # noqa: E402
 
 from tests.distributed.launch import run_ranks  # noqa: E402
 
@@ -277,7 +278,7 @@ def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
 def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = RunDirectory(folder, resume=False)
-    with pytest.raises(RunDirectoryError, match="another run is writing"):
+    with pytest.raises(RunError, match="another run is writing"):
         RunDirectory(folder, resume=True)
     (folder / "warm_start.jsonl").write_text("earlier")
     del first
@@ -289,7 +290,7 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) ->
     assert (tmp_path / "run.1" / "warm_start.jsonl").read_text() == "earlier"
     del third
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="holds no run"):
+    with pytest.raises(RunError, match="holds no run"):
         RunDirectory(tmp_path, resume=False)
 
 

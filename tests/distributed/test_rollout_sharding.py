@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 
 STEPS = WHOLE_GROUPS + (
     "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
-    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--qk-layernorm --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
     "--position-embedding-type rope --lr-decay-style constant --train-iters 3 --save-interval 1 "
     "--keep-last-checkpoints 3 "
     # Adam's first steps go by the signs of the gradients: one that is rounding alone would move its parameter. Not
@@ -84,6 +84,16 @@ def test_the_distributed_optimizer_takes_the_same_steps(
     first = in_one_process(rollouts, "distributed_optimizer", flags)
     assert_same_steps(steps_of(first), steps_of(dense))
     go_on(rollouts, first, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", ""], ids=["distributed", "plain"])
+def test_a_bfloat16_run_is_resumed_bit_for_bit(rollouts: Path, tmp_path: Path, flags: str) -> None:
+    """Its optimizer has float32 copies of the parameters."""
+    flags = f"{STEPS} --bf16 {flags}"
+    run(rollouts, tmp_path / "uninterrupted", flags)
+    run_dir = copy_after_step(1, tmp_path / "uninterrupted", tmp_path / "run")
+    run(rollouts, run_dir, flags + " --resume")
+    assert steps_of(run_dir) == steps_of(tmp_path / "uninterrupted")
 
 
 def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path) -> None:

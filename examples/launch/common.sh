@@ -38,9 +38,12 @@ COMMON=(
     --device cuda --bf16                          # NCCL; weights in bfloat16, gradients and optimizer in float32
     --use-distributed-optimizer                   # optimizer states are sharded over the DP x CP ranks
     --attention-dropout 0 --hidden-dropout 0      # the ratio of new to old log-probs must be of the weights alone
-    --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
-    --adam-beta2 0.98 --weight-decay 0.1 --clip-grad 1.0
-    --lr 1e-6 --lr-decay-style constant --lr-warmup-iters 10 --train-iters 1000   # or until the files end
+    --position-embedding-type rope --swiglu       # rotary positions, gated MLP: Llama's and Qwen's architecture
+    --normalization RMSNorm --norm-epsilon 1e-6 --disable-bias-linear   # as there
+    --adam-beta2 0.98 --weight-decay 0.1          # Adam averages squares over 50 steps, by default over 1000
+    --clip-grad 1.0                               # the norm of a step's gradient, at most
+    --lr 1e-6 --lr-decay-style constant --lr-warmup-iters 10   # ten steps of warm-up, then the same rate
+    --train-iters 1000                            # or until the files end
     --rollout-files "$ROLLOUTS" --on-bad-row skip # bad rows are counted in metrics.jsonl
     --docs-per-step-mode exact --keep-prompt-groups   # steps end between prompt groups, and hold what they should
     --fused-lm-head --fp32-lm-head                # no logits of all tokens in memory; float32 logits of a chunk

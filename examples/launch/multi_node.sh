@@ -11,25 +11,26 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 NODES="${NODES:-8}"
 
 MODEL=(
-    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672
-    --num-attention-heads 64 --group-query-attention --num-query-groups 8
-    --rotary-base 500000 --vocab-size 128256 --untie-embeddings-and-output-weights
-    --seq-length 32768 --max-position-embeddings 32768
+    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672   # depth, width, width of the MLP
+    --num-attention-heads 64 --group-query-attention --num-query-groups 8   # 8 heads share keys and values
+    --rotary-base 500000                                          # the base of the positions' angles
+    --vocab-size 128256 --untie-embeddings-and-output-weights     # input and output embedding are two matrices
+    --seq-length 32768 --max-position-embeddings 32768            # the longest sample, prompt and response
 )
 PARALLEL=(
     --tensor-model-parallel-size 8 --sequence-parallel      # inside a node
     --pipeline-model-parallel-size 4                        # 20 layers a stage, over nodes
     --num-layers-per-virtual-pipeline-stage 5               # in 4 chunks: less waiting at the ends of a step
-    --overlap-grad-reduce
+    --overlap-grad-reduce   # gradients travel while backward still computes
 )
 MEMORY=(
-    --max-tokens-per-microbatch 32768
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --max-tokens-per-microbatch 32768   # packed tokens over the context-parallel group; the longest sample must fit
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1   # keep the inputs of layers only
 )
 LOSS=(
     --loss-aggregation prompt_mean                  # ScaleRL's prompt average
     --policy-loss cispo --eps-clip-high 4           # gradient of every token; the ratio, without gradient, at most 5
-    --docs-per-step 1024
+    --docs-per-step 1024   # responses of an optimizer step
 )
 
 start $((8 * NODES)) "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node 8 \

@@ -96,6 +96,9 @@ def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
     text = script.read_text()
     assert text.startswith("#!/usr/bin/env bash\n")
     assert "--dry-run" in text.split("set -euo pipefail")[0], "said how to try it"
+    for line in text.splitlines() + (LAUNCH / "common.sh").read_text().splitlines():
+        is_launcher = line.rstrip().endswith(("\\", "--"))
+        assert is_launcher or not re.match(r" +--", line) or "# " in line, line
 
 
 def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:

@@ -22,11 +22,11 @@ from torch import Tensor
 from megatron_pg.check.launch import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
-from megatron_pg.check.steps import LENGTHS, VOCAB_SIZE
+from megatron_pg.check.steps import VOCAB_SIZE
 from megatron_pg.megatron.layer_spec import torch_block_spec
 from megatron_pg.megatron.versions import needs_kept_pipeline_outputs
 
-MAX_SEQUENCE_LENGTH = 4 * max(prompt + response for prompt, response in LENGTHS)
+MAX_SEQUENCE_LENGTH = 256
 
 
 def initialize_groups(options: CheckOptions) -> None:
@@ -113,7 +113,8 @@ class ModelShape:
     def of(cls, options: CheckOptions) -> ModelShape:
         """Of the sharded model; the unsharded one has the same."""
         return cls(
-            num_layers=max(2, options.pipeline_model_parallel_size * options.num_chunks),
+            num_layers=options.num_layers
+            or max(2, options.pipeline_model_parallel_size * options.num_chunks),
             num_query_groups=max(2, options.tensor_model_parallel_size),
             # The least that fused attention takes, and less where everything is slow.
             head_size=32 if options.device == "cuda" else 8,
@@ -136,6 +137,7 @@ def model_config(
             "moe_router_topk": options.num_experts,
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp64" if options.dtype == "fp64" else "fp32",
             "add_bias_linear": False,
         }
     if options.virtual_pipeline_model_parallel_size is not None:

@@ -22,19 +22,22 @@ class CheckOptions:
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    num_layers: int | None = None
+    """Of the end-to-end model; None: two, or as many as the pipeline has chunks."""
     num_experts: int | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
     fused_lm_head: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """fp64 is the reference's of fp32."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Of the parameters and activations of the end-to-end rows."""
-        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.dtype]
 
     @property
     def pad_to_multiple(self) -> int:
@@ -53,9 +56,9 @@ class CheckOptions:
         )
 
     def num_microbatches(self, data_rank: int) -> int:
-        """M of a data-parallel rank, the last one empty: three or four by turns."""
+        """M of a data-parallel rank, the last one empty: five or six by turns."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
-        count = 3 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
+        count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
         # Interleaved pipelines ask for multiples.
         multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
         return -(-count // multiple) * multiple
@@ -89,6 +92,13 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
     add("--virtual-pipeline-model-parallel-size", type=int, default=None, metavar="VPP")
     add("--context-parallel-size", type=int, default=1, metavar="CP")
     add("--expert-model-parallel-size", type=int, default=1, metavar="EP")
+    add(
+        "--num-layers",
+        type=int,
+        default=None,
+        metavar="L",
+        help="default: 2, or the pipeline's number of chunks where that is more",
+    )
     add("--num-experts", type=int, default=None, help="check a mixture of experts")
     add("--sequence-parallel", action="store_true")
     add("--use-distributed-optimizer", action="store_true")
@@ -160,6 +170,11 @@ def _check(options: CheckOptions) -> None:
     _check_experts(options)
     if options.fused_lm_head and not supports_output_processor():
         raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
+    chunks = options.pipeline_model_parallel_size * options.num_chunks
+    if options.num_layers is not None and options.num_layers % chunks:
+        raise ValueError(
+            f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
+        )
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     stages = options.virtual_pipeline_model_parallel_size

@@ -76,7 +76,6 @@ def run_check(options: CheckOptions) -> list[Row]:
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
                     checksum=metrics[CHECKSUM],
-                    num_layers=shape.num_layers,
                 )
                 rows.append(compare(step, chunks, references[name]))
     return rows
@@ -98,8 +97,12 @@ def _options_of(options: CheckOptions, model: str) -> CheckOptions:
 def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: int) -> Reference:
     """Each sample alone through the whole model, and the float64 loss; every rank computes it for itself."""
     options = unsharded(_options_of(options, model))
+    if options.dtype == "fp32":
+        # What is measured is then the float32 run's error alone, and not the difference of two.
+        options = replace(options, dtype="fp64")
     config = model_config(options, shape, calculate_per_token_loss=False)
     (module,) = MODELS[model](options, shape, config)
+    module = module.to(options.torch_dtype)
     samples = make_samples(data_size)
     with torch.no_grad():
         log_probs = [
@@ -110,8 +113,8 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
     dist.broadcast_object_list(log_probs, src=0)
     samples = with_log_probs(samples, log_probs)
     reference = Reference(samples, {}, {})
+    outputs = [_logits_alone(module, sample, options) for sample in samples]
     for aggregation in AGGREGATIONS:
-        outputs = [_logits_alone(module, sample, options) for sample in samples]
         logits = [output.detach().requires_grad_() for output in outputs]
         loss = reference_loss(aggregation, samples, logits)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -131,7 +134,7 @@ def _sum_of_gradients(
         if gradient is None:  # of a sample that is masked as a whole
             continue
         module.zero_grad(set_to_none=True)
-        output.backward(gradient)  # type: ignore[no-untyped-call]
+        output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
         for shard, part in gradient_slices([module]):
             total[shard.name] = total.get(shard.name, 0.0) + part.double()
     return total

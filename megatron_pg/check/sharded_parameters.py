@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,32 +68,51 @@ def _whole_name(model: Any, name: str) -> str:
 
 
 @torch.no_grad()
-def set_parameters(model: torch.nn.Module) -> None:
+def set_parameters(model: Any) -> None:
     """Gives every parameter values that depend on its name in the whole model alone.
 
-    So every sharding of the model is the same function, without a checkpoint.
+    So every sharding of the model is the same function, without a checkpoint. It is one whose gradients float32 can
+    tell to a few parts in ten million at any depth: layers add little to the residual stream, so that every
+    parameter's gradient is judged by its own size; token ids of the lower half of the vocabulary share a direction in
+    the embedding and in the output layer, those of the upper half its opposite, so that the tokens of a step whose
+    responses have ids of the lower half pull every parameter one way instead of cancelling.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
         if "norm" in shard.name:
             whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
-        elif "embedding" not in shard.name and "table" not in shard.name:
-            # Small beside the residual stream, so that float32 keeps its digits: every parameter's gradient is
-            # judged by its own size.
-            whole = 0.03 * whole
+        elif "embedding" in shard.name:
+            whole += 2.0 * _leaning(whole, generator)
+        elif "output_layer" in shard.name:
+            whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, generator))
+        elif shard.name.endswith("bias"):
+            whole *= 0.02
+        elif "table" not in shard.name:
+            whole *= 0.1 / math.sqrt(whole.shape[1])
+            if "linear_qkv" in shard.name:
+                # Queries and keys of size 1: attention is then not the mean over the tokens before.
+                of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
+                of_a_group[:, : -model.config.kv_channels] *= 10.0
         parameter.copy_(shard.cut(whole))
 
 
+def _leaning(whole: Tensor, generator: torch.Generator) -> Tensor:
+    """A random direction [columns] for the rows of the lower half of the vocabulary, its opposite for the others."""
+    direction = torch.randn(whole.shape[1], generator=generator)
+    is_lower = torch.arange(whole.shape[0]).unsqueeze(1) < whole.shape[0] // 2
+    return torch.where(is_lower, direction, -direction)
+
+
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the gradients in float32: DDP's ``main_grad`` or, of a bare model, ``grad``."""
+    """This rank's slices of the gradients: DDP's ``main_grad`` or, of a bare model, ``grad``."""
     for chunk in chunks:
         complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            yield shard, gradient.detach().float()
+            yield shard, gradient.detach()
 
 
 def unwrapped(chunk: Any) -> Any:

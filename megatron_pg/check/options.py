@@ -10,6 +10,12 @@ from typing import Literal
 
 import torch
 
+from megatron_pg.custom import (
+    POLICY_LOSS_PARAMETERS,
+    REDUCER_KEYWORDS,
+    REDUCER_PARAMETERS,
+    load_function,
+)
 from megatron_pg.megatron.versions import supports_output_processor
 
 
@@ -33,6 +39,13 @@ class CheckOptions:
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """fp64 is the reference's of fp32."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    custom_pg_loss_reducer_function_path: str | None = None
+    custom_policy_loss_path: str | None = None
+
+    @property
+    def has_custom_functions(self) -> bool:
+        """Whether there are rows of the user's own functions."""
+        return bool(self.custom_pg_loss_reducer_function_path or self.custom_policy_loss_path)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -112,6 +125,16 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         action="store_true",
         help="the end-to-end rows through the fused output layer; needs megatron-core 0.18",
     )
+    add(
+        "--custom-pg-loss-reducer-function-path",
+        metavar="PKG.MOD:FN",
+        help="also rows of your own reducer",
+    )
+    add(
+        "--custom-policy-loss-path",
+        metavar="PKG.MOD:FN",
+        help="the same rows with your own per-token loss",
+    )
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["fp32", "bf16"], default=None, help="default: bf16 on cuda, else fp32")
     add(
@@ -168,6 +191,15 @@ def _check(options: CheckOptions) -> None:
             raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
     _check_hardware(options)
     _check_experts(options)
+    if path := options.custom_pg_loss_reducer_function_path:
+        load_function(
+            path,
+            flag="--custom-pg-loss-reducer-function-path",
+            positional=REDUCER_PARAMETERS,
+            keywords=REDUCER_KEYWORDS,
+        )
+    if path := options.custom_policy_loss_path:
+        load_function(path, flag="--custom-policy-loss-path", positional=POLICY_LOSS_PARAMETERS)
     if options.fused_lm_head and not supports_output_processor():
         raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
     chunks = options.pipeline_model_parallel_size * options.num_chunks

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.samples import Sample
 
 VOCAB_SIZE = 16
@@ -91,8 +92,20 @@ def cut(
     return micro_batches
 
 
-def config_of(aggregation: str) -> PolicyLossConfig:
+CUSTOM = "custom"
+"""In the place of an aggregation: the user's own reducer, per-token loss or both."""
+
+
+def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
     """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
+    if aggregation == CUSTOM:
+        return PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=options.custom_pg_loss_reducer_function_path,
+            custom_policy_loss_path=options.custom_policy_loss_path,
+            pg_metrics="none",
+            kl_loss_coef=KL_COEFFICIENT,
+            entropy_coef=ENTROPY_COEFFICIENT,
+        )
     return PolicyLossConfig(
         loss_aggregation=aggregation,  # type: ignore[arg-type]
         loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals, step_totals
 from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.check.models import MAX_SEQUENCE_LENGTH
 from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.output_head import OutputHead
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.metrics import reduce_metrics
@@ -23,7 +25,6 @@ from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
 from .models import (
-    MAX_SEQUENCE_LENGTH,
     ModelOptions,
     Sharding,
     build_model,
@@ -33,6 +34,7 @@ from .models import (
 from .steps import Run
 
 LossFactory = Callable[..., Callable[[Tensor], Any]]
+Head = Callable[..., OutputHead]
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ def train_step(
     loss: LossFactory = megatron_loss,
     pack_batch: Callable[..., PackedBatch] = pack,
     samples: list[PlainSample] | None = None,
+    head: Head | None = None,
 ) -> Outcome | None:
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
     Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace
-    them. `samples` are the run's where None.
+    them. `samples` are the run's where None. `head` takes the place of `loss` where the model has
+    a part in it, called as `loss` is.
     """
     groups = ParallelGroups.from_model(chunks)
     micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
@@ -83,15 +87,20 @@ def train_step(
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
+        arguments = {"num_microbatches": len(micro_batches), "model": model}
+        end = (
+            OutputHead(loss(run.config, batch, totals, **arguments))
+            if head is None
+            else head(run.config, batch, totals, **arguments)
+        )
         output = model(
             batch.tokens[None],
             batch.position_ids[None],
             None,
             packed_seq_params=packed_seq_params(batch),
+            **end.model_arguments,
         )
-        return output, loss(
-            run.config, batch, totals, num_microbatches=len(micro_batches), model=model
-        )
+        return output, end.loss_func
 
     metrics = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.batch import pack
 from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
-from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.output_head import OutputHead
 from megatron_pg.megatron.versions import supports_output_processor
-from megatron_pg.metrics import reduce_metrics
 from megatron_pg.samples import Sample
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
-from .models import MAX_SEQUENCE_LENGTH, ModelOptions, Sharding, gather_gradients
-from .one_step import Outcome, _cut_step, _pad_to_multiple, build
+from .models import ModelOptions, Sharding
+from .one_step import Outcome, build, train_step
 from .reference import reference_steps
 from .steps import AGGREGATIONS, Run
 
@@ -48,53 +44,11 @@ CASES = {
 
 
 def fused_step(chunks: list, sharding: Sharding, run: Run, mode: str) -> Outcome | None:
-    groups = ParallelGroups.from_model(chunks)
-    micro_batches, totals = _cut_step(sharding, run, groups, run.samples)
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
+    def head(*arguments: Any, **keywords: Any) -> OutputHead:
+        fused = FusedOutput(*arguments, keep_logits=MODES[mode], chunk_tokens=5, **keywords)
+        return OutputHead(fused.loss_func, {"output_processor": fused.output_processor})
 
-    def batches() -> Iterator[PackedBatch]:
-        for samples in micro_batches:
-            yield pack(
-                samples,
-                cp_rank=groups.context_rank,
-                cp_size=groups.context_size,
-                pad_to_multiple=_pad_to_multiple(sharding),
-            )
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        fused = FusedOutput(
-            run.config,
-            batch,
-            totals,
-            num_microbatches=len(micro_batches),
-            model=model,
-            keep_logits=MODES[mode],
-            chunk_tokens=5,
-        )
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            output_processor=fused.output_processor,
-        )
-        return output, fused.loss_func
-
-    metrics = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=batches(),
-        model=chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=MAX_SEQUENCE_LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
-    reduced = reduce_metrics(run.config, metrics, contributes=contributes, device="cpu")
-    gradients = gather_gradients(chunks)
-    return None if gradients is None else Outcome(gradients, reduced)
+    return train_step(chunks, sharding, run, head=head)
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:

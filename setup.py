@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 MEGATRON = ["megatron-core>=0.15,<0.21"]
 EXAMPLES = [
     "matplotlib>=3.8",
+    "psutil>=5.9",  # for megatron.core.dist_checkpointing
     "pyarrow>=15",
     "reasoning-gym>=0.1.25",
     "rich>=13",
@@ -16,6 +17,7 @@ EXAMPLES = [
 ]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
+    "build>=1.2",
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",

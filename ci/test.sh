@@ -11,4 +11,5 @@ make_environment test
 export OMP_NUM_THREADS=1
 bash ci/lint.sh "$VENV_PYTHON"
 bash ci/fast.sh "$VENV_PYTHON"
+bash ci/package.sh "$VENV_PYTHON"
 bash ci/distributed.sh "$VENV_PYTHON"

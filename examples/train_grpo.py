@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from quickstart.arguments import parse_arguments, plain_errors
+from quickstart.arguments import parse_arguments
+from quickstart.dry_run import print_plan
+from quickstart.errors import mendable, plain_errors
 from quickstart.model import Policy
 from quickstart.run import Run
 from torch import Tensor
@@ -39,15 +41,18 @@ def train_step(
         The step's metrics; empty where no token is active, and then nothing is updated.
     """
     groups = policy.groups
-    samples = accepted_samples(config, samples)
-    plan = plan_step(
-        samples,
-        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
-        data_parallel_group=groups.data,
-        cp_size=groups.context_size,
-        ragged=args.ragged_microbatches,
-        oversized=args.oversized_samples,
-    )
+    with mendable():
+        samples = accepted_samples(config, samples)
+        plan = plan_step(
+            samples,
+            max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+            data_parallel_group=groups.data,
+            cp_size=groups.context_size,
+            pad_to_multiple=policy.pad_to_multiple,
+            microbatch_group_size=policy.microbatch_group_size,
+            ragged=args.ragged_microbatches,
+            oversized=args.oversized_samples,
+        )
     if plan.totals.num_active_tokens == 0:
         return {}
     batches = [
@@ -55,6 +60,7 @@ def train_step(
             [samples[index] for index in microbatch],
             cp_rank=groups.context_rank,
             cp_size=groups.context_size,
+            pad_to_multiple=policy.pad_to_multiple,
         ).to(policy.device)
         for microbatch in plan.microbatches
     ]
@@ -81,8 +87,8 @@ def train_step(
     policy.zero_grad()
     micro_batch_metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[policy.model],
+        data_iterator=[iter(batches) for _ in policy.chunks],
+        model=policy.chunks,
         num_microbatches=plan.num_microbatches,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -90,16 +96,23 @@ def train_step(
     )
     grad_norm = policy.update()
     metrics = reduce_metrics(
-        config, micro_batch_metrics, contributes=groups.tensor_rank == 0, device=policy.device
+        config,
+        micro_batch_metrics,
+        contributes=groups.is_last_pipeline_stage and groups.tensor_rank == 0,
+        device=policy.device,
     )
     return {**metrics, "grad_norm": grad_norm}
 
 
+@plain_errors()
 def main() -> None:
     """Warm start and generation, or rollout files."""
-    with plain_errors():
+    with mendable():
         args = parse_arguments()
         config = PolicyLossConfig.from_args(args)
+        if args.dry_run:
+            print_plan(args, config)
+            return
         run = Run(args, config)
     imitation = PolicyLossConfig(
         policy_loss="reinforce",

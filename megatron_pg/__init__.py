@@ -16,6 +16,14 @@ from megatron_pg.corrections import accepted_samples
 from megatron_pg.log_probs import log_probs_and_entropy
 from megatron_pg.metrics import reduce_metrics
 from megatron_pg.padded import padded_totals, reduce_padded
+from megatron_pg.planning import (
+    PlanningConfig,
+    StepCollector,
+    StepPlan,
+    add_planning_args,
+    plan_step,
+    validate_planning_args,
+)
 from megatron_pg.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.reducers import get_pg_loss_reducer
 from megatron_pg.samples import Sample
@@ -26,11 +34,15 @@ __version__ = "0.1.0"
 __all__ = [
     "AGGREGATIONS",
     "PackedBatch",
+    "PlanningConfig",
     "PolicyLossConfig",
     "Sample",
+    "StepCollector",
+    "StepPlan",
     "StepTotals",
     "TokenWindow",
     "accepted_samples",
+    "add_planning_args",
     "add_policy_loss_args",
     "filter_overlong",
     "get_pg_loss_reducer",
@@ -38,10 +50,12 @@ __all__ = [
     "log_probs_and_entropy",
     "pack",
     "padded_totals",
+    "plan_step",
     "policy_loss_from_log_probs",
     "policy_loss_function",
     "reduce_metrics",
     "reduce_padded",
     "step_totals",
+    "validate_planning_args",
     "validate_policy_loss_args",
 ]

@@ -21,9 +21,12 @@ from megatron_pg import Sample
 from megatron_pg.planning import CollectorState
 from megatron_pg.rollout_files import RewardedSample, RolloutPosition
 
+from .errors import agreed
 from .model import Policy
+from .model_checkpoint import load_model, save_model
 from .training_step import SampleStream
 
+RUN, MODEL = "run.pt", "model"
 STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
 """What torch.load may build of a checkpoint beside tensors and plain values."""
 
@@ -65,66 +68,51 @@ class Checkpoints:
         """Write a checkpoint, and remove all but the last few; every rank must call it.
 
         Raises:
-            OSError: it cannot be written; the checkpoints that are there stay.
+            RunError: a rank cannot write its part; on all ranks. The checkpoints that are there stay.
         """
         final = self.directory / f"step_{progress.warm_start_step:06d}_{progress.step:06d}"
         partial = self.directory / f"partial_{final.name}"
         if final.exists():
             return
-        if dist.get_rank() == 0:
-            self._remove_partial()
-            partial.mkdir(parents=True)
-        dist.barrier()
-        if dist.get_rank(policy.groups.data_with_context) == 0:
-            state = {
-                "identity": self.identity,
-                "world_size": dist.get_world_size(),
-                "progress": asdict(progress),
-                "model": policy.model.state_dict(),
-                "optimizer": policy.optimizer.state_dict(),
-                "scheduler": policy.scheduler.state_dict(),
-                "stream": stream.shared_state(),
-            }
-            _write(state, partial / _shard_name(policy))
-        rank_state = {"random": _random_state(policy.device), "stream": stream.rank_state()}
-        _write(rank_state, partial / _rank_name(dist.get_rank()))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            _flush_folder(partial)
-            partial.rename(final)
-            _flush_folder(self.directory)
-            for old in sorted(self.directory.glob("step_*"))[: -self._num_kept]:
-                shutil.rmtree(old)
-        dist.barrier()
+        with agreed(f"{partial} cannot be written"):
+            if dist.get_rank() == 0:
+                self._remove_partial()
+                (partial / MODEL).mkdir(parents=True)
+                run = {"identity": self.identity, "world_size": dist.get_world_size()}
+                _write({**run, "progress": asdict(progress)}, partial / RUN)
+        with agreed(f"{partial} cannot be written"):
+            rank_state = {"random": _random_state(policy.device), "stream": stream.rank_state()}
+            _write(rank_state, partial / _rank_name(dist.get_rank()))
+        with agreed(f"{partial} cannot be written"):
+            save_model(partial / MODEL, policy, stream.reference)
+        with agreed(f"{partial} cannot be completed"):
+            if dist.get_rank() == 0:
+                _flush_all(partial)
+                partial.rename(final)
+                _flush(self.directory)
+                for old in sorted(self.directory.glob("step_*"))[: -self._num_kept]:
+                    shutil.rmtree(old)
 
-    def read(self, path: Path, policy: Policy) -> tuple[Progress, dict[str, Any]]:
-        """This rank's state and where the run was; it is put in place by `restore`.
+    def read(self, path: Path) -> Progress:
+        """Where the run was; its state is put in place by `restore`.
 
         Raises:
             ValueError: the checkpoint is of a run with other settings.
         """
-        state = _read(path / _shard_name(policy), policy.device)
+        state = _read(path / RUN)
         for name, value in self.identity.items():
             if state["identity"].get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state['identity'].get(name)!r} and this run has {value!r}: a resumed "
                     "run repeats what the first would have done, so give the same, or start anew without --resume"
                 )
-        return Progress(**state["progress"]), state
+        return Progress(**state["progress"])
 
-    def restore(
-        self, path: Path, state: dict[str, Any], policy: Policy, stream: SampleStream
-    ) -> None:
+    def restore(self, path: Path, policy: Policy, stream: SampleStream) -> None:
         """Put the models, the optimizer, the scheduler, the stream and the random state in place."""
-        policy.model.load_state_dict(state["model"])
-        policy.optimizer.load_state_dict(state["optimizer"])
-        policy.optimizer.reload_model_params()
-        policy.scheduler.load_state_dict(state["scheduler"])
-        ranks = [
-            _read(path / _rank_name(rank), torch.device("cpu"))
-            for rank in range(state["world_size"])
-        ]
-        stream.restore(state["stream"], [rank["stream"] for rank in ranks])
+        load_model(path / MODEL, policy, stream.reference)
+        ranks = [_read(path / _rank_name(rank)) for rank in range(_read(path / RUN)["world_size"])]
+        stream.restore([rank["stream"] for rank in ranks])
         if len(ranks) == dist.get_world_size():
             _set_random_state(ranks[dist.get_rank()]["random"], policy.device)
 
@@ -150,10 +138,6 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
         get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _shard_name(policy: Policy) -> str:
-    return f"model_tensor_parallel_{policy.groups.tensor_rank}.pt"
-
-
 def _rank_name(rank: int) -> str:
     return f"rank_{rank}.pt"
 
@@ -165,12 +149,22 @@ def _write(state: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path, device: torch.device) -> Any:
+def _read(path: Path) -> Any:
     with torch.serialization.safe_globals(list(STORED_TYPES)):
-        return torch.load(path, map_location=device)
+        return torch.load(path, map_location="cpu")
 
 
-def _flush_folder(path: Path) -> None:
+def _flush_all(folder: Path) -> None:
+    """Everything in the folder, then the folder: Megatron's writer flushes its tensors alone."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            _flush_all(path)
+        else:
+            _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

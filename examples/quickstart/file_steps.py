@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.planning import PlanningConfig, StepCollector, StepSamples
+from megatron_pg.planning.exchange import compute_and_gather
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 
 from .model import Policy
@@ -76,18 +77,25 @@ class FileSteps:
                 return
             yield TrainingStep(self._samples(collected), self._metrics(collected))
 
-    def shared_state(self) -> dict[str, Any]:
-        return {}
+    @property
+    def reference(self) -> None:
+        """The files have the log-probs of a reference policy."""
 
     def rank_state(self) -> dict[str, Any]:
         """Where the files have been read to, and the samples that are carried over."""
         return {
             "data_parallel_rank": self._groups.data_rank,
-            "is_first_copy": self._groups.tensor_rank == self._groups.context_rank == 0,
+            "is_first_copy": self._is_first_copy,
             "collector": self._collector.state(),
         }
 
-    def restore(self, shared: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
+    @property
+    def _is_first_copy(self) -> bool:
+        """Of the ranks that hold the same samples."""
+        groups = self._groups
+        return groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0
+
+    def restore(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Go on where the files were left, at any number of data- and context-parallel ranks."""
         states = {
             rank["data_parallel_rank"]: rank["collector"] for rank in ranks if rank["is_first_copy"]
@@ -96,8 +104,9 @@ class FileSteps:
 
     def _samples(self, collected: StepSamples) -> list[Sample]:
         """The samples, those without advantages in the file with advantages from the rewards of the step."""
-        for sample in collected.samples:
-            self._check(sample)
+        compute_and_gather(
+            lambda: [self._check(sample) for sample in collected.samples], len, self._groups.data
+        )
         rewarded = [sample for sample in collected.samples if _needs_advantages(sample)]
         replaced, _ = with_group_advantages(rewarded, data_parallel_group=self._groups.data)
         remaining = iter(replaced)

@@ -13,7 +13,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.process_groups import ParallelGroups
 
 from .generation import Sampler
-from .model import Policy, build_model
+from .model import Policy, build_chunks
 from .rollouts import RolloutWorker, rollout_means, to_samples
 from .tasks import TaskSet
 from .tokenizer import CharacterTokenizer
@@ -56,7 +56,8 @@ class GeneratedSteps:
         """Generate with this policy."""
         reference = None
         if self._config.kl_loss_coef > 0:
-            reference = self._sampler(build_model(self._args, self._device, self.vocabulary_size))
+            (model,) = build_chunks(self._args, self._device, self.vocabulary_size)
+            reference = self._sampler(model)
         self._policy = policy
         self._worker = RolloutWorker(
             self._tasks, self._tokenizer, self._sampler(policy.model), reference, self._groups
@@ -70,6 +71,7 @@ class GeneratedSteps:
             self._tokenizer,
             batch_size=args.warm_start_batch_size,
             corruption=args.warm_start_corruption,
+            stutter=args.warm_start_stutter,
             seed=args.seed,
             start=first_step,
         )
@@ -104,17 +106,17 @@ class GeneratedSteps:
                     may_stop=start + size >= len(rollouts),
                 )
 
-    def shared_state(self) -> dict[str, Any]:
+    @property
+    def reference(self) -> Any | None:
+        """The model of the KL term."""
         reference = self._worker.reference
-        return {"reference": None if reference is None else reference.model.state_dict()}
+        return None if reference is None else reference.model
 
     def rank_state(self) -> dict[str, Any]:
         return {"sampler": self._worker.sampler.generator.get_state()}
 
-    def restore(self, shared: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
+    def restore(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Go on with the random state of every rank, of which there must be as many."""
-        if self._worker.reference is not None:
-            self._worker.reference.model.load_state_dict(shared["reference"])
         self._worker.sampler.generator.set_state(ranks[dist.get_rank()]["sampler"])
 
     def _sampler(self, model: Any) -> Sampler:

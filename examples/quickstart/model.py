@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel, DDP, optimizer and scheduler, from the arguments."""
+"""The policy: Megatron's DDP, optimizer and scheduler around the model, from the arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -26,15 +25,17 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
-from megatron_pg.megatron.layer_spec import torch_block_spec
 from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.megatron.versions import has_megatron_training
+
+from .transformer import build_chunk, num_chunks, transformer_config
 
 
 def start_megatron(args: argparse.Namespace) -> tuple[ParallelGroups, torch.device]:
     """Process groups and random state of this rank; every rank must call it."""
     # One line for each parameter and setting would bury the progress.
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    # It warns that GPTModel will get no new features.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if args.device == "cpu":
         enable_cpu_runtime()
         device = torch.device("cpu")
@@ -47,11 +48,17 @@ def start_megatron(args: argparse.Namespace) -> tuple[ParallelGroups, torch.devi
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
-    torch.manual_seed(args.seed)
-    model_parallel_cuda_manual_seed(args.seed)
-    return ParallelGroups.from_parallel_state(), device
+    groups = ParallelGroups.from_parallel_state()
+    # As Megatron does: stages hold different layers, which are not to begin alike.
+    seed = args.seed + 100 * groups.pipeline_rank
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return groups, device
 
 
 @dataclass
@@ -59,17 +66,45 @@ class Policy:
     """The model and what updates it.
 
     Attributes:
-        model: DDP around GPTModel.
+        chunks: DDP around this rank's chunks of the GPTModel, more than one in a virtual pipeline.
         vocabulary_size: without the columns that pad it.
         optimizer, scheduler: set by `start_optimizer`.
     """
 
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     vocabulary_size: int
     groups: ParallelGroups
     device: torch.device
     optimizer: Any = None
     scheduler: Any = None
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The whole model, where no pipeline cuts it."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
+    def config(self) -> TransformerConfig:
+        return self.chunks[0].config
+
+    @property
+    def pad_to_multiple(self) -> int:
+        """Of a packed micro-batch: sequence parallelism splits it once more."""
+        if not self.config.sequence_parallel:
+            return 1
+        return self.groups.tensor_size * self.groups.context_size
+
+    @property
+    def microbatch_group_size(self) -> int:
+        """An interleaved pipeline runs micro-batches in groups of this size."""
+        is_interleaved = len(self.chunks) > 1
+        return self.config.microbatch_group_size_per_vp_stage if is_interleaved else 1
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of this rank's chunks."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
 
     def start_optimizer(
         self,
@@ -80,20 +115,10 @@ class Policy:
         warmup_steps: int,
         decay_style: str,
     ) -> None:
-        """A new Adam at `lr` and a scheduler over `num_steps`."""
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=lr,
-            min_lr=args.min_lr,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            params_dtype=args.params_dtype,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
+        """A new optimizer at `lr`, as the arguments have it, and a scheduler over `num_steps`."""
+        settings = _settings(OptimizerConfig, args) | {"lr": lr}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**settings), self.chunks)
+        self.config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -109,70 +134,58 @@ class Policy:
         )
 
     def zero_grad(self) -> None:
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def update(self) -> float:
         """Clip, take the optimizer's and the scheduler's step; the gradient's norm before clipping."""
-        if self.device.type == "cuda":
-            _, norm, _ = self.optimizer.step()
-        else:
-            norm = self._clipped_step()
+        _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return float(norm)
-
-    def _clipped_step(self) -> float:
-        """`optimizer.step` with its clipping, which in Megatron accepts CUDA gradients only."""
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        scale = self.optimizer.config.clip_grad / (norm + 1e-6)
-        if 0.0 < scale < 1.0:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad.mul_(scale)
-        self.optimizer.step_with_ready_grads()
-        return norm
 
 
 def build_policy(
     args: argparse.Namespace, groups: ParallelGroups, device: torch.device, vocabulary_size: int
 ) -> Policy:
     """A freshly initialised policy, the same on every rank of a data- and context-parallel group."""
-    module = build_model(args, device, vocabulary_size)
-    model = DistributedDataParallel(
-        module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
-    )
-    model.broadcast_params()
-    model.config.finalize_model_grads_func = finalize_model_grads
-    return Policy(model, vocabulary_size, groups, device)
+    modules = build_chunks(args, device, vocabulary_size)
+    settings = _settings(DistributedDataParallelConfig, args) | {
+        "grad_reduce_in_fp32": True,
+        "average_in_collective": getattr(args, "ddp_average_in_collective", False),
+    }
+    chunks = [
+        DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(**settings),
+            module,
+            disable_bucketing=number > 0,
+        )
+        for number, module in enumerate(modules)
+    ]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.get("overlap_grad_reduce"):
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return Policy(chunks, vocabulary_size, groups, device)
 
 
-def build_model(args: argparse.Namespace, device: torch.device, vocabulary_size: int) -> Any:
-    """A GPTModel on `device`, in the precision of the arguments."""
-    config = _transformer_config(args)
-    tensor_parallel_size = args.tensor_model_parallel_size
-    model: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=_layer_spec(args, config),
-        vocab_size=-(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size,
-        max_sequence_length=args.max_position_embeddings,
-        position_embedding_type=args.position_embedding_type,
-    ).to(device)
-    return Float16Module(config, model) if config.bf16 else model
+def build_chunks(
+    args: argparse.Namespace, device: torch.device, vocabulary_size: int
+) -> list[torch.nn.Module]:
+    """This rank's chunks of a GPTModel on `device`, in the precision of the arguments."""
+    config = transformer_config(args)
+    chunks: list[torch.nn.Module] = [
+        build_chunk(args, config, vocabulary_size, number).to(device)
+        for number in range(num_chunks(args))
+    ]
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
 
 
-def _transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    if has_megatron_training():
-        from megatron.training.arguments import core_transformer_config_from_args
-
-        return core_transformer_config_from_args(args)
-    fields = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
-    return TransformerConfig(
-        **{name: value for name, value in vars(args).items() if name in fields}
-    )
-
-
-def _layer_spec(args: argparse.Namespace, config: TransformerConfig) -> Any:
-    if args.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec()
-    return torch_block_spec(config)
+def _settings(config_type: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Megatron config that the arguments name, as Megatron's own training script reads them."""
+    names = {field.name for field in dataclasses.fields(config_type) if field.init}
+    return {name: value for name, value in vars(args).items() if name in names}

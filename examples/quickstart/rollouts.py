@@ -89,7 +89,8 @@ class RolloutWorker:
     def score_held_out(self) -> float:
         """Share of the held-out tasks answered rightly, one sampled answer each. Every rank must call it."""
         rollouts = self.collect(self.task_set.held_out, samples_per_prompt=1)
-        return rollout_means(rollouts, self.groups, self.sampler.device)["reward"]
+        reward = rollout_means(rollouts, self.groups, self.sampler.device)["reward"]
+        return float(reward or 0.0)
 
     def _reward(self, task: Task, response: Response) -> float:
         answer = self.tokenizer.decode_answer(response.tokens)
@@ -127,16 +128,26 @@ def _to_sample(rollout: Rollout, advantage: float, name: str) -> Sample:
 
 def rollout_means(
     rollouts: Sequence[Rollout], groups: ParallelGroups, device: torch.device
-) -> dict[str, float]:
-    """Mean reward and response length over all data-parallel ranks, every one of which must call it."""
-    lengths = [len(rollout.response.tokens) for rollout in rollouts]
-    rewards = [rollout.reward for rollout in rollouts]
-    sums = torch.tensor(
-        [sum(rewards), sum(lengths), len(rollouts)], dtype=torch.float64, device=device
-    )
+) -> dict[str, float | None]:
+    """Mean reward and response length over all data-parallel ranks, every one of which must call it.
+
+    Returns:
+        `reward`, `response_length`, and that of the right and of the wrong answers, None where there are none.
+    """
+    counts = [[0, 0], [0, 0]]  # answers and their tokens: wrong ones, right ones
+    for rollout in rollouts:
+        kind = counts[int(rollout.reward)]
+        kind[0] += 1
+        kind[1] += len(rollout.response.tokens)
+    sums = torch.tensor(counts, device=device)
     dist.all_reduce(sums, group=groups.data)
-    reward, length, count = sums.tolist()
-    return {"reward": reward / count, "response_length": length / count}
+    (wrong, wrong_tokens), (right, right_tokens) = sums.tolist()
+    return {
+        "reward": right / (right + wrong),
+        "response_length": (right_tokens + wrong_tokens) / (right + wrong),
+        "response_length_right": right_tokens / right if right else None,
+        "response_length_wrong": wrong_tokens / wrong if wrong else None,
+    }
 
 
 def _part(items: range, index: int, number: int) -> range:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import time
 from collections.abc import Iterator
@@ -16,46 +15,15 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.versions import megatron_core_version
 
 from .checkpoint import Checkpoints, Progress
+from .errors import agreed, mendable
 from .file_steps import FileSteps
 from .generated_steps import GeneratedSteps
+from .identity import identity_of
 from .model import build_policy, start_megatron
 from .report import draw_report
 from .run_directory import RunDirectory, StopSignal, die_with_launcher
 from .run_log import RunLog, summarise
 from .training_step import TrainingStep
-
-REPEATED = (
-    "tensor_model_parallel_size",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "bf16",
-    "seed",
-    "lr",
-    "train_iters",
-)
-"""Arguments that decide what any run computes; a resumed run must share them."""
-
-REPEATED_ONLINE = (
-    "world_size",  # every rank samples with a random state of its own
-    "context_parallel_size",
-    "global_batch_size",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "num_training_tasks",
-    "num_held_out_tasks",
-    "warm_start_iters",
-    "warm_start_lr",
-    "warm_start_batch_size",
-    "warm_start_corruption",
-)
-REPEATED_FROM_FILES = (
-    "vocab_size",
-    "docs_per_step",
-    "docs_per_step_mode",
-    "keep_prompt_groups",
-    "on_bad_row",
-)
 
 
 class Run:
@@ -79,8 +47,10 @@ class Run:
         self.policy = build_policy(args, self.groups, self.device, self._stream.vocabulary_size)
         self._stream.attach(self.policy)
         self._is_main = dist.get_rank() == 0
-        self._directory = RunDirectory(args.run_dir, args.resume) if self._is_main else None
-        dist.barrier()
+        self._directory: RunDirectory | None = None
+        with agreed("--run-dir"):
+            if self._is_main:
+                self._directory = RunDirectory(args.run_dir, args.resume)
         self._warned = False
         self.progress = Progress()
         self._checkpoints = self._open_checkpoints()
@@ -107,7 +77,12 @@ class Run:
         """The steps of reinforcement learning that remain."""
         if self._log:
             self._log.start_bar(self._stream.title, self.args.train_iters, self.progress.step)
-        for step in self._stream.steps(self.progress.step):
+        steps = self._stream.steps(self.progress.step)
+        while True:
+            with mendable():
+                step = next(steps, None)
+            if step is None:
+                break
             yield step
             if step.may_stop:
                 round_ = range(self._stream.steps_per_round)
@@ -219,11 +194,10 @@ class Run:
 
     def _open_checkpoints(self) -> Checkpoints:
         """The checkpoints, after the last whole one is put in place where one is to be resumed from."""
-        own = REPEATED_FROM_FILES if self.args.rollout_files else REPEATED_ONLINE
-        identity = {name: getattr(self.args, name) for name in REPEATED + own}
-        identity |= dataclasses.asdict(self.config)
         checkpoints = Checkpoints(
-            self.args.run_dir / "checkpoints", identity, self.args.keep_last_checkpoints
+            self.args.run_dir / "checkpoints",
+            identity_of(self.args, self.config),
+            self.args.keep_last_checkpoints,
         )
         latest = checkpoints.latest() if self.args.resume else None
         if latest is None:
@@ -231,9 +205,9 @@ class Run:
             if self.args.resume and self._is_main:
                 print(f"no checkpoint in {self.args.run_dir} yet: starting from the beginning")
             return checkpoints
-        self.progress, state = checkpoints.read(latest, self.policy)
+        self.progress = checkpoints.read(latest)
         self._start_optimizer()
-        checkpoints.restore(latest, state, self.policy, self._stream)
+        checkpoints.restore(latest, self.policy, self._stream)
         if self._is_main:
             print(f"resuming from {latest}")
         return checkpoints

@@ -12,11 +12,9 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from .errors import RunError
+
 LOCK, LOG = "lock", "warm_start.jsonl"
-
-
-class RunDirectoryError(RuntimeError):
-    """The folder cannot be used for a run."""
 
 
 class RunDirectory:
@@ -29,7 +27,7 @@ class RunDirectory:
         resume: go on with the run that is in it.
 
     Raises:
-        RunDirectoryError: another process is writing to it, or it holds something that is no run.
+        RunError: another process is writing to it, or it holds something that is no run.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
@@ -37,7 +35,7 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         contents = {child.name for child in path.iterdir()} - {LOCK}
         if contents and LOG not in contents:
-            raise RunDirectoryError(f"{path} is not empty and holds no run: give another --run-dir")
+            raise RunError(f"{path} is not empty and holds no run: give another --run-dir")
         self._lock = _locked(path)
         if contents and not resume:
             number = 1
@@ -56,7 +54,7 @@ def _locked(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise RunDirectoryError(
+        raise RunError(
             f"another run is writing to {path}: stop it, or give another --run-dir"
         ) from error
     return file

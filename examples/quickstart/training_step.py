@@ -41,16 +41,16 @@ class SampleStream(Protocol):
     def steps(self, first_step: int) -> Iterator[TrainingStep]:
         """The steps that remain, `first_step` of them done."""
 
-    def shared_state(self) -> dict[str, Any]:
-        """For the checkpoint: what is the same on all data- and context-parallel ranks."""
+    @property
+    def reference(self) -> Any | None:
+        """The reference model, for the checkpoint."""
 
     def rank_state(self) -> dict[str, Any]:
         """For the checkpoint: this rank's own."""
 
-    def restore(self, shared: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
+    def restore(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Go on from a checkpoint.
 
         Args:
-            shared: `shared_state`.
             ranks: `rank_state` of every rank of the run that wrote it.
         """

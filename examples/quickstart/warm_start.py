@@ -22,6 +22,7 @@ def warm_start_batches(
     *,
     batch_size: int,
     corruption: float,
+    stutter: float,
     seed: int,
     start: int,
 ) -> Iterator[list[Sample]]:
@@ -30,14 +31,19 @@ def warm_start_batches(
     Args:
         corruption: share of the answers in which two letters are exchanged. A model that imitates them has the
             skill and uses it unreliably, which leaves reinforcement learning something to do.
+        stutter: share of the answers in which a letter is repeated. Those are longer, so that aggregations that weigh
+            long answers differently have something to differ on.
     """
     for number, tasks in enumerate(task_set.training_batches(batch_size, seed, start), start):
         generator = random.Random(f"warm start {seed}-{number}")
         samples = []
         for index, task in enumerate(tasks):
             answer = task.answer
-            if generator.random() < corruption:
+            draw = generator.random()
+            if draw < corruption:
                 answer = exchange_two_letters(answer, generator)
+            elif draw < corruption + stutter:
+                answer = repeat_a_letter(answer, generator)
             prompt, response = (
                 tokenizer.encode_prompt(task.question),
                 tokenizer.encode_answer(answer),
@@ -53,6 +59,12 @@ def warm_start_batches(
                 )
             )
         yield samples
+
+
+def repeat_a_letter(text: str, generator: random.Random) -> str:
+    """`text` with one character 1 to 6 times more."""
+    position = generator.randrange(len(text))
+    return text[:position] + text[position] * generator.randint(1, 6) + text[position:]
 
 
 def exchange_two_letters(text: str, generator: random.Random) -> str:

@@ -79,7 +79,10 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
     )
     sources = (source.lengths, source.log_normal, source.rollout_files)
     if sum(given is not None for given in sources) != 1:
-        raise ValueError("give one of --lengths, --log-normal and --rollout-files")
+        raise ValueError(
+            "expected one source of lengths: give one of --lengths, --log-normal and --rollout-files, such as "
+            "--lengths 200,4000,12000"
+        )
     return ExplainOptions(
         config=PolicyLossConfig.from_args(args),
         source=source,
@@ -96,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser: the lengths, the parallelism, the output, and the flags of the policy loss."""
     parser = argparse.ArgumentParser(
         prog="megatron-pg explain",
+        usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",
         description="Which objective am I really optimizing? The weight of a token under each aggregation.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

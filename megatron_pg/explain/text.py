@@ -168,17 +168,21 @@ def plain(table: TextTable) -> str:
 def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> bool:
     """Prints with rich; False where it is not installed."""
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         return False
     console = Console()
     for table in tables:
-        drawn = Table(title=table.title, title_justify="left")
+        # 80 columns are enough: no frame, and a cell's second half goes below its first one.
+        drawn = Table(
+            title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+        )
         for index, column in enumerate(table.columns):
-            drawn.add_column(column, justify="left" if index == 0 else "right")
+            drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in table.rows:
-            drawn.add_row(*row)
+            drawn.add_row(*(cell.replace(" -> ", "\n") for cell in row))
         console.print(drawn)
     for note in notes:
         style = "yellow" if note.startswith("warning") else None

@@ -95,6 +95,21 @@ def _itself() -> Callable[..., torch.Tensor]:
     return itself
 
 
+def _named_as_on_cuda() -> Callable[..., Any]:
+    """`Tensor.type` that gives a CPU tensor's type the name of the same on CUDA."""
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(tensor, *args, **kwargs)
+        if not isinstance(found, str):  # a tensor, where it was given a type to convert to
+            return found
+        # The name may come back from here already: torch calls methods by way of a mode that is active.
+        return "torch.cuda." + found.removeprefix("torch.").removeprefix("cuda.")
+
+    return named_as_on_cuda
+
+
 _enabled = False
 
 
@@ -124,12 +139,19 @@ def enable_cpu_runtime() -> None:
     torch.Tensor.cuda = _itself()  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _itself()  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign, assignment]
+    # Its optimizers take parameters, and its clipping gradients, of types with these names alone
+    # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
+    torch.Tensor.type = _named_as_on_cuda()  # type: ignore[method-assign]
     # Megatron compiles small functions for fusion; on CPU that costs a C++ build for each of them.
     torch.compiler.set_stance("force_eager")
     _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
     _enabled = True
     _use_stateless_random_tracker()
     _name_the_absent_gemm()
+
+
+def _no_state() -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
 
 
 def _redirect_cuda_module() -> None:
@@ -154,7 +176,7 @@ def _redirect_cuda_module() -> None:
     # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
     for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
         setattr(cuda, name, _nothing())
-    cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+    cuda.get_rng_state = lambda device=None: _no_state()
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _nothing())
     cuda.nvtx.range = _null_range()
@@ -188,10 +210,15 @@ def _as_list(sizes: Any) -> Any:
 
 
 def _use_stateless_random_tracker() -> None:
-    """Megatron's tracker of CUDA random states, without states (tensor_parallel/random.py)."""
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    """Megatron's tracker of CUDA random states, without states (tensor_parallel/random.py).
 
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    Recomputation of activations gets and sets the state of the device beside it.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    random._get_cuda_rng_state = lambda *args, **kwargs: _no_state()
+    random._set_cuda_rng_state = _nothing()
 
 
 def _name_the_absent_gemm() -> None:

@@ -50,5 +50,8 @@ def torch_block_spec(
         changed = use_packed_core_attention(layer)
         changed.submodules.input_layernorm = TorchNorm
         changed.submodules.pre_mlp_layernorm = TorchNorm
+        if config.qk_layernorm:
+            attention = changed.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = TorchNorm
         layers.append(changed)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)

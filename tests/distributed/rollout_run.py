@@ -1,4 +1,4 @@
-"""Runs of the training script from a small rollout file, and what they leave."""
+"""Short runs of the training script, from a small rollout file or online, and what they leave."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ import torch
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 60.0
 VOCABULARY = 32
-FLAGS = (
+MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
     "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --seed 1 --lr 1e-2 "
+)
+FLAGS = MODEL + (
     f"--vocab-size {VOCABULARY} --max-tokens-per-microbatch 64 --loss-aggregation prompt_mean "
-    "--docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip"
+    "--docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
+)
+ONLINE = MODEL + (
+    "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --context-parallel-size 2 "
+    # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
+    "--max-tokens-per-microbatch 128 --loss-aggregation prompt_mean --entropy-coef 0.01 "
 )
 
 WHOLE_GROUPS = "--keep-prompt-groups "
@@ -53,7 +61,7 @@ def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, A
 
 
 def start(
-    rollouts: Path,
+    rollouts: Path | None,
     run_dir: Path,
     flags: str,
     world_size: int = 2,
@@ -64,7 +72,8 @@ def start(
     They are forked from a process that has imported everything, so that a start costs about a second.
 
     Args:
-        flags: after FLAGS, so that a later one wins.
+        rollouts: None runs online.
+        flags: after FLAGS or ONLINE, so that a later one wins.
         prepare: called with the rank, in its process, before the script.
     """
     context = multiprocessing.get_context("forkserver")
@@ -72,7 +81,8 @@ def start(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [*FLAGS.split(), "--rollout-files", str(rollouts), "--run-dir", str(run_dir)]
+    source = ONLINE if rollouts is None else f"{FLAGS} --rollout-files {rollouts}"
+    arguments = [*source.split(), "--run-dir", str(run_dir), *flags.split()]
     environment = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -82,7 +92,7 @@ def start(
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        task = (own, [*arguments, *flags.split()], output_of(run_dir), prepare)
+        task = (own, arguments, output_of(run_dir), prepare)
         ranks.append(context.Process(target=_run_rank, args=task))
         ranks[-1].start()
     return ranks
@@ -125,8 +135,23 @@ def wait(ranks: list[BaseProcess]) -> list[int]:
     return [rank.exitcode or 0 for rank in ranks]
 
 
+def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
+    """Returns once that many steps are logged.
+
+    Raises:
+        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
+    """
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
+        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
+            said = output_of(run_dir).read_text()
+            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
+        time.sleep(0.005)
+
+
 def run(
-    rollouts: Path,
+    rollouts: Path | None,
     run_dir: Path,
     flags: str,
     world_size: int = 2,
@@ -137,6 +162,16 @@ def run(
     output = output_of(run_dir).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output
+
+
+def copy_after_step(step: int, run_dir: Path, copy: Path) -> Path:
+    """A run that has taken `step` of another run's steps, and left a checkpoint after it."""
+    (copy / "checkpoints").mkdir(parents=True)
+    name = f"checkpoints/step_000000_{step:06d}"
+    (copy / name).symlink_to(run_dir / name)
+    for log in ("metrics.jsonl", "warm_start.jsonl"):
+        (copy / log).write_bytes((run_dir / log).read_bytes())
+    return copy
 
 
 def output_of(run_dir: Path) -> Path:

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from quickstart.arguments import parse_arguments  # noqa: E402
-from quickstart.run_directory import RunDirectory, RunDirectoryError  # noqa: E402
+from quickstart.errors import RunError  # noqa: E402
+from quickstart.run_directory import RunDirectory  # noqa: E402
 
 from tests.distributed.launch import run_ranks  # noqa: E402
 
@@ -96,6 +97,8 @@ def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     assert [step["step"] for step in steps] == list(range(1, 13))
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    assert set(steps[0]) <= documented
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert summary["steps"] == 12
     assert summary["loss_aggregation"] == "prompt_mean"
@@ -144,7 +147,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         file.write('{"step": 99, "rew')  # as if killed in the middle of a line
     newest = max((run_dir / "checkpoints").glob("step_*"))
     shutil.copytree(newest, newest.with_name("partial_step_000004_000099"))
-    (newest.with_name("partial_step_000004_000099") / "model_tensor_parallel_0.pt").unlink()
+    (newest.with_name("partial_step_000004_000099") / "model" / "metadata.json").unlink()
 
     output = finish(start(project, run_dir, "--resume"))
     assert f"resuming from {newest}" in output
@@ -162,6 +165,34 @@ def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: 
     assert process.returncode != 0
     assert "was made with loss_aggregation 'prompt_mean' and this run has 'token_mean'" in output
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
+    for means in run_ranks(means_of_answers, 2):
+        assert means == {
+            "reward": 0.25,
+            "response_length": (2 + 4 + 6 + 9) / 4,
+            "response_length_right": 4,
+            "response_length_wrong": (2 + 6 + 9) / 3,
+            "all wrong": None,
+        }
+
+
+def means_of_answers() -> dict[str, Any]:
+    """Two answers on each of two data-parallel ranks; then only the wrong ones."""
+    from quickstart.generation import Response
+    from quickstart.model import start_megatron
+    from quickstart.rollouts import Rollout, rollout_means
+
+    groups, device = start_megatron(parse_for_two_ranks(""))
+    answers = [[(2, 0.0), (4, 1.0)], [(6, 0.0), (9, 0.0)]][groups.data_rank]
+    rollouts = [
+        Rollout(0, [1], Response([5] * length, [-1.0] * length), reward, None)
+        for length, reward in answers
+    ]
+    means = rollout_means(rollouts, groups, device)
+    wrong = rollout_means([each for each in rollouts if not each.reward], groups, device)
+    return {**means, "all wrong": wrong["response_length_right"]}
 
 
 REQUIRED = (
@@ -227,8 +258,10 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--global-batch-size 10", "--global-batch-size 10"),
         ("--global-batch-size 32 --n-samples-per-prompt 64", "--n-samples-per-prompt 64"),
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
+        ("--train-iters 2", "--lr-warmup-iters 2 is not below --train-iters 2"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
         ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
+        ("--warm-start-stutter 0.6", "--warm-start-corruption 0.5 and --warm-start-stutter 0.6"),
         ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--keep-last-checkpoints 0", "--keep-last-checkpoints is 0"),
@@ -245,7 +278,7 @@ def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
 def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = RunDirectory(folder, resume=False)
-    with pytest.raises(RunDirectoryError, match="another run is writing"):
+    with pytest.raises(RunError, match="another run is writing"):
         RunDirectory(folder, resume=True)
     (folder / "warm_start.jsonl").write_text("earlier")
     del first
@@ -257,7 +290,7 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) ->
     assert (tmp_path / "run.1" / "warm_start.jsonl").read_text() == "earlier"
     del third
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="holds no run"):
+    with pytest.raises(RunError, match="holds no run"):
         RunDirectory(tmp_path, resume=False)
 
 

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from .rollout_run import WHOLE_GROUPS, output_of, run, start, steps_of, wait, write_rollouts
+from .rollout_run import (
+    TIMEOUT_SECONDS,
+    WHOLE_GROUPS,
+    copy_after_step,
+    output_of,
+    run,
+    start,
+    steps_of,
+    wait,
+    wait_for_steps,
+    write_rollouts,
+)
 
 pytest.importorskip("pyarrow")
 
@@ -32,13 +43,7 @@ def uninterrupted(rollouts: Path) -> Path:
 @pytest.fixture
 def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     """The run as it was when its third step was done."""
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    name = "checkpoints/step_000000_000003"
-    (run_dir / name).symlink_to(uninterrupted / name)
-    for log in ("metrics.jsonl", "warm_start.jsonl"):
-        (run_dir / log).write_bytes((uninterrupted / log).read_bytes())
-    return run_dir
+    return copy_after_step(3, uninterrupted, tmp_path / "run")
 
 
 def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
@@ -113,20 +118,102 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     assert kept == [f"step_000000_{len(steps):06d}"]
 
 
+def test_parquet_gives_the_steps_of_json_lines(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    parquet = tmp_path / "rollouts.parquet"
+    # Row groups smaller than a step.
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet, row_group_size=7)
+    run(parquet, tmp_path / "run", STEPS)
+    assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+
+
+def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:
+    """The rollout engine's log-probs are far off in half of the answers, and those are rejected."""
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    for index, row in enumerate(rows):
+        shift = 2.0 * (index % 2)
+        row["rollout_log_probs"] = [value - shift for value in row["log_probs"]]
+    far = tmp_path / "far.jsonl"
+    far.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--train-iters 1 --loss-aggregation token_mean --use-geometric-rejection "
+    first = {}
+    for denominator in ("original", "accepted"):
+        own = f"{WHOLE_GROUPS}{flags}--rejection-denominator {denominator}"
+        run(far, tmp_path / denominator, own)
+        (first[denominator],) = steps_of(tmp_path / denominator)
+        assert first[denominator]["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
+    # The same tokens are kept; only T, what their sum is divided by, differs.
+    original, accepted = first["original"], first["accepted"]
+    ratio = original["num_tokens"] / accepted["num_tokens"]
+    assert ratio > 1.3
+    for name in ("pg_loss", "grad_norm"):
+        assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "is cut by the end of a step"),
-        ("--loss-aggregation sample_mean", "give --keep-prompt-groups"),
-        (
-            WHOLE_GROUPS + "--seq-length 4 --max-position-embeddings 4",
-            "more than --max-position-embeddings",
-        ),
+        ("--on-bad-row error", "token id of at least 0 and below"),
+        ("--docs-per-step 9", "is cut by the end of a step"),
+        ("--docs-per-step 9 --loss-aggregation sample_mean", "give --keep-prompt-groups"),
+        (WHOLE_GROUPS + "--max-position-embeddings 12", "more than --max-position-embeddings"),
+        (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],
 )
-def test_what_a_step_cannot_hold_is_refused(
+def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
     rollouts: Path, tmp_path: Path, flags: str, message: str
 ) -> None:
     run_dir = tmp_path / "run"
-    assert any(wait(start(rollouts, run_dir, "--train-iters 6 --docs-per-step 9 " + flags)))
-    assert message in output_of(run_dir).read_text()
+    ranks = start(rollouts, run_dir, "--train-iters 9 --seq-length 12 " + flags)
+    for rank in ranks:  # nobody ends the others: each has to end by itself
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    output = output_of(run_dir).read_text()
+    assert [line for line in output.splitlines() if message in line and line.startswith("error: ")]
+    assert "Traceback" not in output
+
+
+def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
+    first = start(rollouts, tmp_path / "run", STEPS + " --train-iters 1000")
+    try:
+        wait_for_steps(first, tmp_path / "run", 1)
+        metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+        second = start(rollouts, tmp_path / "run", STEPS)
+        for rank in second:
+            rank.join(TIMEOUT_SECONDS)
+        assert [rank.exitcode for rank in second] == [1, 1]
+        assert "another run is writing" in output_of(tmp_path / "run").read_text()
+        assert all(rank.is_alive() for rank in first)
+        assert (tmp_path / "run/metrics.jsonl").read_bytes().startswith(metrics)
+    finally:
+        for rank in first:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--use-distributed-optimizer", "use_distributed_optimizer False and this run has True"),
+        ("--weight-decay 0.5", "weight_decay 0.01 and this run has 0.5"),
+        ("--num-query-groups 2 --group-query-attention", "group_query_attention"),
+    ],
+)
+def test_a_run_with_other_settings_is_not_resumed(
+    rollouts: Path, stopped: Path, flags: str, message: str
+) -> None:
+    assert wait(start(rollouts, stopped, f"{STEPS} --resume {flags}")) == [1, 1]
+    assert message in output_of(stopped).read_text()
+
+
+def test_a_run_is_resumed_with_other_micro_batches(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    """The budget changes the order of sums and nothing else, so it may change."""
+    run(rollouts, stopped, STEPS + " --resume --max-tokens-per-microbatch 128")
+    assert _is_close(steps_of(stopped), steps_of(uninterrupted))

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pg import PolicyLossConfig
 from megatron_pg.explain import main as explain
 from megatron_pg.megatron import versions
+from megatron_pg.metrics import EFFECTIVE_SAMPLE_SIZE, MAXIMA, metric_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
@@ -108,6 +110,22 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, f"{name_of(page)} links to {missing}"
+
+
+def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
+    """Of every setting that adds some; the second table is the training script's."""
+    settings = (
+        PolicyLossConfig(kl_loss_coef=0.1, entropy_coef=0.1, pg_metrics="with_entropy"),
+        PolicyLossConfig(use_tis=True, use_geometric_rejection=True, use_opsm=True),
+        PolicyLossConfig(policy_loss="gspo"),
+    )
+    names = {name for config in settings for name in metric_names(config)}
+    table = (ROOT / "docs/metrics.md").read_text().split("## Of the loss")[1].split("##")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names | {
+        *MAXIMA,
+        EFFECTIVE_SAMPLE_SIZE,
+    }
 
 
 def test_the_zigzag_figure_can_be_drawn() -> None:

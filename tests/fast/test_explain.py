@@ -197,9 +197,12 @@ def test_plain_text_when_piped(capsys):
 
 def test_tables_in_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert explain(["--lengths", "10,20"]) == 0
-    assert "━" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    assert explain(["--lengths", "200,4000,12000", "--group-size", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "──────" in printed
+    for aggregation in oracle.AGGREGATIONS:
+        assert printed.count(aggregation) == 4, "one table each: no header is folded"
 
 
 def test_many_samples_are_picked_over_the_range():

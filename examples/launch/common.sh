@@ -1,0 +1,49 @@
+# Sourced by the launch scripts. What they share: settings of the environment, and the dry run.
+#
+#   start GPUS LAUNCHER... -- FLAGS...     starts train_grpo.py on GPUS processes in all
+#
+# With --dry-run among the flags nothing is launched: one process on this machine, without a GPU, checks the flags for
+# that many processes, prints the plan and ends.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PYTHON="${PYTHON:-python}"            # the one of your container or environment
+ROLLOUTS="${ROLLOUTS:-rollouts}"      # folder of Parquet or JSON Lines files: docs/rollout_files.md
+RUN_DIR="${RUN_DIR:-runs/$(basename "$0" | cut -d. -f1)}"
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it where it splits a model: communication before computation
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Megatron warns at length of optional packages that are not there.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning}"
+# Packs differ in length from one micro-batch to the next; without this the allocator keeps a block for each size.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
+start() {
+    local gpus="$1" launcher=() flag
+    shift
+    while [ "$1" != -- ]; do
+        launcher+=("$1")
+        shift
+    done
+    shift
+    for flag in "$@"; do
+        if [ "$flag" = --dry-run ]; then
+            WORLD_SIZE="$gpus" exec "$PYTHON" examples/train_grpo.py "$@"
+        fi
+    done
+    exec "${launcher[@]}" examples/train_grpo.py "$@"
+}
+
+# What every launch has.
+COMMON=(
+    --device cuda --bf16                          # NCCL; weights in bfloat16, gradients and optimizer in float32
+    --use-distributed-optimizer                   # optimizer states are sharded over the DP x CP ranks
+    --attention-dropout 0 --hidden-dropout 0      # the ratio of new to old log-probs must be of the weights alone
+    --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
+    --adam-beta2 0.98 --weight-decay 0.1 --clip-grad 1.0
+    --lr 1e-6 --lr-decay-style constant --lr-warmup-iters 10 --train-iters 1000   # or until the files end
+    --rollout-files "$ROLLOUTS" --on-bad-row skip # bad rows are counted in metrics.jsonl
+    --docs-per-step-mode exact --keep-prompt-groups   # steps end between prompt groups, and hold what they should
+    --fused-lm-head --fp32-lm-head                # no logits of all tokens in memory; float32 logits of a chunk
+    --check-aggregation                           # stop where a sample is counted twice, dropped or mis-sliced
+    --run-dir "$RUN_DIR" --save-interval 50 --resume  # started again, it goes on from the last whole checkpoint
+)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# 8 nodes of 8 GPUs of 80 GB: a model of the size of Llama-3.1-70B, ScaleRL's objective, TP 8 x PP 4 x DP 2.
+# Started once on every node, by hand or by multi_node.sbatch:
+#
+#   NODE_RANK=0 MASTER_ADDR=first-node ROLLOUTS=path/to/rollouts bash examples/launch/multi_node.sh
+#   bash examples/launch/multi_node.sh --dry-run
+#
+# ROLLOUTS and RUN_DIR are on a file system that all nodes see.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+NODES="${NODES:-8}"
+
+MODEL=(
+    --num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672
+    --num-attention-heads 64 --group-query-attention --num-query-groups 8
+    --rotary-base 500000 --vocab-size 128256 --untie-embeddings-and-output-weights
+    --seq-length 32768 --max-position-embeddings 32768
+)
+PARALLEL=(
+    --tensor-model-parallel-size 8 --sequence-parallel      # inside a node
+    --pipeline-model-parallel-size 4                        # 20 layers a stage, over nodes
+    --num-layers-per-virtual-pipeline-stage 5               # in 4 chunks: less waiting at the ends of a step
+    --overlap-grad-reduce
+)
+MEMORY=(
+    --max-tokens-per-microbatch 32768
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+)
+LOSS=(
+    --loss-aggregation prompt_mean                  # ScaleRL's prompt average
+    --policy-loss cispo --eps-clip-high 4           # gradient of every token; the ratio, without gradient, at most 5
+    --docs-per-step 1024
+)
+
+start $((8 * NODES)) "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node 8 \
+    --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" -- \
+    "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"

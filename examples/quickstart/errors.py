@@ -1,0 +1,64 @@
+"""Errors that the user can mend: said once, in one line, and the end of every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+class RunError(RuntimeError):
+    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks."""
+
+
+@contextlib.contextmanager
+def mendable() -> Iterator[None]:
+    """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+        raise RunError(str(error)) from error
+
+
+@contextlib.contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """An error that one rank has in the body is a `RunError` on all at its end: none waits for one that has failed.
+
+    Every rank must enter it; what the body does together must end on all ranks or fail on all.
+
+    Args:
+        doing: what failed where something does, before the message.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        failure = error
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if failure is None else _in_a_line(failure))
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RunError(f"{doing} (rank {rank}): {message}") from failure
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the process with the message of a `RunError`, which rank 0 says; any other error is a fault, and is traced."""
+    try:
+        yield
+    except RunError as error:
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Of a distributed save, whose errors are told in tracebacks of many layers, the error of the first rank."""
+    if isinstance(error, CheckpointException):
+        for found in error.failures.values():
+            cause = found[0] if isinstance(found, tuple) else found
+            return _in_a_line(cause) if isinstance(cause, BaseException) else str(cause)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1]

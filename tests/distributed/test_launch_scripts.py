@@ -1,0 +1,204 @@
+"""The launch scripts dry-run: flags that Megatron and this package accept for that many processes, and a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.megatron.versions import has_megatron_training
+from tests.distributed.launch import run_ranks
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+LAUNCH = ROOT / "examples/launch"
+SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.name != "common.sh")
+WORLD_SIZES = {
+    "single_gpu.sh": 1,
+    "one_node.sh": 8,
+    "multi_node.sh": 64,
+    "multi_node.sbatch": 64,
+    "moe.sh": 16,
+    "long_context.sh": 16,
+}
+PARAMETERS = {  # billions; those of the published models
+    "single_gpu.sh": 1.72,  # Qwen3-1.7B
+    "one_node.sh": 8.19,  # Qwen3-8B
+    "multi_node.sh": 70.55,  # Llama-3.1-70B
+    "multi_node.sbatch": 70.55,
+    "moe.sh": 30.53,  # Qwen3-30B-A3B
+    "long_context.sh": 8.03,  # Llama-3.1-8B
+}
+
+
+def started_by(script: Path, folder: Path, *flags: str) -> tuple[int, list[str]]:
+    """(WORLD_SIZE, arguments of Python) of the process that a dry run of a script starts."""
+    python = folder / "python"
+    python.write_text('#!/bin/sh\necho "$WORLD_SIZE"\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "ROLLOUTS": str(folder / "rollouts")}
+    environment.pop("SLURM_JOB_ID", None)
+    command = ["bash", str(script), "--dry-run", *flags]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, cwd=folder
+    ).stdout.splitlines()
+    return int(printed[0]), printed[1:]
+
+
+def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
+    """What processes as `started_by` describes them print, or why they end; on a forked rank, one after the other."""
+    from train_grpo import main
+
+    os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    texts = []
+    for world_size, arguments in processes:
+        os.environ["WORLD_SIZE"] = str(world_size)
+        sys.argv = arguments
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                main()
+            texts.append(printed.getvalue())
+        except SystemExit as end:
+            texts.append(str(end))
+    return texts
+
+
+def write_rollouts(folder: Path) -> None:
+    """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50."""
+    rows = [
+        {
+            "prompt_ids": [1] * 50,
+            "response_ids": [2] * (100 * (1 + index % 16)),
+            "reward": float(index % 2),
+            "log_probs": [-1.0] * (100 * (1 + index % 16)),
+            "group_index": index // 8,
+        }
+        for index in range(1024)
+    ]
+    (folder / "rollouts").mkdir()
+    lines = [json.dumps(row) for row in rows]
+    (folder / "rollouts/step.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK)
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "--dry-run" in text.split("set -euo pipefail")[0], "said how to try it"
+
+
+def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
+    printed = re.sub(r"--rollout-files: \S+", "--rollout-files: rollouts", plans["one_node.sh"])
+    assert printed in (ROOT / "docs/launch.md").read_text()
+
+
+FILES, CONTRADICTIONS = (
+    "with rollout files",
+    {
+        "--loss-aggregation constant": "--loss-aggregation-divisor",
+        "--tensor-model-parallel-size 3": "64 processes cannot be split .* --tensor-model-parallel-size",
+        "--num-layers 81": "Megatron refuses .* layers",
+        "--max-tokens-per-microbatch 4": "--max-tokens-per-microbatch",
+        "--context-parallel-size 2 --qkv-format bshd": "--qkv-format thd",
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the dry runs print: of every script by its name, with rollout files, with contradictory flags by those."""
+    if not has_megatron_training():
+        pytest.skip("the scripts take Megatron's own flags: megatron-core 0.17 and later")
+    folder = tmp_path_factory.mktemp("without_files")
+    processes = {script.name: started_by(script, folder) for script in SCRIPTS}
+    for flags in CONTRADICTIONS:
+        processes[flags] = started_by(LAUNCH / "multi_node.sh", folder, *flags.split())
+    folder = tmp_path_factory.mktemp("files")
+    write_rollouts(folder)
+    flags = ("--max-tokens-per-microbatch", "16384", "--seq-length", "8192")
+    processes[FILES] = started_by(LAUNCH / "one_node.sh", folder, *flags)
+    (texts,) = run_ranks(dry_runs, 1, list(processes.values()))
+    return dict(zip(processes, texts, strict=True))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
+    plan = plans[script.name]
+    sizes = re.search(r"^processes +(\d+) = TP (\d+) x PP (\d+) x CP (\d+) x DP (\d+)$", plan, re.M)
+    assert sizes is not None, plan
+    world_size, *axes = map(int, sizes.groups())
+    assert world_size == WORLD_SIZES[script.name] == axes[0] * axes[1] * axes[2] * axes[3]
+    assert f"{PARAMETERS[script.name]:.2f} billion parameters" in plan
+    totals = [float(found) for found in re.findall(r"([\d.]+) GiB  in all", plan)]
+    assert len(totals) == 2 and totals[1] < 72, "fits 80 GB, with --fused-lm-head and room for NCCL"
+    assert "rollouts does not exist" in plan
+
+
+def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:
+    # 512 rows are 64 groups; each run of 16 rows has 100 + 200 + ... + 1600 = 13600 active tokens.
+    plan = plans[FILES]
+    assert "N = 512 rollouts, P = 64 prompt groups, T = 435200 active tokens" in plan
+    # Over both ranks 435200 + 512 x 50 tokens, which padding to multiples of 4 makes 512 x 2 longer at half of the lengths.
+    found = re.search(r"the first step: (\d+) on each data-parallel rank, (\d+)% full", plan)
+    assert found is not None, plan
+    assert 15 <= int(found[1]) <= 17
+    assert int(found[2]) == pytest.approx(100 * 461824 / (2 * int(found[1]) * 16384), abs=1)
+
+
+@pytest.mark.parametrize("flags", CONTRADICTIONS)
+def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
+    assert re.match(f"error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
+
+
+@pytest.mark.skipif(not has_megatron_training(), reason="the scripts take Megatron's own flags")
+def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path: Path) -> None:
+    """One real process, as a user would start it."""
+    done = subprocess.run(
+        ["bash", LAUNCH / "moe.sh", "--dry-run", "--num-experts", "100"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert re.search("^error: .*experts should be a multiple of expert", done.stderr, re.M), done
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_slurm_and_the_script_agree_on_nodes() -> None:
+    sbatch = (LAUNCH / "multi_node.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", sbatch, re.M))
+    assert options["nodes"] == "8" and options["gpus-per-node"] == "8"
+    assert 'NODES="${NODES:-8}"' in (LAUNCH / "multi_node.sh").read_text()
+    before_the_first_command = sbatch.split("set -euo")[0]
+    assert before_the_first_command.count("#SBATCH") == sbatch.count("#SBATCH")
+
+
+@pytest.mark.parametrize("script", [LAUNCH / "one_node.sh", LAUNCH / "multi_node.sh"])
+def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "NODE_RANK": "3", "MASTER_ADDR": "first"}
+    printed = subprocess.run(
+        ["bash", script], capture_output=True, text=True, check=True, env=environment
+    ).stdout.splitlines()
+    launcher = printed[: printed.index("examples/train_grpo.py")]
+    assert launcher[:2] == ["-m", "torch.distributed.run"]
+    assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
+    if script.name == "multi_node.sh":
+        assert launcher[launcher.index("--node-rank") + 1] == "3"
+        assert launcher[launcher.index("--master-addr") + 1] == "first"

@@ -1,0 +1,102 @@
+"""The memory estimate of a dry run against the peaks that docs/benchmarks.md has of whole steps."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.megatron.versions import has_megatron_training
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from quickstart.arguments import parse_arguments  # noqa: E402
+
+if not has_megatron_training():
+    pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
+
+from quickstart.memory_estimate import GIB, MemoryEstimate, estimate_memory  # noqa: E402
+
+MODEL = (
+    "train.py --device cuda --bf16 --run-dir run --use-distributed-optimizer --num-layers 16 --hidden-size 2048 "
+    "--ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention --num-query-groups 8 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --vocab-size 151936 "
+    "--seq-length 65536 --max-position-embeddings 65536 --attention-dropout 0 --hidden-dropout 0 --lr 1e-6 "
+    "--train-iters 1 --rollout-files rollouts --docs-per-step 4"
+)
+MEASURED = {  # (TP, CP, tokens of a micro-batch): GiB with float32 logits, with the fused head
+    (1, 1, 8192): (32.7, 28.0),
+    (1, 1, 16384): (47.5, 35.9),
+    (1, 1, 32768): (77.1, 51.8),
+    (1, 2, 8192): (19.4, 18.2),
+    (1, 2, 32768): (41.6, 30.1),
+    (2, 1, 8192): (16.5, 14.6),
+    (2, 1, 32768): (39.0, 26.8),
+    (2, 2, 32768): (21.0, 15.9),
+    (2, 2, 65536): (36.0, 24.1),
+}
+
+
+def estimate(case: tuple[int, int, int], *flags: str) -> MemoryEstimate:
+    tensor, context, tokens = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(tensor * context))
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        line = (
+            f"{MODEL} --tensor-model-parallel-size {tensor} --sequence-parallel --context-parallel-size {context} "
+            f"--max-tokens-per-microbatch {tokens}"
+        )
+        patch.setattr(sys, "argv", [*line.split(), *flags])
+        return estimate_memory(parse_arguments())
+
+
+def test_it_lies_within_6_percent_of_what_was_measured() -> None:
+    lines = []
+    for case, measured in MEASURED.items():
+        memory = estimate(case)
+        found = [memory.total(fused=fused) / GIB for fused in (False, True)]
+        assert found == [pytest.approx(value, rel=0.06) for value in measured], case
+        sharding = {(1, 1): "1", (1, 2): "2, CP 2", (2, 1): "2, TP 2", (2, 2): "4, TP 2 CP 2"}[
+            case[:2]
+        ]
+        lines.append(
+            f"| {sharding} | {case[2]} | {measured[0]} | {found[0]:.1f} | {measured[1]} | {found[1]:.1f} |"
+        )
+    assert "\n".join(lines) in (ROOT / "docs/launch.md").read_text(), "\n" + "\n".join(lines)
+
+
+def test_the_measured_numbers_are_those_of_the_benchmarks() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    rows = re.findall(r"^\| ([\d, CPT]+) \| (\d+) \| .*\n\| \| GiB \|(.*)\|$", page, re.M)
+    found = {}
+    for sharding, tokens, cells in rows:
+        tensor, context = ("TP 2" in sharding) + 1, ("CP 2" in sharding) + 1
+        _, _, logits, _, fused, _ = map(float, cells.split("|"))
+        found[tensor, context, int(tokens)] = (logits, fused)
+    assert found == MEASURED
+
+
+def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
+    kept = estimate((1, 1, 32768))
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    recomputed = estimate((1, 1, 32768), *flags.split())
+    one_layer = kept.activations / 16
+    inputs = 16 * 32768 * 2048 * 2
+    assert recomputed.activations == pytest.approx(inputs + one_layer, rel=0.02)
+    assert recomputed.states == kept.states and recomputed.logits == kept.logits
+
+
+def test_every_axis_divides_what_it_shards() -> None:
+    whole, tensor, context = (estimate(case) for case in ((1, 1, 8192), (2, 1, 8192), (1, 2, 8192)))
+    assert whole.parameters == tensor.parameters == pytest.approx(1.07e9, rel=0.01)
+    assert whole.states == pytest.approx(18 * whole.parameters, rel=1e-6)
+    assert tensor.states == pytest.approx(9 * whole.parameters, rel=0.01)
+    assert context.states == pytest.approx(12 * whole.parameters, rel=0.01), (
+        "the optimizer's 12 bytes over 2 ranks"
+    )
+    for half in (tensor, context):
+        assert half.logits == whole.logits / 2
+        assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)

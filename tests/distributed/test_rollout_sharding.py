@@ -1,0 +1,124 @@
+"""From rollout files the training script takes the same steps however Megatron shards the model.
+
+A run in one process takes three steps. Each sharding goes on from its checkpoint after the first, with parameters and
+moments cut anew, and takes the other two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .rollout_run import WHOLE_GROUPS, copy_after_step, run, steps_of, write_rollouts
+
+pytest.importorskip("pyarrow")
+
+STEPS = WHOLE_GROUPS + (
+    "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
+    "--qk-layernorm --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --lr-decay-style constant --train-iters 3 --save-interval 1 "
+    "--keep-last-checkpoints 3 "
+    # Adam's first steps go by the signs of the gradients: one that is rounding alone would move its parameter. Not
+    # with a large epsilon.
+    "--lr 0.1 --adam-eps 0.1 "
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+
+SHARDINGS = {
+    "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
+UNLIKE = {"seconds", "skipped_rows"}
+"""How far ahead of a step the files are read depends on the number of data-parallel ranks."""
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 24)
+
+
+def in_one_process(rollouts: Path, name: str, flags: str) -> Path:
+    run_dir = rollouts.with_name(name)
+    run(rollouts, run_dir, flags, 1)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def dense(rollouts: Path) -> Path:
+    return in_one_process(rollouts, "dense", STEPS)
+
+
+def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """To float32 rounding, metrics of sums of a few hundred terms."""
+    assert len(found) == len(expected) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert one["grad_norm"] > 0.0
+        for name in one.keys() - UNLIKE:
+            assert one[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), name
+
+
+def go_on(rollouts: Path, first: Path, folder: Path, flags: str) -> None:
+    """Steps 2 and 3 on two processes, after the first step of `first`."""
+    run_dir = copy_after_step(1, first, folder / "run")
+    run(rollouts, run_dir, flags + " --resume")
+    assert_same_steps(steps_of(run_dir), steps_of(first))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_every_sharding_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path, name: str
+) -> None:
+    go_on(rollouts, dense, tmp_path, STEPS + SHARDINGS[name])
+
+
+def test_the_distributed_optimizer_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path
+) -> None:
+    flags = STEPS + "--use-distributed-optimizer --overlap-grad-reduce "
+    first = in_one_process(rollouts, "distributed_optimizer", flags)
+    assert_same_steps(steps_of(first), steps_of(dense))
+    go_on(rollouts, first, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", ""], ids=["distributed", "plain"])
+def test_a_bfloat16_run_is_resumed_bit_for_bit(rollouts: Path, tmp_path: Path, flags: str) -> None:
+    """Its optimizer has float32 copies of the parameters."""
+    flags = f"{STEPS} --bf16 {flags}"
+    run(rollouts, tmp_path / "uninterrupted", flags)
+    run_dir = copy_after_step(1, tmp_path / "uninterrupted", tmp_path / "run")
+    run(rollouts, run_dir, flags + " --resume")
+    assert steps_of(run_dir) == steps_of(tmp_path / "uninterrupted")
+
+
+def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path) -> None:
+    """From the beginning: Megatron keeps one optimizer more where experts are parallel."""
+    found = {}
+    for size in (1, 2):
+        run_dir = tmp_path / f"EP{size}"
+        flags = f"{STEPS}{EXPERTS}--expert-model-parallel-size {size}"
+        run(rollouts, run_dir, flags, size, prepare=_begin_alike)
+        found[size] = steps_of(run_dir)
+    assert_same_steps(found[2], found[1])
+
+
+def _begin_alike(rank: int) -> None:
+    """Parameters that depend on their names alone."""
+    from quickstart import run as quickstart_run
+
+    from megatron_pg.check.sharded_parameters import set_parameters, unwrapped
+
+    build_policy: Any = quickstart_run.build_policy
+
+    def build_same_policy(*args: Any) -> Any:
+        policy = build_policy(*args)
+        for chunk in policy.chunks:
+            set_parameters(unwrapped(chunk))
+        return policy
+
+    quickstart_run.build_policy = build_same_policy

@@ -138,7 +138,7 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
     axes[0, 0].legend()
     seeds = len(next(iter(runs.values())))
     figure.suptitle(f"{seeds} seeds: mean and 95 % confidence band, over {SMOOTHED_STEPS} steps")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time, of two processes")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     args = parser.parse_args()
+    interval([float(seed) for seed in args.seeds])  # refuses a number of seeds before hours of runs
     # Seed by seed, so that a study which is stopped has all aggregations of the seeds it has.
     todo = [(mode, seed) for seed in args.seeds for mode in MODES]
     folders = {key: (args.out / f"{key[0]}-seed-{key[1]}").resolve() for key in todo}

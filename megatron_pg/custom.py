@@ -44,8 +44,11 @@ def load_function(
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code: anything at all may come out of it
+        package = module_name.partition(".")[0]
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == package
+        advice = f": put the folder that {package} is in on PYTHONPATH" if is_absent else ""
         raise ValueError(
-            f"{flag} {path}: importing {module_name} failed with {type(error).__name__}: {error}"
+            f"{flag} {path}: importing {module_name} failed with {type(error).__name__}: {error}{advice}"
         ) from error
     if not hasattr(module, function_name):
         raise ValueError(

@@ -34,6 +34,8 @@ def start_megatron(args: argparse.Namespace) -> tuple[ParallelGroups, torch.devi
     """Process groups and random state of this rank; every rank must call it."""
     # One line for each parameter and setting would bury the progress.
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    # It warns that GPTModel will get no new features.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if args.device == "cpu":
         enable_cpu_runtime()
         device = torch.device("cpu")

@@ -48,6 +48,11 @@ def refuse(args: argparse.Namespace) -> None:
     data_parallel_size = _data_parallel_size(args)
     for flag in ("train_iters", "keep_last_checkpoints"):
         _check_count(args, flag)
+    if args.lr_warmup_iters >= args.train_iters:
+        raise ValueError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
+            "would not get to --lr; give fewer"
+        )
     if args.rollout_files:
         _check_files(args)
     else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
         served and a Megatron-Core that is not supported. Where a rank raises, the process does not return: it ends with status 1, and so do the others.
     """
+    _quiet_libraries()
     try:
         launch = Launch.from_environment()
         options, as_json = parse_options(arguments)
@@ -44,6 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         if launch.rank == 0:
             print(text, file=stdout, flush=True)
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _quiet_libraries() -> None:
+    """Every rank would say which optional packages are absent and which names will change: not about the check."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

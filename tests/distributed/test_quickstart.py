@@ -258,6 +258,7 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--global-batch-size 10", "--global-batch-size 10"),
         ("--global-batch-size 32 --n-samples-per-prompt 64", "--n-samples-per-prompt 64"),
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),
+        ("--train-iters 2", "--lr-warmup-iters 2 is not below --train-iters 2"),
         ("--rollout-batch-size 0", "--rollout-batch-size is 0"),
         ("--num-held-out-tasks 0", "--num-held-out-tasks is 0"),
         ("--warm-start-stutter 0.6", "--warm-start-corruption 0.5 and --warm-start-stutter 0.6"),

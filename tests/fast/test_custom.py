@@ -86,7 +86,11 @@ REFUSED = [
     (".losses.loss", ["pkg.mod.fn"], type(None)),
     ("custom_pkg/losses.py:loss", ["pkg.mod.fn"], type(None)),
     ("custom_pkg:losses:loss", ["pkg.mod.fn"], type(None)),
-    ("no_such_package.loss", ["no_such_package", "ModuleNotFoundError"], ModuleNotFoundError),
+    (
+        "no_such_package.loss",
+        ["no_such_package", "ModuleNotFoundError", "PYTHONPATH"],
+        ModuleNotFoundError,
+    ),
     ("custom_pkg.no_such.loss", ["custom_pkg.no_such", "ModuleNotFoundError"], ImportError),
     ("custom_pkg.lacks_import.loss", ["no_such_dependency"], ModuleNotFoundError),
     ("custom_pkg.wrong_syntax.loss", ["SyntaxError"], SyntaxError),

@@ -1,0 +1,96 @@
+"""The study of the aggregations: its statistics against plain integration, its tables and its figure, what it runs again."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import study  # noqa: E402
+
+
+def probability_within(critical: float, freedom: int) -> float:
+    """That |t| is at most `critical`: Simpson's rule over the density of Student's t."""
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    steps = 20000
+    width = critical / steps
+    total = 0.0
+    for index in range(steps + 1):
+        weight = 1 if index in (0, steps) else 4 if index % 2 else 2
+        total += weight * scale * (1 + (index * width) ** 2 / freedom) ** (-(freedom + 1) / 2)
+    return 2 * total * width / 3
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 17, 29, 30])
+def test_the_critical_values_cover_95_percent(freedom: int) -> None:
+    critical = study.CRITICAL_VALUES[freedom - 1]
+    assert probability_within(critical, freedom) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_an_interval_by_hand() -> None:
+    centre, width = study.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert centre == 3.0
+    assert width == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
+    with pytest.raises(ValueError, match="1 seeds: .*--seeds"):
+        study.interval([1.0])
+
+
+def write_run(folder: Path, offset: float) -> None:
+    """20 steps; wrong answers are missing in every third, as where all answers are right."""
+    folder.mkdir(parents=True)
+    lines = [
+        {
+            "step": step,
+            "reward": offset,
+            "response_length_right": 7.0,
+            "response_length_wrong": None if step % 3 == 0 else 8.0 + offset,
+            "grad_norm": 1.0,
+        }
+        for step in range(1, 21)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"held_out_after": offset}))
+
+
+def test_finished_runs_are_read_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, mode in enumerate(study.MODES):
+        for seed in (1, 2, 3):
+            # Seeds differ by 0.1, modes by 0.01 whatever the seed.
+            write_run(tmp_path / f"{mode}-seed-{seed}", 0.1 * seed + 0.01 * number)
+    monkeypatch.setattr(study.subprocess, "run", lambda *args, **kwargs: pytest.fail("a run"))
+    monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "3", "--out", str(tmp_path)])
+    study.main()
+    table = (tmp_path / "study.md").read_text()
+    width = 4.303 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
+    assert f"| `sample_mean` | 0.200 ± {width:.3f} |" in table
+    assert f"| 8.200 ± {width:.3f} |" in table, "the mean over the steps that have wrong answers"
+    assert "| `constant - sample_mean` | +0.030 ± 0.000 |" in table, "paired: the seeds fall out"
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert table in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def fail(command: list[str], **kwargs: object) -> object:
+        commands.append(command)
+        return study.subprocess.CompletedProcess(command, returncode=3)
+
+    monkeypatch.setattr(study.subprocess, "run", fail)
+    monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        study.main()
+    assert str(end.value).count("failed: see") == len(commands) == 8
+    assert all("--resume" in command for command in commands), "a stopped run goes on"
+    constant = next(command for command in commands if "constant" in command)
+    assert constant[constant.index("--loss-aggregation-divisor") + 1] == "8"

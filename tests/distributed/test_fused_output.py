@@ -12,9 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
+from megatron_pg.megatron.fused_output import FusedOutput
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import reduce_metrics
 from megatron_pg.samples import Sample

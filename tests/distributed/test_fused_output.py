@@ -10,9 +10,10 @@ import torch
 
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import pack
-from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
+from megatron_pg.megatron.fused_output import FusedOutput
 from megatron_pg.megatron.output_head import OutputHead
 from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.samples import Sample
 

@@ -255,4 +255,8 @@ def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) 
     if getattr(config, "use_mup", False):
         raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
     weight: Tensor = output_layer.weight if output_weight is None else output_weight
+    if getattr(config, "mtp_num_layers", None):
+        # Multi-token prediction multiplies by this weight too, in the same graph, and where Megatron does not fuse the
+        # addition to main_grad its gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     return weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,11 @@ from torch import Tensor
 from megatron_pg.check.launch import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
-from megatron_pg.check.steps import LENGTHS, VOCAB_SIZE
+from megatron_pg.check.steps import VOCAB_SIZE
 from megatron_pg.megatron.layer_spec import torch_block_spec
 from megatron_pg.megatron.versions import needs_kept_pipeline_outputs
 
-MAX_SEQUENCE_LENGTH = 4 * max(prompt + response for prompt, response in LENGTHS)
+MAX_SEQUENCE_LENGTH = 256
 
 
 def initialize_groups(options: CheckOptions) -> None:
@@ -108,12 +109,20 @@ class ModelShape:
     num_query_groups: int
     head_size: int
     vocab_size: int
+    ffn_hidden_size: int | None = None
+    """None: four times the hidden size."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Two heads to a query group."""
+        return 2 * self.num_query_groups * self.head_size
 
     @classmethod
     def of(cls, options: CheckOptions) -> ModelShape:
         """Of the sharded model; the unsharded one has the same."""
         return cls(
-            num_layers=max(2, options.pipeline_model_parallel_size * options.num_chunks),
+            num_layers=options.num_layers
+            or max(2, options.pipeline_model_parallel_size * options.num_chunks),
             num_query_groups=max(2, options.tensor_model_parallel_size),
             # The least that fused attention takes, and less where everything is slow.
             head_size=32 if options.device == "cuda" else 8,
@@ -124,9 +133,16 @@ class ModelShape:
 
 
 def model_config(
-    options: CheckOptions, shape: ModelShape, *, calculate_per_token_loss: bool
+    options: CheckOptions, shape: ModelShape, *, calculate_per_token_loss: bool, **changes: Any
 ) -> TransformerConfig:
-    """A few thousand parameters, no dropout, no fusions but the attention's."""
+    """A few thousand parameters, no dropout, no fusions but the attention's.
+
+    Args:
+        options: the sharding and the dtype.
+        shape: the sizes.
+        calculate_per_token_loss: the loss mode.
+        changes: fields of TransformerConfig that override all of it.
+    """
     is_cuda = options.device == "cuda"
     settings: dict[str, Any] = {}
     if options.num_experts is not None:
@@ -136,6 +152,7 @@ def model_config(
             "moe_router_topk": options.num_experts,
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": False,
+            "moe_router_dtype": "fp64" if options.dtype == "fp64" else "fp32",
             "add_bias_linear": False,
         }
     if options.virtual_pipeline_model_parallel_size is not None:
@@ -144,9 +161,10 @@ def model_config(
             "batch_p2p_comm": False,
             "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
         }
-    return TransformerConfig(
+    fields: dict[str, Any] = dict(
         num_layers=shape.num_layers,
-        hidden_size=2 * shape.num_query_groups * shape.head_size,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=2 * shape.num_query_groups,
         num_query_groups=shape.num_query_groups,
         normalization="RMSNorm",
@@ -173,14 +191,27 @@ def model_config(
         persist_layer_norm=False,
         calculate_per_token_loss=calculate_per_token_loss,
         finalize_model_grads_func=finalize_model_grads,
-        **settings,
     )
+    return TransformerConfig(**fields | settings | changes)
 
 
 def build_gpt(
-    options: CheckOptions, shape: ModelShape, config: TransformerConfig
+    options: CheckOptions,
+    shape: ModelShape,
+    config: TransformerConfig,
+    *,
+    new_model: Callable[..., torch.nn.Module] | None = None,
+    tied_embeddings: bool = False,
 ) -> list[torch.nn.Module]:
-    """This rank's chunks of the end-to-end model, without DDP."""
+    """This rank's chunks of the end-to-end model, without DDP.
+
+    Args:
+        options: the sharding, the dtype and the device.
+        shape: the sizes.
+        config: of `model_config`.
+        new_model: makes a chunk from GPTModel's keyword arguments; None takes GPTModel.
+        tied_embeddings: whether the output layer's weight is the embedding's.
+    """
     chunks = []
     for vp_stage, pre_process, post_process in _stages(options):
         if options.transformer_impl == "transformer_engine":
@@ -189,14 +220,14 @@ def build_gpt(
             )
         else:
             spec = torch_block_spec(config, vp_stage)
-        model = GPTModel(
+        model = (new_model or GPTModel)(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=shape.vocab_size,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             pre_process=pre_process,
             post_process=post_process,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=tied_embeddings,
             position_embedding_type="rope",
             vp_stage=vp_stage,
         ).to(options.device)
@@ -245,14 +276,19 @@ def _stages(options: CheckOptions) -> list[tuple[int | None, bool, bool]]:
 
 
 def under_ddp(
-    options: CheckOptions, config: TransformerConfig, chunks: list[torch.nn.Module]
+    options: CheckOptions,
+    config: TransformerConfig,
+    chunks: list[torch.nn.Module],
+    *,
+    overlap_grad_reduce: bool = False,
 ) -> list[DistributedDataParallel]:
-    """The chunks under Megatron's DDP, gradients reduced in float32."""
+    """The chunks under Megatron's DDP, gradients reduced in float32, or in float64 where the model is."""
     return [
         DistributedDataParallel(
             config=config,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
+                grad_reduce_in_fp32=options.dtype != "fp64",
+                overlap_grad_reduce=overlap_grad_reduce,
                 use_distributed_optimizer=options.use_distributed_optimizer,
                 average_in_collective=options.average_in_collective,
             ),

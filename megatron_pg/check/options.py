@@ -10,6 +10,12 @@ from typing import Literal
 
 import torch
 
+from megatron_pg.custom import (
+    POLICY_LOSS_PARAMETERS,
+    REDUCER_KEYWORDS,
+    REDUCER_PARAMETERS,
+    load_function,
+)
 from megatron_pg.megatron.versions import supports_output_processor
 
 
@@ -22,19 +28,29 @@ class CheckOptions:
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    num_layers: int | None = None
+    """Of the end-to-end model; None: two, or as many as the pipeline has chunks."""
     num_experts: int | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
     fused_lm_head: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """fp64 is the reference's of fp32."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    custom_pg_loss_reducer_function_path: str | None = None
+    custom_policy_loss_path: str | None = None
+
+    @property
+    def has_custom_functions(self) -> bool:
+        """Whether there are rows of the user's own functions."""
+        return bool(self.custom_pg_loss_reducer_function_path or self.custom_policy_loss_path)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Of the parameters and activations of the end-to-end rows."""
-        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.dtype]
 
     @property
     def pad_to_multiple(self) -> int:
@@ -53,9 +69,9 @@ class CheckOptions:
         )
 
     def num_microbatches(self, data_rank: int) -> int:
-        """M of a data-parallel rank, the last one empty: three or four by turns."""
+        """M of a data-parallel rank, the last one empty: five or six by turns."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
-        count = 3 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
+        count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
         # Interleaved pipelines ask for multiples.
         multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
         return -(-count // multiple) * multiple
@@ -89,6 +105,13 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
     add("--virtual-pipeline-model-parallel-size", type=int, default=None, metavar="VPP")
     add("--context-parallel-size", type=int, default=1, metavar="CP")
     add("--expert-model-parallel-size", type=int, default=1, metavar="EP")
+    add(
+        "--num-layers",
+        type=int,
+        default=None,
+        metavar="L",
+        help="default: 2, or the pipeline's number of chunks where that is more",
+    )
     add("--num-experts", type=int, default=None, help="check a mixture of experts")
     add("--sequence-parallel", action="store_true")
     add("--use-distributed-optimizer", action="store_true")
@@ -101,6 +124,16 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         "--fused-lm-head",
         action="store_true",
         help="the end-to-end rows through the fused output layer; needs megatron-core 0.18",
+    )
+    add(
+        "--custom-pg-loss-reducer-function-path",
+        metavar="PKG.MOD:FN",
+        help="also rows of your own reducer",
+    )
+    add(
+        "--custom-policy-loss-path",
+        metavar="PKG.MOD:FN",
+        help="the same rows with your own per-token loss",
     )
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["fp32", "bf16"], default=None, help="default: bf16 on cuda, else fp32")
@@ -158,8 +191,22 @@ def _check(options: CheckOptions) -> None:
             raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
     _check_hardware(options)
     _check_experts(options)
+    if path := options.custom_pg_loss_reducer_function_path:
+        load_function(
+            path,
+            flag="--custom-pg-loss-reducer-function-path",
+            positional=REDUCER_PARAMETERS,
+            keywords=REDUCER_KEYWORDS,
+        )
+    if path := options.custom_policy_loss_path:
+        load_function(path, flag="--custom-policy-loss-path", positional=POLICY_LOSS_PARAMETERS)
     if options.fused_lm_head and not supports_output_processor():
         raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
+    chunks = options.pipeline_model_parallel_size * options.num_chunks
+    if options.num_layers is not None and options.num_layers % chunks:
+        raise ValueError(
+            f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
+        )
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
     stages = options.virtual_pipeline_model_parallel_size

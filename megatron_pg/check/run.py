@@ -29,11 +29,12 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.reference import reference_loss, response_log_probs
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import gradient_slices
-from megatron_pg.check.steps import config_of, cut, make_samples, with_log_probs
+from megatron_pg.check.steps import CUSTOM, config_of, cut, make_samples, with_log_probs
 from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.metrics import CHECKSUM, reduce_metrics
+from megatron_pg.policy_loss import policy_loss_from_log_probs
 from megatron_pg.samples import Sample
 
 MODELS: dict[str, Callable[..., list[torch.nn.Module]]] = {
@@ -66,7 +67,7 @@ def run_check(options: CheckOptions) -> list[Row]:
         for per_token in modes:
             config = model_config(model_options, shape, calculate_per_token_loss=per_token)
             chunks = under_ddp(model_options, config, build(model_options, shape, config))
-            for aggregation in AGGREGATIONS:
+            for aggregation in _aggregations(options):
                 samples = references[name].samples
                 metrics = train_step(chunks, model_options, groups, samples, aggregation)
                 step = Step(
@@ -75,8 +76,8 @@ def run_check(options: CheckOptions) -> list[Row]:
                     calculate_per_token_loss=per_token,
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
-                    checksum=metrics[CHECKSUM],
-                    num_layers=shape.num_layers,
+                    # Not reported for a custom reducer, whose weights are its own.
+                    checksum=metrics.get(CHECKSUM, 1.0),
                 )
                 rows.append(compare(step, chunks, references[name]))
     return rows
@@ -98,8 +99,12 @@ def _options_of(options: CheckOptions, model: str) -> CheckOptions:
 def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: int) -> Reference:
     """Each sample alone through the whole model, and the float64 loss; every rank computes it for itself."""
     options = unsharded(_options_of(options, model))
+    if options.dtype == "fp32":
+        # What is measured is then the float32 run's error alone, and not the difference of two.
+        options = replace(options, dtype="fp64")
     config = model_config(options, shape, calculate_per_token_loss=False)
     (module,) = MODELS[model](options, shape, config)
+    module = module.to(options.torch_dtype)
     samples = make_samples(data_size)
     with torch.no_grad():
         log_probs = [
@@ -110,16 +115,36 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
     dist.broadcast_object_list(log_probs, src=0)
     samples = with_log_probs(samples, log_probs)
     reference = Reference(samples, {}, {})
-    for aggregation in AGGREGATIONS:
-        outputs = [_logits_alone(module, sample, options) for sample in samples]
+    outputs = [_logits_alone(module, sample, options) for sample in samples]
+    for aggregation in _aggregations(options):
         logits = [output.detach().requires_grad_() for output in outputs]
-        loss = reference_loss(aggregation, samples, logits)
+        if aggregation == CUSTOM:
+            loss = _custom_loss(options, samples, logits)
+        else:
+            loss = reference_loss(aggregation, samples, logits)
         loss.backward()  # type: ignore[no-untyped-call]
         reference.losses[aggregation] = float(loss.detach())
         reference.gradients[aggregation] = _sum_of_gradients(
             module, outputs, [each.grad for each in logits]
         )
     return reference
+
+
+def _aggregations(options: CheckOptions) -> list[str]:
+    return [*AGGREGATIONS, *([CUSTOM] if options.has_custom_functions else [])]
+
+
+def _custom_loss(
+    options: CheckOptions, samples: Sequence[Sample], logits: Sequence[Tensor]
+) -> Tensor:
+    """0-d: the user's functions on the whole step at once, in one micro-batch on one rank."""
+    found = [response_log_probs(each, rows) for each, rows in zip(samples, logits, strict=True)]
+    log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+    batch = pack(samples).to(options.device)
+    loss, _ = policy_loss_from_log_probs(
+        config_of(CUSTOM, options), batch, log_probs, entropies, totals=step_totals(samples)
+    )
+    return loss
 
 
 def _sum_of_gradients(
@@ -131,7 +156,7 @@ def _sum_of_gradients(
         if gradient is None:  # of a sample that is masked as a whole
             continue
         module.zero_grad(set_to_none=True)
-        output.backward(gradient)  # type: ignore[no-untyped-call]
+        output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
         for shard, part in gradient_slices([module]):
             total[shard.name] = total.get(shard.name, 0.0) + part.double()
     return total
@@ -169,7 +194,7 @@ def train_step(
         data_rank=groups.data_rank,
         num_microbatches=options.num_microbatches(groups.data_rank),
     )
-    config = replace(config_of(aggregation), fused_lm_head=options.fused_lm_head)
+    config = replace(config_of(aggregation, options), fused_lm_head=options.fused_lm_head)
     totals = step_totals(
         [s for each in micro_batches for s in each], data_parallel_group=groups.data
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+
+COMMON, LEAN, PULL = 0, 1, 2
+"""Seeds of the three directions of `set_parameters`."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +71,75 @@ def _whole_name(model: Any, name: str) -> str:
 
 
 @torch.no_grad()
-def set_parameters(model: torch.nn.Module) -> None:
+def set_parameters(model: Any) -> None:
     """Gives every parameter values that depend on its name in the whole model alone.
 
-    So every sharding of the model is the same function, without a checkpoint.
+    So every sharding of the model is the same function, without a checkpoint. It is one whose gradients float32 can
+    tell to a few parts in ten million at any depth: layers add little to the residual stream, so that every
+    parameter's gradient is judged by its own size; all rows of the embedding share a direction, and in it and in the
+    output layer the lower half of the ids leans one way and the upper half the other, so that a step whose responses
+    have ids of the lower half pulls every parameter one way at every token instead of cancelling.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
         whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
         if "norm" in shard.name:
             whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
-        elif "embedding" not in shard.name and "table" not in shard.name:
-            # Small beside the residual stream, so that float32 keeps its digits: every parameter's gradient is
-            # judged by its own size.
-            whole = 0.03 * whole
+            if "final" in shard.name and model.share_embeddings_and_output_weights:
+                whole *= 0.1 / math.sqrt(whole.shape[0])  # the embedding is no small output layer
+        elif "embedding" in shard.name:
+            whole += 2.0 * _direction(COMMON, whole.shape[1]) + _leaning(whole, LEAN)
+        elif "output_layer" in shard.name:
+            whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
+        elif whole.dim() == 1:
+            whole *= 0.02
+        elif "table" not in shard.name:
+            whole *= 0.1 / math.sqrt(whole.shape[1])
+            if "linear_qkv" in shard.name:
+                # Larger queries and keys: attention is then not the mean over the tokens before.
+                of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
+                of_a_group[:, : -model.config.kv_channels] *= 4.0
+            elif ".local_experts." in shard.name and _chooses_experts(model.config):
+                # Along the direction that the loss pulls in, another step for every expert: the gradient of a router
+                # is that of the difference between experts.
+                step = 0.1
+                if "linear_fc2" in shard.name:
+                    number = int(shard.name.split(".local_experts.")[1].split(".")[0])
+                    middle = (model.config.num_moe_experts - 1) / 2
+                    step = 0.02 * (number - middle) * _direction(PULL, whole.shape[0]).unsqueeze(1)
+                whole += step / math.sqrt(whole.shape[1])
+            elif "router" in shard.name:
+                # Blind to what all tokens share, so that every expert gets its part of them.
+                for seed in (COMMON, LEAN):
+                    direction = _direction(seed, whole.shape[1])
+                    whole -= torch.outer(whole @ direction, direction) / direction.square().sum()
         parameter.copy_(shard.cut(whole))
 
 
+def _chooses_experts(config: Any) -> bool:
+    return bool(config.moe_router_topk < config.num_moe_experts)
+
+
+def _leaning(whole: Tensor, seed: int) -> Tensor:
+    """One direction [columns] for the rows of the lower half of the vocabulary, its opposite for the others."""
+    is_lower = torch.arange(whole.shape[0]).unsqueeze(1) < whole.shape[0] // 2
+    lean = _direction(seed, whole.shape[1])
+    return torch.where(is_lower, lean, -lean)
+
+
+def _direction(seed: int, size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the gradients in float32: DDP's ``main_grad`` or, of a bare model, ``grad``."""
+    """This rank's slices of the gradients: DDP's ``main_grad`` or, of a bare model, ``grad``."""
     for chunk in chunks:
         complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            yield shard, gradient.detach().float()
+            yield shard, gradient.detach()
 
 
 def unwrapped(chunk: Any) -> Any:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.samples import Sample
 
-VOCAB_SIZE = 128
+VOCAB_SIZE = 16
 DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
-LENGTHS = ((5, 9), (3, 2), (7, 21), (2, 1), (6, 14), (4, 5), (3, 17), (9, 3), (2, 6), (8, 11))
-"""(prompt, response) tokens of the samples, over and over."""
+LENGTHS = ((3, 5), (2, 2), (2, 8), (2, 1), (1, 6), (2, 4), (1, 9), (3, 3), (1, 4), (2, 5))
+"""(prompt, response) tokens of the samples, over and over. Short, and twenty of them to a data-parallel rank: float32
+loses least where a GEMM sums over few tokens and every gradient is the mean of many."""
+SAMPLES_PER_RANK = 20
 
 
 def make_samples(data_parallel_size: int) -> list[Sample]:
@@ -23,8 +26,12 @@ def make_samples(data_parallel_size: int) -> list[Sample]:
     fewer. Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
     """
     generator = torch.Generator().manual_seed(20)
+
+    def tokens(highest: int, count: int) -> torch.Tensor:
+        return torch.randint(highest, (count,), generator=generator)
+
     samples = []
-    count = max(len(LENGTHS) * min(data_parallel_size, 4), data_parallel_size)
+    count = max(SAMPLES_PER_RANK * min(data_parallel_size, 4), data_parallel_size)
     for index in range(count):
         prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
         mask = torch.rand(response_length, generator=generator) < 0.7
@@ -32,12 +39,14 @@ def make_samples(data_parallel_size: int) -> list[Sample]:
         is_last = index == count - 1
         samples.append(
             Sample(
-                tokens=torch.randint(
-                    VOCAB_SIZE, (prompt_length + response_length,), generator=generator
+                # Responses have ids of the lower half alone: the tokens then pull the model one way, where gradients
+                # of tokens drawn from all ids would cancel, and leave float32 few digits of what is left.
+                tokens=torch.cat(
+                    (tokens(VOCAB_SIZE, prompt_length), tokens(VOCAB_SIZE // 2, response_length))
                 ),
                 response_length=response_length,
                 loss_mask=mask if index % 8 != 5 or is_last else torch.zeros(response_length),
-                # Of one sign: where gradients cancel, float32 keeps few digits of what is left.
+                # Of one sign, for the same reason.
                 advantages=0.5 + torch.rand(response_length, generator=generator),
                 group_index=0 if is_last else index % 4,
                 # The first and the last are one rollout: on two data-parallel ranks or, on one, in two micro-batches.
@@ -76,17 +85,27 @@ def cut(
 ) -> list[list[Sample]]:
     """This data-parallel rank's micro-batches of uneven sizes, the last one empty."""
     mine = list(samples[data_rank::data_size])
-    half = len(mine) // 2
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches)]
-    # The first is larger than the others; on a rank of few samples some of those are empty too.
-    micro_batches[0] = mine[:half]
-    for place, sample in enumerate(mine[half:]):
-        micro_batches[1 + place % (num_microbatches - 2)].append(sample)
+    for place, sample in enumerate(mine):
+        # The first takes the last one's share too; on a rank of few samples others are empty as well.
+        micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
     return micro_batches
 
 
-def config_of(aggregation: str) -> PolicyLossConfig:
+CUSTOM = "custom"
+"""In the place of an aggregation: the user's own reducer, per-token loss or both."""
+
+
+def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
     """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
+    if aggregation == CUSTOM:
+        return PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=options.custom_pg_loss_reducer_function_path,
+            custom_policy_loss_path=options.custom_policy_loss_path,
+            pg_metrics="none",
+            kl_loss_coef=KL_COEFFICIENT,
+            entropy_coef=ENTROPY_COEFFICIENT,
+        )
     return PolicyLossConfig(
         loss_aggregation=aggregation,  # type: ignore[arg-type]
         loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,

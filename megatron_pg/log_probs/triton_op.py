@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_pg.log_probs import triton_kernels
+from megatron_pg.log_probs import triton_gradient, triton_statistics
 from megatron_pg.log_probs.vocabulary_shard import (
     RowStatistics,
     VocabularyShard,
@@ -41,7 +41,7 @@ def row_statistics(
     mask = None if row_mask is None else row_mask.contiguous()
     pointers = (outputs.maximum, outputs.log_sum, outputs.log_probs, outputs.entropy)
     own = temperature.new_empty((tokens, 4)) if sharded else None
-    triton_kernels.statistics_kernel[(tokens,)](
+    triton_statistics.statistics_kernel[(tokens,)](
         logits,
         logits.stride(0),
         targets.contiguous(),
@@ -62,7 +62,7 @@ def row_statistics(
         return outputs
     gathered = gather_statistics(own, shard.group)
     shards = gathered.shape[0]
-    triton_kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
+    triton_statistics.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
         gathered,
         mask,
         temperature,
@@ -101,7 +101,7 @@ def write_gradient(
     # Segments of rows keep what runs at one time close together in memory, and the last wave short.
     tiles = triton.cdiv(reach, _GRADIENT_TILE) if overlaps else _GRADIENT_TILES
     segments = triton.cdiv(reach, tiles * _GRADIENT_TILE)
-    triton_kernels.gradient_kernel[(tokens * segments,)](
+    triton_gradient.gradient_kernel[(tokens * segments,)](
         logits,
         logits.stride(0),
         out,

@@ -35,6 +35,7 @@ from megatron_pg.log_probs.fused_head import (
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import MicroBatchMetrics
 from megatron_pg.policy_loss import (
@@ -43,51 +44,6 @@ from megatron_pg.policy_loss import (
     loss_terms,
     policy_loss_from_log_probs,
 )
-
-
-def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
-
-    Then it is known as soon as they are. A sequence ratio or mask is not, nor what a custom function may do.
-    """
-    custom = (
-        config.custom_policy_loss_path,
-        config.custom_tis_function_path,
-        config.custom_pg_loss_reducer_function_path,
-    )
-    sequence_level = (
-        config.policy_loss == "gspo"
-        or config.use_opsm
-        or config.use_geometric_rejection
-        or (config.use_tis and config.tis_level == "sequence")
-    )
-    return not sequence_level and all(path is None for path in custom)
-
-
-def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
-    """Which tokens of the window are scored, on the host: those with a gradient first.
-
-    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
-    wanted for the metrics alone.
-
-    Returns:
-        [active tokens] int64 into the window, and how many of them have a gradient.
-    """
-    in_window = batch.window.response_indices
-    nothing = [torch.zeros(0)]
-    active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
-    with_gradient = active
-    if config.policy_loss in _PROPORTIONAL_TO_ADVANTAGE and not (
-        config.kl_loss_coef or config.entropy_coef
-    ):
-        advantages = torch.cat(nothing + [torch.as_tensor(s.advantages) for s in batch.samples])
-        with_gradient = active & (advantages[in_window] != 0)
-    first = with_gradient.nonzero()[:, 0]
-    rest = (active & ~with_gradient).nonzero()[:, 0]
-    return torch.cat([first, rest]), len(first)
-
-
-_PROPORTIONAL_TO_ADVANTAGE = ("ppo", "cispo", "reinforce")
 
 
 def _to_device(indices: Tensor, device: torch.device) -> Tensor:
@@ -299,4 +255,8 @@ def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) 
     if getattr(config, "use_mup", False):
         raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
     weight: Tensor = output_layer.weight if output_weight is None else output_weight
+    if getattr(config, "mtp_num_layers", None):
+        # Multi-token prediction multiplies by this weight too, in the same graph, and where Megatron does not fuse the
+        # addition to main_grad its gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     return weight

@@ -18,6 +18,8 @@ values in the other mode carry no factor CP.
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals
 from megatron_pg.megatron import versions
+
+logger = logging.getLogger(__name__)
 
 ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
 """What a Megatron loss_func returns: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
@@ -98,6 +102,13 @@ def scale_contract(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: expected 1 or more")
     if not calculate_per_token_loss:
+        if (
+            context_parallel_size > 1
+            and scales_auxiliary_loss_by_tokens(model_config)
+            and getattr(model_config, "num_moe_experts", None)
+            and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
+        ):
+            _warn_of_auxiliary_loss(context_parallel_size)
         return ScaleContract(
             calculate_per_token_loss=False,
             factor=float(data_parallel_size * num_microbatches),
@@ -123,6 +134,16 @@ def scale_contract(
         )
     return ScaleContract(
         True, float(max(totals.num_tokens, 1)), num_local_tokens, schedule_factor=1.0
+    )
+
+
+@functools.cache
+def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
+    logger.warning(
+        "--context-parallel-size %d with a mixture-of-experts auxiliary loss: megatron-core before 0.16 scales the "
+        "auxiliary gradient to 1/%d of what is asked for, whatever the loss function returns; the policy gradient is "
+        "right. Multiply --moe-aux-loss-coeff by %d, or use 0.16 or later (said once)",
+        *(context_parallel_size,) * 3,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,22 +110,18 @@ class Case:
         return str(self.options.dtype).removeprefix("torch.")
 
 
-def modes(options: ModelOptions, sharding: Sharding, place: int) -> list[ModelOptions]:
-    """Both loss modes; where gradients are reduced over several ranks, also two of the ways to do it.
-
-    Which two goes round with `place`, so that neighbours in the list cover all of them.
-    """
+def modes(options: ModelOptions, sharding: Sharding) -> list[ModelOptions]:
+    """Both loss modes; where gradients are reduced over several ranks, also every way to do it."""
     both = [options, replace(options, calculate_per_token_loss=True)]
     if sharding.data * sharding.context == 1:
         return both
-    reductions = [
+    return both + [
         replace(options, average_in_collective=True),
         replace(options, distributed_optimizer=True),
         replace(options, distributed_optimizer=True, calculate_per_token_loss=True),
         replace(options, distributed_optimizer=True, average_in_collective=True),
         replace(options, overlap_grad_reduce=True),
     ]
-    return both + [reductions[(2 * place + index) % len(reductions)] for index in range(2)]
 
 
 def legal_cuts(sharding: Sharding) -> list[str]:
@@ -135,18 +132,19 @@ def legal_cuts(sharding: Sharding) -> list[str]:
     return [cut for cut in CUTS if cut != "ragged" or (sharding.expert == 1 and sharding.data > 1)]
 
 
-def runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
-    """Every aggregation with every step shape; the cut and the added terms go round with `place`."""
-    cuts = legal_cuts(sharding)
-    combinations = [(aggregation, shape) for aggregation in AGGREGATIONS for shape in MATRIX_SHAPES]
+def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
+    """Every aggregation with every step shape, cut in every legal way; every second one with a KL and an entropy term.
+
+    Those that have the terms at an even `place` lack them at an odd one.
+    """
+    every = itertools.product(AGGREGATIONS, MATRIX_SHAPES, legal_cuts(sharding))
     return tuple(
-        Run(
-            aggregation,
-            shape,
-            cuts[(place + index + index // 2) % len(cuts)],
-            regularized=bool((place + index // 3) % 2),
+        Run(aggregation, shape, cut, regularized=bool((place + sum(numbers)) % 2))
+        for (aggregation, shape, cut), numbers in zip(
+            every,
+            itertools.product(range(4), range(2), range(len(legal_cuts(sharding)))),
+            strict=True,
         )
-        for index, (aggregation, shape) in enumerate(combinations)
     )
 
 
@@ -157,17 +155,27 @@ def all_cases() -> list[Case]:
         (TIED, TIED_SHARDINGS),
         (EXPERTS, EXPERT_SHARDINGS),
     ]
-    models = [
-        (sharding, mode)
-        for options, shardings in groups
-        for place, sharding in enumerate(shardings)
-        for mode in modes(options, sharding, place)
-    ]
     return [
-        Case(sharding, replace(mode, dtype=dtype), runs(sharding, place))
-        for place, (sharding, mode) in enumerate(models)
-        for dtype in (torch.float32, torch.float64)
+        Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place))
+        for options, shardings in groups
+        for sharding in shardings
+        for mode in modes(options, sharding)
+        for place, dtype in enumerate((torch.float32, torch.float64))
     ]
+
+
+def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
+    """One run of each aggregation; shape, cut and added terms go round with `place`."""
+    cuts = legal_cuts(sharding)
+    return tuple(
+        Run(
+            aggregation,
+            MATRIX_SHAPES[(place + index) % len(MATRIX_SHAPES)],
+            cuts[(place + index) % len(cuts)],
+            regularized=bool((place + index // 2) % 2),
+        )
+        for index, aggregation in enumerate(AGGREGATIONS)
+    )
 
 
 def representative_cases() -> list[Case]:
@@ -192,11 +200,11 @@ def representative_cases() -> list[Case]:
         ),
     ]
     return [
-        # One run of each aggregation; in float32 and float64 in turn.
+        # In float32 and float64 in turn.
         Case(
             sharding,
             replace(options, dtype=torch.float64 if place % 2 else torch.float32),
-            runs(sharding, place)[place % 2 :: 2],
+            sample_of_runs(sharding, place),
         )
         for place, (sharding, options) in enumerate(chosen)
     ]

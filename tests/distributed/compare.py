@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .models import ModelOptions, relative_error
 from .one_step import Outcome
@@ -18,13 +15,10 @@ METRIC_TOLERANCE = 2e-6
 def gradient_tolerance(options: ModelOptions) -> float:
     """On max|g - reference| / max|reference| of every parameter, through Megatron.
 
-    In float64 per-token mode is held to float32's rounding of one number: Megatron divides all
-    gradients by the count of tokens in float32 (distributed/finalize_model_grads.py). The router of
-    a mixture of experts takes its softmax in float32 whatever it is given (moe/moe_utils.py).
+    In float64 it holds in per-token mode because the steps' token counts are powers of two: Megatron
+    divides all gradients by the count in float32 (distributed/finalize_model_grads.py).
     """
-    if options.dtype == torch.float32 or options.mixture_of_experts:
-        return 1e-6
-    return 1e-7 if options.calculate_per_token_loss else 1e-12
+    return 1e-6 if options.dtype == torch.float32 else 1e-12
 
 
 @dataclass(frozen=True)
@@ -54,20 +48,17 @@ class Comparison:
 
 
 def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Comparison:
-    """Every parameter's gradient and every metric that both report.
-
-    The experts of a layer count as one parameter, as they are where their GEMMs are grouped: a few
-    tokens alone, of advantages of either sign, leave float32 too few digits.
+    """Every parameter's gradient, each expert's by itself, and every metric that both report.
 
     Raises:
         AssertionError: the two do not have the same parameters.
     """
     assert found.gradients.keys() == expected.gradients.keys()
-    gradients, references = _by_parameter(found.gradients), _by_parameter(expected.gradients)
+    gradients, references = found.gradients, expected.gradients
     errors = {name: relative_error(gradients[name], references[name]) for name in gradients}
     worst = max(errors, key=lambda name: errors[name])
     reference = references[worst]
-    ratio = (gradients[worst] * reference).sum() / reference.pow(2).sum()
+    ratio = (gradients[worst].double() * reference).sum() / reference.pow(2).sum()
     metric_errors = {
         name: abs(value - expected.metrics[name]) / max(1.0, abs(expected.metrics[name]))
         for name, value in found.metrics.items()
@@ -83,12 +74,3 @@ def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Compa
         worst_metric=worst_metric,
         tolerance=tolerance,
     )
-
-
-def _by_parameter(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Flat float64 gradients, those of a layer's experts joined."""
-    parts: dict[str, list[Tensor]] = defaultdict(list)
-    for name in sorted(gradients):
-        joined = re.sub(r"local_experts\.\d+", "experts", name)
-        parts[joined].append(gradients[name].double().flatten())
-    return {name: torch.cat(values) for name, values in parts.items()}

@@ -24,6 +24,7 @@ LAYERS = "*-*-"
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
     """The layers of the GPT model's spec, each cut in its attention and its MLP."""
+    del keywords["transformer_layer_spec"]
     # The stack builds its last norm from Transformer Engine without asking.
     hybrid_block.TENorm = TorchNorm
     layer = torch_block_spec(config).layer_specs[0].submodules

@@ -26,16 +26,17 @@ column says, whose gradients after one step are compared with the unsharded mode
 each sample by itself, float64, the loss in plain Python loops (`tests/oracle.py`). The error is the
 largest over all parameters, aggregations and steps of `max|g - reference| / max|reference|`.
 
-A row is {steps} steps in each precision: every aggregation (`sample_mean`, `prompt_mean`,
-`token_mean`, `constant`) with two kinds of samples. *Ragged* ones have a fully masked sample, one
+A row is every step in each precision: every aggregation (`sample_mean`, `prompt_mean`,
+`token_mean`, `constant`) with two kinds of samples, cut in every way that is legal; every second
+step has a KL and an entropy term, in float64 those that lack them in float32. *Ragged* ones have a fully masked sample, one
 without response, one of a single response token, rollouts of two samples and prompt groups spread
-over data-parallel ranks; *short* ones leave context-parallel ranks without a response token. The
-way the step is cut goes round the rows: as many micro-batches everywhere, one more on each next
-data-parallel rank, an empty micro-batch; so does whether a KL and an entropy term are added, and
-which ways to reduce gradients a sharding is tried with.
+over data-parallel ranks; *short* ones leave context-parallel ranks without a response token. Cuts:
+as many micro-batches of uneven size everywhere; one more on each next data-parallel rank (not with
+expert parallelism, whose ranks exchange tokens in every micro-batch); an empty micro-batch. Every
+parameter is compared by itself, each expert and each bias too (dense models have biases).
 
-Tolerances: float32 1e-6; float64 1e-12, and 1e-7 in per-token mode, where Megatron divides by the
-token count in float32, and 1e-6 with experts, whose router takes its softmax in float32. The
+Tolerances: float32 1e-6; float64 1e-12, also in per-token mode, since the steps' token counts are
+powers of two, by which Megatron divides in float32 without error. The
 reported metrics (loss, parts of it, ratios, clip fraction, the aggregation checksum) are compared
 as well, to {metric_tolerance:g}.
 
@@ -75,7 +76,7 @@ def markdown(results: list[Result], seconds: float) -> str:
     for result in results:
         rows[(result.case.configuration, result.case.mode)][result.case.precision] = result
     lines = [
-        PREAMBLE.format(steps=len(results[0].comparisons), metric_tolerance=METRIC_TOLERANCE),
+        PREAMBLE.format(metric_tolerance=METRIC_TOLERANCE),
         summary(results, seconds),
         "",
         "| processes | model and sharding | loss mode, gradient reduction | float32 | float64 | |",

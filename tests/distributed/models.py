@@ -7,22 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.check import sharded_parameters
+from megatron_pg.check import models as builder
+from megatron_pg.check.models import ModelShape, model_config
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
-from megatron_pg.megatron.layer_spec import torch_block_spec
-from megatron_pg.megatron.versions import needs_kept_pipeline_outputs
 
-VOCAB_SIZE = 16
-HIDDEN_SIZE = 16
-NUM_LAYERS = 4
+from .steps import VOCAB_SIZE
+
 NUM_EXPERTS = 4
-MAX_SEQUENCE_LENGTH = 64
+SHAPE = ModelShape(
+    num_layers=4, num_query_groups=2, head_size=8, vocab_size=VOCAB_SIZE, ffn_hidden_size=64
+)
 
 
 @dataclass(frozen=True)
@@ -69,98 +68,43 @@ class ModelOptions:
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
 
 
-def initialize_groups(sharding: Sharding) -> None:
-    """Make Megatron's process groups anew; every rank of the world calls it."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
+    """The same in the words of the package's builder of tiny models."""
+    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
+    return CheckOptions(
         tensor_model_parallel_size=sharding.tensor,
         pipeline_model_parallel_size=sharding.pipeline,
         virtual_pipeline_model_parallel_size=sharding.virtual_pipeline,
         context_parallel_size=sharding.context,
         expert_model_parallel_size=sharding.expert,
-        expert_tensor_parallel_size=1,
+        sequence_parallel=sharding.sequence_parallel,
+        num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
+        use_distributed_optimizer=options.distributed_optimizer,
+        average_in_collective=options.average_in_collective,
+        dtype=dtypes[options.dtype],  # type: ignore[arg-type]
     )
+
+
+def initialize_groups(sharding: Sharding) -> None:
+    """Make Megatron's process groups anew; every rank of the world calls it."""
+    builder.initialize_groups(check_options(sharding, ModelOptions()))
 
 
 def transformer_config(sharding: Sharding, options: ModelOptions) -> TransformerConfig:
-    """fp32, no dropout, no fused kernels; grouped queries, so that heads and groups differ."""
-    moe: dict[str, Any] = {}
+    """No dropout, no fused kernels; grouped queries, so that heads and groups differ."""
+    experts: dict[str, Any] = {}
     if options.mixture_of_experts:
-        moe = {
-            "num_moe_experts": NUM_EXPERTS,
-            "moe_router_topk": 2,
+        experts = {
+            "moe_router_topk": 3,
             "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coeff else "none",
             "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
-            "moe_grouped_gemm": False,
-            "moe_router_dtype": "fp64" if options.dtype == torch.float64 else "fp32",
         }
-    pipeline: dict[str, Any] = {}
-    if sharding.virtual_pipeline is not None:
-        pipeline = {
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-            "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
-        }
-    return TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=HIDDEN_SIZE,
-        ffn_hidden_size=2 * HIDDEN_SIZE,
-        num_attention_heads=4,
-        num_query_groups=2,
-        normalization="RMSNorm",
-        # The gradient of a key bias is what is left of a cancellation: nothing to measure 1e-6 on.
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=sharding.tensor,
-        sequence_parallel=sharding.sequence_parallel,
-        pipeline_model_parallel_size=sharding.pipeline,
-        virtual_pipeline_model_parallel_size=sharding.virtual_pipeline,
-        context_parallel_size=sharding.context,
-        expert_model_parallel_size=sharding.expert,
-        expert_tensor_parallel_size=1,
-        pipeline_dtype=options.dtype,
-        params_dtype=options.dtype,
-        variable_seq_lengths=sharding.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True,
-        perform_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+    return model_config(
+        check_options(sharding, options),
+        SHAPE,
         calculate_per_token_loss=options.calculate_per_token_loss,
-        **moe,
-        **pipeline,
+        **experts,
     )
-
-
-def _new_model(
-    config: TransformerConfig, options: ModelOptions, vp_stage: int | None
-) -> torch.nn.Module:
-    """One chunk, not yet wrapped, with Megatron's own initial values."""
-    keywords: dict[str, Any] = {
-        "config": config,
-        "vocab_size": VOCAB_SIZE,
-        "max_sequence_length": MAX_SEQUENCE_LENGTH,
-        "pre_process": parallel_state.is_pipeline_first_stage(
-            ignore_virtual=False, vp_stage=vp_stage
-        ),
-        "post_process": parallel_state.is_pipeline_last_stage(
-            ignore_virtual=False, vp_stage=vp_stage
-        ),
-        "share_embeddings_and_output_weights": options.tied_embeddings,
-        "position_embedding_type": "rope",
-        "vp_stage": vp_stage,
-    }
-    if options.hybrid:
-        from .hybrid import hybrid_model
-
-        return hybrid_model(**keywords)
-    return GPTModel(transformer_layer_spec=torch_block_spec(config, vp_stage), **keywords)
 
 
 def build_model(
@@ -169,35 +113,16 @@ def build_model(
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
     config = transformer_config(sharding, options)
-    chunks = []
-    for stage in range(sharding.virtual_pipeline or 1):
-        vp_stage = None if sharding.virtual_pipeline is None else stage
-        model = _new_model(config, options, vp_stage)
-        set_parameters(model)
-        chunks.append(
-            DistributedDataParallel(
-                config=config,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=options.dtype == torch.float32,
-                    overlap_grad_reduce=options.overlap_grad_reduce,
-                    use_distributed_optimizer=options.distributed_optimizer,
-                    average_in_collective=options.average_in_collective,
-                ),
-                module=model,
-                disable_bucketing=stage > 0,
-            )
-        )
-    return chunks
-
-
-def set_parameters(model: Any) -> None:
-    """Values that depend on the whole model's parameter names alone."""
-    sharded_parameters.set_parameters(model)
-    if model.share_embeddings_and_output_weights and model.post_process:
-        # The output layer is as large as the embedding: keep logits small.
-        for name, parameter in model.decoder.named_parameters():
-            if "final" in name:
-                parameter.data.mul_(0.05)
+    new_model = None
+    if options.hybrid:
+        from .hybrid import hybrid_model as new_model
+    chosen = check_options(sharding, options)
+    chunks = builder.build_gpt(
+        chosen, SHAPE, config, new_model=new_model, tied_embeddings=options.tied_embeddings
+    )
+    return builder.under_ddp(
+        chosen, config, chunks, overlap_grad_reduce=options.overlap_grad_reduce
+    )
 
 
 def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor] | None:

@@ -30,7 +30,7 @@ class Mutant:
     run: Run = Run()
     options: ModelOptions = ModelOptions()
     gradient_ratio: float | None = None
-    """Times the right gradient, where the mistake is a factor on a world of CP 2, DP 2, M 2."""
+    """Times the right gradient, where the mistake is a factor on a world of CP 2, DP 2, M 3."""
 
 
 def scaled(factor: Callable[[ParallelGroups, int], float]) -> LossFactory:
@@ -148,7 +148,7 @@ MUTANTS: dict[str, Mutant] = {
         scaled(lambda groups, count: 1 / groups.data_size), gradient_ratio=0.5
     ),
     "number of micro-batches dropped": Mutant(
-        scaled(lambda groups, count: 1 / count), gradient_ratio=0.5
+        scaled(lambda groups, count: 1 / count), gradient_ratio=1 / 3
     ),
     "extra context-parallel factor in per-token mode": Mutant(
         scaled(lambda groups, count: groups.context_size), options=PER_TOKEN, gradient_ratio=2.0

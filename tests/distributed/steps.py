@@ -7,17 +7,61 @@ from dataclasses import dataclass, replace
 from megatron_pg.arguments.config import PolicyLossConfig
 from tests import oracle
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import random_step
+from tests.random_steps import float32, random_step
 
 DIVISOR = 8.0
-NUM_SAMPLES = 10
+VOCAB_SIZE = 16
+NUM_SAMPLES = 20
+MICRO_BATCHES = 3
+
+
+def _told_apart_by_float32(samples: list[PlainSample]) -> list[PlainSample]:
+    """The same lengths and groups; tokens, numbers and masks that cost float32 few digits.
+
+    Three tokens of four have a positive advantage, the KL term pulls the same way, and responses have
+    ids of the half of the vocabulary that leans one way (`megatron_pg.check.sharded_parameters`):
+    gradients add up where they would cancel. About every fourth token is clipped. The number of active tokens is a power of two: in per-token mode Megatron divides by it in float32,
+    and then without error, so that float64 is held to 1e-12 there too.
+    """
+    changed = []
+    for sample in samples:
+        prompt = sample.tokens[: sample.prompt_length]
+        response = [token % (VOCAB_SIZE // 2) for token in sample.tokens[sample.prompt_length :]]
+        advantages = [
+            0.5 + abs(value) / 2 if place % 4 else -abs(value) / 4
+            for place, value in enumerate(sample.advantages, start=1)
+        ]
+        assert sample.ref_log_probs is not None
+        # The models' own log-probs are near log(1/16) = -2.8.
+        changed.append(
+            replace(
+                sample,
+                tokens=prompt + response,
+                advantages=[float32(value) for value in advantages],
+                old_log_probs=[float32(-2.8 + (v + 2.5) / 4) for v in sample.old_log_probs],
+                ref_log_probs=[float32(-2.2 + (v + 2.5) / 4) for v in sample.ref_log_probs],
+            )
+        )
+    surplus = sum(sum(sample.loss_mask) for sample in changed)
+    surplus -= 2 ** (surplus.bit_length() - 1)
+    for _ in range(surplus):
+        fullest = max(range(len(changed)), key=lambda index: sum(changed[index].loss_mask))
+        mask = list(changed[fullest].loss_mask)
+        mask[mask.index(1)] = 0
+        changed[fullest] = replace(changed[fullest], loss_mask=mask)
+    return changed
+
 
 SHAPES: dict[str, list[PlainSample]] = {
     # Ragged lengths; one sample fully masked, one without response, one of a single response token,
     # rollouts of two samples, prompt groups that no cut below keeps together.
-    "ragged": random_step(29, num_samples=NUM_SAMPLES, longest_prompt=6, longest_response=14),
+    "ragged": _told_apart_by_float32(
+        random_step(29, num_samples=NUM_SAMPLES, longest_prompt=6, longest_response=14)
+    ),
     # So short that under context parallelism some ranks hold no response token at all.
-    "short": random_step(5, num_samples=NUM_SAMPLES, longest_prompt=2, longest_response=2),
+    "short": _told_apart_by_float32(
+        random_step(5, num_samples=2 * NUM_SAMPLES, longest_prompt=2, longest_response=2)
+    ),
 }
 
 
@@ -86,18 +130,24 @@ class Run:
     def micro_batches(self, data_size: int, data_rank: int, multiple: int) -> list[list[int]]:
         """Sample indices of each micro-batch of one data-parallel rank.
 
-        `uniform`: two on every rank. `ragged`: one more on each next rank. `empty`: as uniform, and
+        `uniform`: three on every rank. `ragged`: one more on each next rank. `empty`: as uniform, and
         the last rank's last micro-batch is empty. All counts are rounded up to `multiple`, which
         interleaved pipelines ask for, with empty micro-batches.
         """
-        counts = [2 + (rank if self.cut == "ragged" else 0) for rank in range(data_size)]
-        mine = list(range(data_rank, NUM_SAMPLES, data_size))
+        counts = [
+            MICRO_BATCHES + (rank if self.cut == "ragged" else 0) for rank in range(data_size)
+        ]
+        mine = list(range(data_rank, len(self.samples), data_size))
         count = counts[data_rank]
         filled = count - 1 if self.cut == "empty" and data_rank == data_size - 1 else count
-        # Bins of different sizes: the first holds the first half and every bin gets something.
-        bins = [mine[: len(mine) // 2], *([] for _ in range(filled - 1))]
-        for place, index in enumerate(mine[len(mine) // 2 :]):
-            bins[1 + place % (filled - 1) if filled > 1 else 0].append(index)
+        # The last bin holds one sample of few response tokens: under context parallelism some ranks have
+        # none of them. The first has two shares of the others.
+        last = min(mine, key=lambda index: self.samples[index].response_length or len(mine))
+        others = [index for index in mine if index != last]
+        bins: list[list[int]] = [[] for _ in range(filled - 1)]
+        for place, index in enumerate(others):
+            bins[place % filled % (filled - 1)].append(index)
+        bins.append([last])
         padded = -(-count // multiple) * multiple
         return bins + [[] for _ in range(padded - filled)]
 

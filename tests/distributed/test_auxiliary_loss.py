@@ -40,12 +40,15 @@ OPTIONS = ModelOptions(mixture_of_experts=True, moe_aux_loss_coeff=0.5, dtype=to
 def equal_micro_batches() -> list[PlainSample]:
     """Samples whose micro-batches, cut uniformly over two ranks, all have 24 tokens."""
     rng = random.Random(11)
+    lengths = {
+        index: 24 // len(indices)
+        for rank in range(DATA_SIZE)
+        for indices in RUN.micro_batches(DATA_SIZE, rank, 1)
+        for index in indices
+    }
     return [
         random_sample(
-            rng,
-            prompt_length=3,
-            response_length=(12 if index < 2 * DATA_SIZE else 8) - 3,
-            group_index=index % 3,
+            rng, prompt_length=3, response_length=lengths[index] - 3, group_index=index % 3
         )
         for index in range(NUM_SAMPLES)
     ]

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.batch import pack
+from megatron_pg.megatron.fused_output import FusedOutput
+from megatron_pg.megatron.output_head import OutputHead
 from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
-from megatron_pg.metrics import reduce_metrics
 from megatron_pg.samples import Sample
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
-from .models import MAX_SEQUENCE_LENGTH, ModelOptions, Sharding, gather_gradients
-from .one_step import Outcome, _cut_step, _pad_to_multiple, build
+from .models import ModelOptions, Sharding
+from .one_step import Head, Outcome, build, run_schedule, train_step
 from .reference import reference_steps
 from .steps import AGGREGATIONS, Run
 
@@ -57,71 +55,26 @@ LOSS_SCALE = 1024.0
 """A power of two, as loss scales are: dividing by it is exact."""
 
 
+def fused_head(mode: str, chunk_tokens: int = 5) -> Head:
+    def head(*arguments: Any, **keywords: Any) -> OutputHead:
+        fused = FusedOutput(
+            *arguments, keep_logits=MODES[mode], chunk_tokens=chunk_tokens, **keywords
+        )
+        return OutputHead(fused.loss_func, {"output_processor": fused.output_processor})
+
+    return head
+
+
 def fused_step(
     chunks: list, sharding: Sharding, run: Run, mode: str, *, chunk_tokens: int = 5
 ) -> Outcome | None:
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    groups = ParallelGroups.from_model(chunks)
-    metrics = pass_through(chunks, sharding, run, mode, chunk_tokens=chunk_tokens)
-    contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
-    reduced = reduce_metrics(run.config, metrics, contributes=contributes, device="cpu")
-    gradients = gather_gradients(chunks)
-    return None if gradients is None else Outcome(gradients, reduced)
+    return train_step(chunks, sharding, run, head=fused_head(mode, chunk_tokens))
 
 
 def pass_through(
-    chunks: list,
-    sharding: Sharding,
-    run: Run,
-    mode: str,
-    *,
-    forward_only: bool = False,
-    chunk_tokens: int = 5,
+    chunks: list, sharding: Sharding, run: Run, mode: str, *, forward_only: bool = False
 ) -> list[Any]:
-    """Megatron's schedule over the micro-batches of a step; returns their metrics."""
-    groups = ParallelGroups.from_model(chunks)
-    micro_batches, totals = _cut_step(sharding, run, groups, run.samples)
-
-    def batches() -> Iterator[PackedBatch]:
-        for samples in micro_batches:
-            yield pack(
-                samples,
-                cp_rank=groups.context_rank,
-                cp_size=groups.context_size,
-                pad_to_multiple=_pad_to_multiple(sharding),
-            )
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
-        batch = next(iterator)
-        fused = FusedOutput(
-            run.config,
-            batch,
-            totals,
-            num_microbatches=len(micro_batches),
-            model=model,
-            keep_logits=MODES[mode],
-            chunk_tokens=chunk_tokens,
-        )
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            output_processor=fused.output_processor,
-        )
-        return output, fused.loss_func
-
-    several = len(chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[batches() for _ in chunks] if several else batches(),
-        model=chunks if several else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=MAX_SEQUENCE_LENGTH,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    return run_schedule(chunks, sharding, run, fused_head(mode), forward_only=forward_only)
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import PackedBatch
 from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
@@ -32,12 +34,49 @@ def reducer_that_raises(
     return reducer
 
 
+def right_reducer(
+    total_lengths: Any,
+    response_lengths: Any,
+    loss_masks: Any,
+    calculate_per_token_loss: bool = False,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Any:
+    """Whole responses' denominators, the window from the factory: every response divided by at most 3."""
+    from megatron_pg import get_pg_loss_reducer
+
+    denominators = torch.tensor([float(mask.sum().clamp(1, 3)) for mask in loss_masks])
+    return get_pg_loss_reducer(
+        total_lengths,
+        response_lengths,
+        loss_masks,
+        denominators=denominators,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+
+
+def local_reducer(
+    total_lengths: Any,
+    response_lengths: Any,
+    loss_masks: Any,
+    calculate_per_token_loss: bool = False,
+) -> Any:
+    """The usual mistake: the mean of what this rank and micro-batch hold."""
+    return lambda losses: losses.sum() / max(losses.numel(), 1)
+
+
+def squared_log_probs(config: Any, batch: Any, log_probs: Any) -> Any:
+    """A per-token loss of one's own."""
+    return 0.1 * log_probs.square() - batch.advantages * log_probs
+
+
 def rank_raises_in_reducer(run: Any) -> None:
     right = run.config_of
 
-    def config_of(aggregation: str) -> PolicyLossConfig:
+    def config_of(aggregation: str, options: Any) -> PolicyLossConfig:
         return replace(
-            right(aggregation),
+            right(aggregation, options),
             loss_aggregation="sample_mean",
             loss_aggregation_divisor=None,
             custom_pg_loss_reducer_function_path=f"{__name__}:reducer_that_raises",

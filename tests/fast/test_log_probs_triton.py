@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.log_probs import triton_kernels, triton_op
+    from megatron_pg.log_probs import triton_op, triton_statistics
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -223,13 +223,13 @@ def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton_op, "_VECTORS", 2)
     right = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
 
-    whole = triton_kernels._rescale
+    whole = triton_statistics._rescale
 
     def broken(maximum, safe, scale):
         shift, shrink = whole(maximum, safe, scale)
         return shift * 0.0, shrink
 
-    monkeypatch.setattr(triton_kernels, "_rescale", broken)
+    monkeypatch.setattr(triton_statistics, "_rescale", broken)
     wrong = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
     wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
     torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals, step_totals
+from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron import versions
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
@@ -311,6 +312,27 @@ def test_auxiliary_loss_under_context_parallelism_needs_0_19(
 def test_impossible_micro_batch_counts_are_refused(num_microbatches: int) -> None:
     with pytest.raises(ValueError, match="num_microbatches"):
         moe_contract(num_microbatches=num_microbatches)
+
+
+def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scale_contract_module._warn_of_auxiliary_loss.cache_clear()
+    for is_right, changes in (
+        (True, {}),
+        (False, {"context_parallel_size": 1}),
+        (False, {"model_config": MTP}),
+        (False, {"model_config": NO_COEFFICIENT}),
+    ):
+        monkeypatch.setattr(
+            versions, "moe_auxiliary_loss_under_context_parallel_is_right", lambda r=is_right: r
+        )
+        moe_contract(**{"calculate_per_token_loss": False, "context_parallel_size": 2} | changes)
+        assert not caplog.records
+    for _ in range(2):
+        moe_contract(calculate_per_token_loss=False, context_parallel_size=2)
+    (record,) = caplog.records
+    assert "1/2 of what is asked for" in record.getMessage()
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -173,7 +173,7 @@ def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path: Path) -> No
         text=True,
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1
     assert re.search("^error: .*experts should be a multiple of expert", done.stderr, re.M), done

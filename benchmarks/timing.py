@@ -17,6 +17,10 @@ Call = Callable[[], object]
 # timed is the work and not the Python that asked for it. A method that synchronises gains nothing.
 _HEAD_START_CYCLES = 4_000_000
 
+# A GPU's clock depends on what ran before: right after a slow method the same matrix products took 40.8 ms, else 43.4.
+# So a method is called several times in its turn, and what the first call finds is not counted.
+_CALLS_A_TURN = 4
+
 
 OWN = "megatron_pg"
 
@@ -44,30 +48,40 @@ class Timing:
 
 
 def measure(contenders: list[Contender], rounds: int) -> list[Timing]:
-    """Times the contenders in turn, `rounds` times over, after two unmeasured rounds.
+    """Times the contenders in turn, `rounds` times over, after an unmeasured round.
 
-    Each round has an order of its own: a GPU's clock depends on what ran just before.
+    Each round has an order of its own, and each turn several calls, of which the first is not counted.
     """
     shuffle = random.Random(0)
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     peaks: dict[str, float] = {}
-    for index in range(rounds + 2):
+    for index in range(rounds + 1):
         for contender in shuffle.sample(contenders, len(contenders)):
-            contender.prepare()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_HEAD_START_CYCLES)
-            begin.record()
-            result = contender.call()
-            end.record()
-            torch.cuda.synchronize()
-            del result
-            if index >= 2:
-                samples[contender.name].append(begin.elapsed_time(end))
-                peaks[contender.name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+            times, peak = _turn(contender)
+            if index >= 1:
+                samples[contender.name] += times
+                peaks[contender.name] = peak
     return [Timing(c.name, *_quantiles(samples[c.name]), peaks[c.name], c.note) for c in contenders]
+
+
+def _turn(contender: Contender) -> tuple[list[float], float]:
+    """Milliseconds of the calls that count, and the peak in GiB above what was allocated before the last."""
+    torch.cuda.synchronize()
+    events, before = [], 0
+    for _ in range(_CALLS_A_TURN):
+        contender.prepare()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        begin.record()
+        result = contender.call()
+        end.record()
+        events.append((begin, end))
+        del result
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return [begin.elapsed_time(end) for begin, end in events[1:]], peak
 
 
 def _quantiles(values: list[float]) -> tuple[float, float, float]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -39,7 +40,7 @@ from megatron_pg.megatron.output_head import OutputHead, output_head
 from megatron_pg.megatron.packing import packed_seq_params
 from megatron_pg.policy_loss import policy_loss_from_log_probs
 
-WARM_UP_STEPS, TIMED_STEPS = 2, 5
+WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 8
 MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))
 """The rollouts of each micro-batch, as parts of its tokens."""
 
@@ -174,30 +175,55 @@ def train_step(
     return float(norm)
 
 
-def measure(
+def one_step(
     trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
-) -> Measurement:
-    """Wall time between barriers, after unmeasured steps."""
+) -> tuple[float, float, float]:
+    """(wall seconds between barriers, gradient norm, peak memory of this rank in bytes) of a step."""
     is_cuda = trainer.device.type == "cuda"
-    seconds, norm = [], math.nan
     if is_cuda:
-        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    for step in range(WARM_UP_STEPS + TIMED_STEPS):
-        dist.barrier()
-        if is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        norm = train_step(trainer, build, batches, totals)
-        if is_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if step >= WARM_UP_STEPS:
-            seconds.append(time.perf_counter() - start)
-    peak = torch.tensor(float(torch.cuda.max_memory_allocated()) if is_cuda else 0.0)
-    peak = peak.to(trainer.device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return Measurement(seconds, norm, float(peak) / 2**30)
+    dist.barrier()
+    start = time.perf_counter()
+    norm = train_step(trainer, build, batches, totals)
+    if is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return seconds, norm, float(torch.cuda.max_memory_allocated()) if is_cuda else 0.0
+
+
+def measure(
+    trainer: Trainer,
+    methods: dict[str, HeadBuilder],
+    batches: list[PackedBatch],
+    totals: StepTotals,
+    rounds: int,
+) -> dict[str, Measurement]:
+    """Steps of all heads in turn, in an order that each round draws anew, after unmeasured rounds; every rank calls it.
+
+    What is first to run out of memory is left out from there on.
+    """
+    shuffle = random.Random(0)  # the same on every rank
+    steps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in methods}
+    names = list(methods)
+    for index in range(WARM_UP_ROUNDS + rounds):
+        for name in shuffle.sample(names, len(names)):
+            try:
+                step = one_step(trainer, methods[name], batches, totals)
+            except torch.OutOfMemoryError:
+                print(f"{name} runs out of memory", file=sys.stderr)
+                names.remove(name)
+                continue
+            if index >= WARM_UP_ROUNDS:
+                steps[name].append(step)
+    found = {}
+    for name in names:
+        seconds, norms, peaks = zip(*steps[name], strict=True)
+        peak = torch.tensor(max(peaks), device=trainer.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        found[name] = Measurement(list(seconds), norms[-1], float(peak) / 2**30)
+    return found
 
 
 def report(found: dict[str, Measurement], tokens: int, sharding: str) -> str:
@@ -225,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
+    parser.add_argument("--rounds", type=int, default=TIMED_ROUNDS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy model: does it run?")
     args = parser.parse_args()
@@ -251,14 +278,7 @@ def main() -> None:
             ).to(trainer.device)
             for samples in micro_batches
         ]
-        found: dict[str, Measurement] = {}
-        # From the leanest to the fattest, so that what runs out of memory ends nothing but itself.
-        for name, build in heads(trainer).items():
-            try:
-                found[name] = measure(trainer, build, batches, totals)
-            except torch.OutOfMemoryError:
-                print(f"{sharding}, {tokens} tokens: {name} runs out of memory", file=sys.stderr)
-                break
+        found = measure(trainer, heads(trainer), batches, totals, args.rounds)
         if dist.get_rank() == 0:
             print(report(found, tokens, sharding), flush=True)
     dist.destroy_process_group()

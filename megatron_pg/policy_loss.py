@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals
 from megatron_pg.arguments.config import PolicyLossConfig, required_inputs
 from megatron_pg.batch import PackedBatch
-from megatron_pg.corrections import apply_corrections
+from megatron_pg.corrections import Corrected, apply_corrections
 from megatron_pg.divergence import kl_penalty
 from megatron_pg.log_probs import log_probs_and_entropy
 from megatron_pg.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
-from megatron_pg.objectives import get_objective
-from megatron_pg.reduction import policy_gradient_reduction, sample_mean_reduction
+from megatron_pg.objectives import ObjectiveOutput, get_objective
+from megatron_pg.reduction import (
+    StepReduction,
+    policy_gradient_reduction,
+    sample_mean_reduction,
+)
 from megatron_pg.samples import LOG_PROB_FIELDS
 from megatron_pg.sequence import sequence_log_ratios
 
@@ -88,47 +94,116 @@ def policy_loss_from_log_probs(
     totals: StepTotals,
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
+    reductions: LossReductions | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """:func:`policy_loss_function` for a model that returns log-probs.
 
     Args:
         log_probs: ``[window]`` float32, of the window's response tokens at the rollout temperature.
         entropy: ``[window]`` float32, nats; None where neither the loss nor a metric needs it.
+        reductions: ``LossReductions.build(config, batch, totals)``, where it is at hand.
         The others are those of :func:`policy_loss_function`.
     """
     check_inputs(config, batch)
-    policy_gradient = policy_gradient_reduction(config, batch, totals)
+    if reductions is None:
+        reductions = LossReductions.build(config, batch, totals)
+    terms = loss_terms(
+        config,
+        batch,
+        log_probs,
+        entropy,
+        reductions,
+        context_parallel_group=context_parallel_group,
+    )
+    pg_loss = terms.inner_sum / reductions.policy_gradient.outer_count
+    reported = {"loss": pg_loss + terms.penalty, "pg_loss": pg_loss, **terms.regularizers}
+    metrics = step_sums(reported, step_share)
+    metrics.add(checksum(reductions.policy_gradient, step_share, terms.loss.device))
+    metrics.add(
+        policy_metrics(
+            config,
+            batch,
+            log_probs,
+            entropy,
+            terms.outcome,
+            terms.corrected,
+            step_share=step_share,
+        )
+    )
+    return terms.loss, metrics
+
+
+@dataclass(frozen=True)
+class LossReductions:
+    """How the terms of a micro-batch's loss are summed; made on the host, of masks and totals alone."""
+
+    policy_gradient: StepReduction
+    sample_mean: StepReduction | None
+    """Of KL and entropy terms; None without them."""
+
+    @classmethod
+    def build(
+        cls, config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
+    ) -> LossReductions:
+        """Arguments are those of `policy_loss_from_log_probs`."""
+        regularized = bool(config.kl_loss_coef or config.entropy_coef)
+        return cls(
+            policy_gradient_reduction(config, batch, totals),
+            sample_mean_reduction(batch, totals) if regularized else None,
+        )
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The loss of one micro-batch on one rank, and what its metrics are made of."""
+
+    loss: Tensor
+    """0-d, to be differentiated."""
+    inner_sum: Tensor
+    penalty: Tensor | float
+    """What the regularizers add to the loss."""
+    regularizers: dict[str, Tensor]
+    """0-d each, before their coefficients."""
+    outcome: ObjectiveOutput
+    corrected: Corrected
+
+
+def loss_terms(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    reductions: LossReductions,
+    *,
+    context_parallel_group: dist.ProcessGroup | None = None,
+) -> LossTerms:
+    """The loss without its metrics; arguments as of `policy_loss_from_log_probs`, inputs checked before."""
     sequence = sequence_log_ratios(
         config, batch, log_probs, context_parallel_group=context_parallel_group
     )
-
     outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
     corrected = apply_corrections(
         config, batch, log_probs, outcome.loss, batch.loss_mask, sequence=sequence
     )
+    policy_gradient = reductions.policy_gradient
     inner_sum = policy_gradient.inner_sum(corrected.pg_loss)
 
     regularizers = {}
-    if config.kl_loss_coef or config.entropy_coef:
-        sample_mean = sample_mean_reduction(batch, totals)
+    if reductions.sample_mean is not None:
         if config.kl_loss_coef:
             kl = kl_penalty(config, batch, log_probs)
-            regularizers["kl_loss"] = (config.kl_loss_coef, sample_mean(kl))
+            regularizers["kl_loss"] = (config.kl_loss_coef, reductions.sample_mean(kl))
         if entropy is not None and config.entropy_coef:
-            regularizers["entropy_loss"] = (-config.entropy_coef, sample_mean(entropy))
+            regularizers["entropy_loss"] = (-config.entropy_coef, reductions.sample_mean(entropy))
     penalty = sum(coefficient * value for coefficient, value in regularizers.values())
-
-    loss = inner_sum / (config.grad_divisor or policy_gradient.outer_count) + penalty
-    pg_loss = inner_sum / policy_gradient.outer_count
-    reported = {"loss": pg_loss + penalty, "pg_loss": pg_loss}
-    reported |= {name: value for name, (_, value) in regularizers.items()}
-
-    metrics = step_sums(reported, step_share)
-    metrics.add(checksum(policy_gradient, step_share, loss.device))
-    metrics.add(
-        policy_metrics(config, batch, log_probs, entropy, outcome, corrected, step_share=step_share)
+    return LossTerms(
+        loss=inner_sum / (config.grad_divisor or policy_gradient.outer_count) + penalty,
+        inner_sum=inner_sum,
+        penalty=penalty,
+        regularizers={name: value for name, (_, value) in regularizers.items()},
+        outcome=outcome,
+        corrected=corrected,
     )
-    return loss, metrics
 
 
 def needs_entropy(config: PolicyLossConfig) -> bool:

@@ -21,7 +21,7 @@ from megatron_pg import Sample
 from megatron_pg.planning import CollectorState
 from megatron_pg.rollout_files import RewardedSample, RolloutPosition
 
-from .errors import agreed
+from .errors import agreed, alone
 from .model import Policy
 from .model_checkpoint import load_model, save_model
 from .training_step import SampleStream
@@ -68,7 +68,7 @@ class Checkpoints:
         """Write a checkpoint, and remove all but the last few; every rank must call it.
 
         Raises:
-            RunError: a rank cannot write its part; on all ranks. The checkpoints that are there stay.
+            RunError: a rank cannot write its part. The checkpoints that are there stay.
         """
         final = self.directory / f"step_{progress.warm_start_step:06d}_{progress.step:06d}"
         partial = self.directory / f"partial_{final.name}"
@@ -83,7 +83,7 @@ class Checkpoints:
         with agreed(f"{partial} cannot be written"):
             rank_state = {"random": _random_state(policy.device), "stream": stream.rank_state()}
             _write(rank_state, partial / _rank_name(dist.get_rank()))
-        with agreed(f"{partial} cannot be written"):
+        with alone(f"{partial} cannot be written"):
             save_model(partial / MODEL, policy, stream.reference)
         with agreed(f"{partial} cannot be completed"):
             if dist.get_rank() == 0:

@@ -15,6 +15,10 @@ class RunError(RuntimeError):
     """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks."""
 
 
+class RankError(RunError):
+    """A `RunError` of one rank, while others may be waiting for it: it says so itself, and its end ends them."""
+
+
 @contextlib.contextmanager
 def mendable() -> Iterator[None]:
     """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group."""
@@ -28,7 +32,7 @@ def mendable() -> Iterator[None]:
 def agreed(doing: str) -> Iterator[None]:
     """An error that one rank has in the body is a `RunError` on all at its end: none waits for one that has failed.
 
-    Every rank must enter it; what the body does together must end on all ranks or fail on all.
+    Every rank must enter it, and the body must not wait for another rank (see `alone`).
 
     Args:
         doing: what failed where something does, before the message.
@@ -46,12 +50,25 @@ def agreed(doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def alone(doing: str) -> Iterator[None]:
+    """An error in the body is a `RankError`: the ranks exchange something in it, so they cannot agree on it.
+
+    Over gloo the others then find their connections closed; elsewhere the launcher ends them.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise RankError(f"{doing} (rank {dist.get_rank()}): {_in_a_line(error)}") from error
+
+
+@contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """End the process with the message of a `RunError`, which rank 0 says; any other error is a fault, and is traced."""
     try:
         yield
     except RunError as error:
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+        speaks = isinstance(error, RankError) or os.environ.get("RANK", "0") == "0"
+        sys.exit(f"error: {error}" if speaks else 1)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -12,24 +12,17 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.log_probs.linear_autograd import (
-    ChunkedHead,
-    LinearLogProbs,
-    LinearTokenLoss,
-)
+from megatron_pg.log_probs.linear_autograd import ChunkedHead, LinearLogProbs
 from megatron_pg.log_probs.output_layer import default_chunk_tokens
+from megatron_pg.log_probs.token_loss_autograd import LinearTokenLoss, TokenLoss
 from megatron_pg.log_probs.torch_op import temperature_tensor
 from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
-
-TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -103,29 +96,30 @@ def linear_token_loss(
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; not float16, whose range
-            would lose a gradient that does not carry the loss scale yet.
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `loss_scale` only: its
+            range would lose a gradient that does not carry the scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
             entropy alone, and the same on every tensor-parallel rank.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
-        loss_scale: the very gradient that backward will hand to the loss, where it is known. The weight's
-            gradient then goes straight to `main_grad` in forward, without a buffer of its own; any other
-            incoming gradient turns the gradient of `hidden` into NaN. Forward must then be followed by backward.
+        loss_scale: 0-d, the gradient that backward will hand to the loss, where it is known. The weight's gradient then
+            goes straight to `main_grad` in forward, without a buffer of its own. Forward must be followed by
+            backward with that scale, and `main_grad` not be zeroed in between; if not, rows of both gradients become
+            NaN (see `megatron_pg.log_probs.forward_gradients`).
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
-        NotImplementedError: float16.
+        NotImplementedError: float16 with gradients and no `loss_scale`.
     """
     head = _chunked_head(hidden, weight, targets, options or HeadOptions())
     tokens = hidden.shape[0]
-    if hidden.dtype == torch.float16:
+    if hidden.dtype == torch.float16 and loss_scale is None and torch.is_grad_enabled():
         raise NotImplementedError(
-            "linear_token_loss does not take float16 hidden states: its gradients are computed before "
-            "the loss scale is known and would underflow; use linear_log_probs_and_entropy, or bfloat16"
+            "linear_token_loss does not take float16 hidden states without a loss_scale: its gradients are computed "
+            "before the scale arrives and would underflow; use linear_log_probs_and_entropy, or bfloat16"
         )
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:

@@ -79,12 +79,15 @@ class WeightGradient:
             self._main_grad = weight.main_grad  # type: ignore[attr-defined]
         self._direct = self._main_grad if final else None
         self._buffer: Tensor | None = None
+        self.added_to: Tensor | None = None
+        """`main_grad`, once something was added to it."""
 
     def add(self, logits_gradient: Tensor, hidden: Tensor) -> None:
         """Adds the part of `hidden` [rows, hidden] with the gradient [rows, v/tp] of its logits."""
         left = logits_gradient.t()
         if self._direct is not None:
             add_product(left, hidden, self._direct)
+            self.added_to = self._direct
         elif self._buffer is None:
             self._buffer = self._new_buffer()
             multiply(left, hidden, self._buffer)
@@ -95,14 +98,18 @@ class WeightGradient:
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
         return torch.empty_like(self._weight, dtype=dtype, requires_grad=False)
 
-    def finish(self, scale: Tensor | None = None) -> Tensor:
+    def finish(self, scale: Tensor | None = None, spoil: Tensor | None = None) -> Tensor:
         """Settles the sum, times `scale`, and returns what autograd gets for the weight.
 
         With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
         or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
+        `spoil`, 0 or NaN, is added to the first row: a sum known to be wrong has to show.
         """
         buffer, weight = self._buffer, self._weight
         self._buffer = None
+        total = self.added_to if buffer is None else buffer
+        if spoil is not None and total is not None:
+            total[:1] += spoil
         if self._main_grad is None:
             if buffer is None:
                 return torch.zeros_like(weight, requires_grad=False)

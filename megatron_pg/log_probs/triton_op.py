@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import triton
 from torch import Tensor
 
-from megatron_pg.log_probs import triton_kernels
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.log_probs import triton_gradient, triton_statistics
+from megatron_pg.log_probs.vocabulary_shard import (
+    RowStatistics,
+    VocabularyShard,
+    gather_statistics,
+)
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16.
 _VECTOR = 8
@@ -18,6 +21,7 @@ _GRADIENT_TILE = 2048
 _GRADIENT_WARPS = 4
 _GRADIENT_TILES = 4
 _COMBINED_ROWS = 128
+_CACHE_LINE = 128  # bytes
 
 
 def row_statistics(
@@ -33,25 +37,32 @@ def row_statistics(
     outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in range(4)))
     if tokens == 0:
         return outputs
-    targets = targets.contiguous()
+    sharded = shard.group is not None
     mask = None if row_mask is None else row_mask.contiguous()
     pointers = (outputs.maximum, outputs.log_sum, outputs.log_probs, outputs.entropy)
-    local = shard.columns, shard.start, shard.vocab_size
-    tuning = {"VECTORS": _VECTORS, "VECTOR": _VECTOR, "num_warps": _STATISTICS_WARPS}
-    read = (logits, logits.stride(0), targets, mask, temperature)
-    if shard.group is None:
-        triton_kernels.statistics_kernel[(tokens,)](
-            *read, *pointers, *local, MASKED=mask is not None, **tuning
-        )
-        return outputs
-    own = temperature.new_empty((tokens, 4))
-    triton_kernels.shard_statistics_kernel[(tokens,)](
-        *read, own, *local, MASKED=mask is not None, **tuning
+    own = temperature.new_empty((tokens, 4)) if sharded else None
+    triton_statistics.statistics_kernel[(tokens,)](
+        logits,
+        logits.stride(0),
+        targets.contiguous(),
+        mask,
+        temperature,
+        own,
+        *pointers,
+        shard.columns,
+        shard.start,
+        shard.vocab_size,
+        SHARDED=sharded,
+        MASKED=mask is not None,
+        VECTORS=_VECTORS,
+        VECTOR=_VECTOR,
+        num_warps=_STATISTICS_WARPS,
     )
-    shards = dist.get_world_size(shard.group)
-    gathered = temperature.new_empty((shards * tokens, 4))
-    dist.all_gather_into_tensor(gathered, own, group=shard.group)
-    triton_kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
+    if shard.group is None or own is None:
+        return outputs
+    gathered = gather_statistics(own, shard.group)
+    shards = gathered.shape[0]
+    triton_statistics.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
         gathered,
         mask,
         temperature,
@@ -85,9 +96,12 @@ def write_gradient(
         return
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     mask = None if row_mask is None else row_mask.contiguous()
+    line = 0 if overlaps else _columns_of_a_line(logits, out)
+    reach = width + max(line - 1, 0)
     # Segments of rows keep what runs at one time close together in memory, and the last wave short.
-    segment = _GRADIENT_TILE * (triton.cdiv(width, _GRADIENT_TILE) if overlaps else _GRADIENT_TILES)
-    triton_kernels.gradient_kernel[(tokens * triton.cdiv(width, segment),)](
+    tiles = triton.cdiv(reach, _GRADIENT_TILE) if overlaps else _GRADIENT_TILES
+    segments = triton.cdiv(reach, tiles * _GRADIENT_TILE)
+    triton_gradient.gradient_kernel[(tokens * segments,)](
         logits,
         logits.stride(0),
         out,
@@ -103,11 +117,20 @@ def write_gradient(
         shard.columns,
         width,
         shard.start,
-        segment,
+        segments,
+        tiles * _GRADIENT_TILE,
         LOG_PROBS=grad_log_probs is not None,
         ENTROPY=grad_entropy is not None,
         MASKED=mask is not None,
         ORDERED=overlaps,
+        LINE=line,
         TILE=_GRADIENT_TILE,
         num_warps=_GRADIENT_WARPS,
     )
+
+
+def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
+    """Columns in a cache line, where rows begin inside lines and can be read and written from a line's start; else 0."""
+    line = min(_CACHE_LINE // logits.element_size(), _GRADIENT_TILE)
+    same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype
+    return line if same and logits.stride(0) % line and logits.stride(0) % 16 == 0 else 0

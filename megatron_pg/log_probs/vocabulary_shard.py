@@ -88,6 +88,15 @@ class RowStatistics:
         )
 
 
+def gather_statistics(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[tokens, 4] of this shard -> [shards, tokens, 4] on every rank; every rank of the group must call."""
+    shards = dist.get_world_size(group)
+    gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
+    if len(local) > 0:
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    return gathered.view(shards, *local.shape)
+
+
 def combine_statistics(
     local: Tensor, temperature: Tensor, row_mask: Tensor | None, group: dist.ProcessGroup | None
 ) -> RowStatistics:
@@ -101,14 +110,10 @@ def combine_statistics(
         row_mask: [tokens] bool; rows that are False get log-probability and entropy 0.
         group: tensor-parallel group; every one of its ranks must call. None: nothing to combine.
     """
-    tokens = local.shape[0]
     if group is None:
         maximum, total, dot, target = local.unbind(1)
     else:
-        gathered = local.new_empty((dist.get_world_size(group) * tokens, 4))
-        if tokens > 0:
-            dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        shards = gathered.view(-1, tokens, 4)
+        shards = gather_statistics(local, group)
         maximum = shards[..., MAXIMUM].amax(0)
         shift = (shards[..., MAXIMUM] - maximum) / temperature
         scale = shift.exp()

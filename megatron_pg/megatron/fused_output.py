@@ -13,7 +13,7 @@ the model's output into the loss belong to one micro-batch, so they are one obje
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -35,54 +35,15 @@ from megatron_pg.log_probs.fused_head import (
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.metrics import MicroBatchMetrics
-from megatron_pg.policy_loss import policy_loss_from_log_probs
-
-
-def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
-
-    Then it is known as soon as they are. A sequence ratio or mask is not, nor what a custom function may do.
-    """
-    custom = (
-        config.custom_policy_loss_path,
-        config.custom_tis_function_path,
-        config.custom_pg_loss_reducer_function_path,
-    )
-    sequence_level = (
-        config.policy_loss == "gspo"
-        or config.use_opsm
-        or config.use_geometric_rejection
-        or (config.use_tis and config.tis_level == "sequence")
-    )
-    return not sequence_level and all(path is None for path in custom)
-
-
-def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
-    """Which tokens of the window are scored, on the host: those with a gradient first.
-
-    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
-    wanted for the metrics alone.
-
-    Returns:
-        [active tokens] int64 into the window, and how many of them have a gradient.
-    """
-    in_window = batch.window.response_indices
-    nothing = [torch.zeros(0)]
-    active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
-    with_gradient = active
-    if config.policy_loss in _PROPORTIONAL_TO_ADVANTAGE and not (
-        config.kl_loss_coef or config.entropy_coef
-    ):
-        advantages = torch.cat(nothing + [torch.as_tensor(s.advantages) for s in batch.samples])
-        with_gradient = active & (advantages[in_window] != 0)
-    first = with_gradient.nonzero()[:, 0]
-    rest = (active & ~with_gradient).nonzero()[:, 0]
-    return torch.cat([first, rest]), len(first)
-
-
-_PROPORTIONAL_TO_ADVANTAGE = ("ppo", "cispo", "reinforce")
+from megatron_pg.policy_loss import (
+    LossReductions,
+    check_inputs,
+    loss_terms,
+    policy_loss_from_log_probs,
+)
 
 
 def _to_device(indices: Tensor, device: torch.device) -> Tensor:
@@ -98,7 +59,9 @@ class FusedOutput:
     Only rows that score an active token enter the output layer, and only those with a gradient the products of
     backward (see `active_rows`). Where `is_sum_over_tokens`, the gradients are computed in the same pass (three matrix
     products); otherwise the log-probs are, and backward multiplies again unless `keep_logits` (see
-    `megatron_pg.log_probs.fused_head`).
+    `megatron_pg.log_probs.fused_head`). In the first case the gradient that the schedule hands to the loss is worked out
+    beforehand (`ScaleContract.incoming_gradient`) and the weight's gradient goes straight to `main_grad`, in forward: a
+    forward pass that is to have no backward belongs under `torch.no_grad()` or `model.eval()`.
 
     Args:
         config, batch, totals, num_microbatches, model, groups, vocab_size: as for
@@ -125,6 +88,7 @@ class FusedOutput:
         chunk_tokens: int | None = None,
     ) -> None:
         _check_model(model)
+        self._model = model
         self._config, self._batch, self._totals = config, batch, totals
         self._keep_logits = keep_logits
         self._scale = MicroBatchScale.build(
@@ -138,6 +102,7 @@ class FusedOutput:
             fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
         )
+        check_inputs(config, batch)
         active, self._gradient_rows = active_rows(config, batch)
         self._active = _to_device(active, batch.tokens.device)
         self._metrics: MicroBatchMetrics | None = None
@@ -169,8 +134,11 @@ class FusedOutput:
         weight = _plain_weight(output_layer, output_weight, config)
         hidden = self._active_rows(self._whole_hidden(hidden_states, output_layer))
         targets = self._batch.targets[self._batch.logit_rows[self._active]]
-        if is_sum_over_tokens(self._config):
-            return self._loss_in_one_pass(hidden, weight, targets)
+        loss_scale = self._scale.incoming_gradient(self._model, hidden.device)
+        # What float16 cannot hold without the loss scale waits for backward.
+        waits = hidden.dtype == torch.float16 and loss_scale is None
+        if is_sum_over_tokens(self._config) and not waits:
+            return self._loss_in_one_pass(hidden, weight, targets, loss_scale)
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, self._options, keep_logits=self._keep_logits
         )
@@ -208,6 +176,10 @@ class FusedOutput:
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 
+    @functools.cached_property
+    def _reductions(self) -> LossReductions:
+        return LossReductions.build(self._config, self._batch, self._totals)
+
     def _policy_loss(
         self, log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)
     ) -> tuple[Tensor, MicroBatchMetrics]:
@@ -219,30 +191,45 @@ class FusedOutput:
             totals=self._totals,
             context_parallel_group=self._groups.context,
             step_share=self._scale.step_share,
+            reductions=self._reductions,
         )
 
-    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Gradients chunk by chunk, then the value and the metrics from all log-probs together.
+    def _loss_in_one_pass(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
+        """Gradients chunk by chunk; value and metrics from all log-probs together.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
         coefficients, which is what a sum over tokens means.
         """
-        quiet = dataclasses.replace(self._config, pg_metrics="none")
+        self._metrics = None
+        everything = slice(0, len(self._active))
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-            return policy_loss_from_log_probs(
-                quiet,
+            if rows == everything:
+                loss, self._metrics = self._policy_loss(log_probs, entropy)
+                return loss
+            return loss_terms(
+                self._config,
                 self._batch,
                 self._in_window(log_probs, rows),
                 self._in_window(entropy, rows),
-                totals=self._totals,
-            )[0]
+                self._reductions,
+            ).loss
 
         total, log_probs, entropy = linear_token_loss(
-            hidden, weight, targets, token_loss, self._options, gradient_rows=self._gradient_rows
+            hidden,
+            weight,
+            targets,
+            token_loss,
+            self._options,
+            gradient_rows=self._gradient_rows,
+            loss_scale=loss_scale,
         )
-        value, self._metrics = self._policy_loss(log_probs, entropy)
-        return (value + (total - total.detach()))[None]
+        if self._metrics is None:  # in several chunks, or of no token
+            value, self._metrics = self._policy_loss(log_probs, entropy)
+            total = value + (total - total.detach())
+        return total[None]
 
 
 def _check_model(model: Any) -> None:
@@ -268,4 +255,8 @@ def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) 
     if getattr(config, "use_mup", False):
         raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
     weight: Tensor = output_layer.weight if output_weight is None else output_weight
+    if getattr(config, "mtp_num_layers", None):
+        # Multi-token prediction multiplies by this weight too, in the same graph, and where Megatron does not fuse the
+        # addition to main_grad its gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
+        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     return weight

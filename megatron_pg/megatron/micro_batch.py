@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals
@@ -64,6 +65,21 @@ class MicroBatchScale:
         """The tuple that the schedule expects of this model's config."""
         return self.contract.apply(loss, metrics)
 
+    def incoming_gradient(self, model: Any, device: torch.device) -> Tensor | None:
+        """What backward will hand to the local loss, where the step that `forward_step` is part of has a backward.
+
+        None where it has none (gradients off, `model.eval()`), and where `main_grad` holds something else until
+        backward (DDP's reuse_grad_buf_for_mxfp8_param_ag keeps parameters there): whatever is known beforehand is
+        of no use then. A forward pass with gradients on and the model in training mode counts as training.
+        """
+        module = _first_chunk(model)
+        if not torch.is_grad_enabled() or not getattr(module, "training", True):
+            return None
+        ddp_config = getattr(module, "ddp_config", None)
+        if getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            return None
+        return self.contract.incoming_gradient(module.config, device)
+
 
 def _check_packing(batch: PackedBatch, groups: ParallelGroups) -> None:
     window = batch.window
@@ -77,5 +93,8 @@ def _check_packing(batch: PackedBatch, groups: ParallelGroups) -> None:
 
 def _config_of(model: Any) -> Any:
     """The TransformerConfig of a model, wrapped or a list of virtual-pipeline chunks; DDP and Float16Module carry it."""
-    module = model[0] if isinstance(model, (list, tuple)) else model
-    return module.config
+    return _first_chunk(model).config
+
+
+def _first_chunk(model: Any) -> Any:
+    return model[0] if isinstance(model, (list, tuple)) else model

@@ -45,6 +45,21 @@ class ScaleContract:
     """What the local loss is multiplied by."""
     num_tokens: int
     """n of per-token mode, on this rank."""
+    schedule_factor: float
+    """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
+
+    def incoming_gradient(self, model_config: Any, device: torch.device) -> Tensor:
+        """0-d float32: the gradient that backward will hand to the local loss, known before the model has run.
+
+        It is `factor`, what the schedule multiplies by, and what `config.grad_scale_func` does to a loss in
+        backward_step (the optimizer's loss scale, which stands still during a step). Nothing here waits for the device.
+        """
+        known = torch.full((), self.factor * self.schedule_factor, device=device)
+        scale = getattr(model_config, "grad_scale_func", None)
+        if scale is None:
+            return known
+        with torch.no_grad():
+            return torch.as_tensor(scale(known), device=device).reshape(())
 
     def apply(self, loss: Tensor, metrics: dict[str, Tensor]) -> ScheduleOutput:
         """The tuple that the schedule expects of this mode. `loss` 0-d, attached to the graph."""
@@ -94,9 +109,16 @@ def scale_contract(
             and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
         ):
             _warn_of_auxiliary_loss(context_parallel_size)
-        return ScaleContract(False, float(data_parallel_size * num_microbatches), 0)
+        return ScaleContract(
+            calculate_per_token_loss=False,
+            factor=float(data_parallel_size * num_microbatches),
+            num_tokens=0,
+            schedule_factor=context_parallel_size / num_microbatches,
+        )
     if not scales_auxiliary_loss_by_tokens(model_config):
-        return ScaleContract(True, float(max(totals.num_active_tokens, 1)), num_active_tokens)
+        return ScaleContract(
+            True, float(max(totals.num_active_tokens, 1)), num_active_tokens, schedule_factor=1.0
+        )
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
         raise NotImplementedError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
@@ -110,7 +132,9 @@ def scale_contract(
             "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
             "policy gradient is the same)"
         )
-    return ScaleContract(True, float(max(totals.num_tokens, 1)), num_local_tokens)
+    return ScaleContract(
+        True, float(max(totals.num_tokens, 1)), num_local_tokens, schedule_factor=1.0
+    )
 
 
 @functools.cache

@@ -71,10 +71,38 @@ def train_step(
     them. `samples` are the run's where None. `head` takes the place of `loss` where the model has
     a part in it, called as `loss` is.
     """
-    groups = ParallelGroups.from_model(chunks)
-    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    if head is None:
+
+        def head(*arguments: Any, **keywords: Any) -> OutputHead:
+            return OutputHead(loss(*arguments, **keywords))
+
+    metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples)
+    groups = ParallelGroups.from_model(chunks)
+    reduced = reduce_metrics(
+        run.config,
+        metrics,
+        contributes=groups.is_last_pipeline_stage and groups.tensor_rank == 0,
+        device="cpu",
+    )
+    gradients = gather_gradients(chunks)
+    return None if gradients is None else Outcome(gradients, reduced)
+
+
+def run_schedule(
+    chunks: list[DistributedDataParallel],
+    sharding: Sharding,
+    run: Run,
+    head: Head,
+    pack_batch: Callable[..., PackedBatch] = pack,
+    samples: list[PlainSample] | None = None,
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Megatron's schedule over the micro-batches of a step; returns their metrics."""
+    groups = ParallelGroups.from_model(chunks)
+    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
 
     def batches() -> Iterator[PackedBatch]:
         for samples in micro_batches:
@@ -87,12 +115,7 @@ def train_step(
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        arguments = {"num_microbatches": len(micro_batches), "model": model}
-        end = (
-            OutputHead(loss(run.config, batch, totals, **arguments))
-            if head is None
-            else head(run.config, batch, totals, **arguments)
-        )
+        end = head(run.config, batch, totals, num_microbatches=len(micro_batches), model=model)
         output = model(
             batch.tokens[None],
             batch.position_ids[None],
@@ -102,23 +125,17 @@ def train_step(
         )
         return output, end.loss_func
 
-    metrics = get_forward_backward_func()(
+    several = len(chunks) > 1
+    metrics: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[batches() for _ in chunks] if len(chunks) > 1 else batches(),
-        model=chunks if len(chunks) > 1 else chunks[0],
+        data_iterator=[batches() for _ in chunks] if several else batches(),
+        model=chunks if several else chunks[0],
         num_microbatches=len(micro_batches),
         seq_length=MAX_SEQUENCE_LENGTH,
         micro_batch_size=1,
-        forward_only=False,
+        forward_only=forward_only,
     )
-    reduced = reduce_metrics(
-        run.config,
-        metrics,
-        contributes=groups.is_last_pipeline_stage and groups.tensor_rank == 0,
-        device="cpu",
-    )
-    gradients = gather_gradients(chunks)
-    return None if gradients is None else Outcome(gradients, reduced)
+    return metrics
 
 
 def _pad_to_multiple(sharding: Sharding) -> int:

@@ -10,15 +10,17 @@ import torch
 
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import pack
-from megatron_pg.megatron.fused_output import FusedOutput, active_rows, is_sum_over_tokens
+from megatron_pg.megatron.fused_output import FusedOutput
 from megatron_pg.megatron.output_head import OutputHead
+from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
 from megatron_pg.megatron.versions import supports_output_processor
 from megatron_pg.samples import Sample
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, train_step
+from .one_step import Head, Outcome, build, run_schedule, train_step
 from .reference import reference_steps
 from .steps import AGGREGATIONS, Run
 
@@ -39,16 +41,40 @@ CASES = {
     "TP2": (Sharding(tensor=2), DENSE),
     "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
     "PP2 tied": (Sharding(pipeline=2), TIED),
+    "PP2 VPP2 tied, per token": (
+        Sharding(pipeline=2, virtual_pipeline=2),
+        replace(TIED, calculate_per_token_loss=True),
+    ),
     "DP2 tied": (Sharding(data=2), TIED),
+    "DP2, distributed optimizer, overlapped reduction": (
+        Sharding(data=2),
+        replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True),
+    ),
 }
+LOSS_SCALE = 1024.0
+"""A power of two, as loss scales are: dividing by it is exact."""
 
 
-def fused_step(chunks: list, sharding: Sharding, run: Run, mode: str) -> Outcome | None:
+def fused_head(mode: str, chunk_tokens: int = 5) -> Head:
     def head(*arguments: Any, **keywords: Any) -> OutputHead:
-        fused = FusedOutput(*arguments, keep_logits=MODES[mode], chunk_tokens=5, **keywords)
+        fused = FusedOutput(
+            *arguments, keep_logits=MODES[mode], chunk_tokens=chunk_tokens, **keywords
+        )
         return OutputHead(fused.loss_func, {"output_processor": fused.output_processor})
 
-    return train_step(chunks, sharding, run, head=head)
+    return head
+
+
+def fused_step(
+    chunks: list, sharding: Sharding, run: Run, mode: str, *, chunk_tokens: int = 5
+) -> Outcome | None:
+    return train_step(chunks, sharding, run, head=fused_head(mode, chunk_tokens))
+
+
+def pass_through(
+    chunks: list, sharding: Sharding, run: Run, mode: str, *, forward_only: bool = False
+) -> list[Any]:
+    return run_schedule(chunks, sharding, run, fused_head(mode), forward_only=forward_only)
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
@@ -85,18 +111,159 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
         assert comparison.passed, f"{run}: {comparison}"
 
 
+def private_buffers() -> list[bool]:
+    """Whether each weight gradient made from here on waits in a buffer of its own; filled as they are made."""
+    from megatron_pg.log_probs import forward_gradients
+
+    made: list[bool] = []
+    plain = forward_gradients.WeightGradient
+
+    def recorded(weight: Any, *, final: bool) -> Any:
+        made.append(not final)
+        return plain(weight, final=final)
+
+    forward_gradients.WeightGradient = recorded
+    return made
+
+
+def scaled_steps(
+    sharding: Sharding, options: ModelOptions, chunk_tokens: int
+) -> list[Outcome | None]:
+    """Under an optimizer's loss scale, with a buffer of the package's own for no micro-batch."""
+    made = private_buffers()
+    chunks = build(sharding, options)
+    chunks[0].config.grad_scale_func = lambda loss: torch.tensor([LOSS_SCALE]) * loss
+    outcomes = []
+    for run in RUNS:
+        outcome = fused_step(chunks, sharding, run, "one pass", chunk_tokens=chunk_tokens)
+        if outcome is not None:
+            gradients = {name: each / LOSS_SCALE for name, each in outcome.gradients.items()}
+            outcome = replace(outcome, gradients=gradients)
+        outcomes.append(outcome)
+    if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
+        assert made and not any(made)
+    return outcomes
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+@pytest.mark.parametrize("case", ["CP2, per token", "TP2+SP CP2", "PP2 tied"])
+def test_with_a_loss_scale_straight_to_main_grad(
+    case: str, chunk_tokens: int, references: dict[bool, list[Outcome]]
+) -> None:
+    sharding, options = CASES[case]
+    found = run_ranks(scaled_steps, sharding.world_size, sharding, options, chunk_tokens)[0]
+    for run, outcome, expected in zip(
+        RUNS, found, references[options.tied_embeddings], strict=True
+    ):
+        comparison = compare(outcome, expected, gradient_tolerance(options))
+        assert comparison.passed, f"{run}: {comparison}"
+
+
+def without_context_factor(sharding: Sharding) -> list[bool]:
+    """Mutant: the schedule's factor CP is forgotten in what is worked out beforehand. Which gradients are NaN then."""
+    from megatron_pg.megatron import micro_batch
+
+    whole = micro_batch.scale_contract
+
+    def mutated(*arguments: Any, **options: Any) -> Any:
+        found = whole(*arguments, **options)
+        factor = found.schedule_factor / options["context_parallel_size"]
+        return replace(found, schedule_factor=factor)
+
+    micro_batch.scale_contract = mutated
+    chunks = build(sharding, DENSE)
+    pass_through(chunks, sharding, RUNS[0], "one pass")
+    return [bool(gradient.isnan().any()) for gradient in main_grads(chunks)]
+
+
+@pytest.mark.parametrize("sharding", [Sharding(context=2), Sharding(data=2)], ids=str)
+def test_a_wrong_scale_would_be_seen(sharding: Sharding) -> None:
+    """In the gradient of the output layer, and through the hidden states in every other."""
+    has_context_parallelism = sharding.context > 1
+    for found in run_ranks(without_context_factor, 2, sharding):
+        assert found and set(found) == {has_context_parallelism}
+
+
+def steps_with_a_frozen_weight(
+    sharding: Sharding, options: ModelOptions, frozen: str
+) -> list[Outcome | None]:
+    chunks = build(sharding, options)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if (frozen == "output layer") == ("output_layer" in name):
+                parameter.requires_grad_(False)
+    return [fused_step(chunks, sharding, run, "one pass") for run in RUNS]
+
+
+@pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
+def test_frozen_weights(frozen: str, references: dict[bool, list[Outcome]]) -> None:
+    """Frozen after DDP has made its buffers, whose gradients then stay 0."""
+    sharding = Sharding(tensor=2)
+    found = run_ranks(steps_with_a_frozen_weight, 2, sharding, DENSE, frozen)[0]
+    for outcome, expected in zip(found, references[False], strict=True):
+        for name, gradient in outcome.gradients.items():
+            if (frozen == "output layer") == ("output_layer" in name):
+                assert (gradient == 0).all(), name
+                outcome.gradients[name] = expected.gradients[name]
+        comparison = compare(outcome, expected, gradient_tolerance(DENSE))
+        assert comparison.passed, comparison
+
+
+def main_grads(chunks: list) -> list[torch.Tensor]:
+    return [
+        parameter.main_grad.clone() for chunk in chunks for parameter in chunk.module.parameters()
+    ]
+
+
+def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
+    chunks = build(sharding, options)
+    outcomes = []
+    for run in RUNS:
+        outcomes.append(fused_step(chunks, sharding, run, "one pass"))
+        before = main_grads(chunks)
+        for mode in ("no_grad", "eval"):
+            if mode == "eval":
+                for chunk in chunks:
+                    chunk.eval()
+            with torch.set_grad_enabled(mode != "no_grad"):
+                metrics = pass_through(chunks, sharding, run, "one pass", forward_only=True)
+            for chunk in chunks:
+                chunk.train()
+            after = main_grads(chunks)
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), mode
+            if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
+                assert all("loss" in each for each in metrics)
+    # With gradients and in training mode: what it leaves behind shows, until the next step zeroes it.
+    if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
+        with pytest.warns(RuntimeWarning, match="freed without backward"):
+            pass_through(chunks, sharding, RUNS[-1], "one pass", forward_only=True)
+        assert any(gradient.isnan().any() for gradient in main_grads(chunks))
+    else:
+        pass_through(chunks, sharding, RUNS[-1], "one pass", forward_only=True)
+    outcomes.append(fused_step(chunks, sharding, RUNS[-1], "one pass"))
+    return outcomes
+
+
+@pytest.mark.parametrize("case", ["CP2, per token", "PP2 tied"])
+def test_evaluation_leaves_no_gradient(case: str, references: dict[bool, list[Outcome]]) -> None:
+    sharding, options = CASES[case]
+    found = run_ranks(steps_between_evaluations, sharding.world_size, sharding, options)[0]
+    expected = references[options.tied_embeddings]
+    for outcome, each in zip(found, [*expected, expected[-1]], strict=True):
+        comparison = compare(outcome, each, gradient_tolerance(options))
+        assert comparison.passed, comparison
+
+
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
     from megatron_pg.megatron import fused_output
 
-    whole = fused_output.policy_loss_from_log_probs
+    whole = fused_output.loss_terms
 
     def without_regularizers(config: PolicyLossConfig, *arguments: Any, **options: Any) -> Any:
-        if config.pg_metrics == "none":
-            config = replace(config, kl_loss_coef=0.0, entropy_coef=0.0)
-        return whole(config, *arguments, **options)
+        return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments, **options)
 
-    fused_output.policy_loss_from_log_probs = without_regularizers
+    fused_output.loss_terms = without_regularizers
     return steps(sharding, DENSE, "one pass")
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from quickstart.arguments import parse_arguments  # noqa: E402
 
 from megatron_pg import PolicyLossConfig  # noqa: E402
+from megatron_pg.megatron.versions import supports_output_processor  # noqa: E402
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 WORLD_SIZE = 8
@@ -42,6 +43,10 @@ def test_the_line_is_accepted(line: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(sys, "argv", line[script:])
+    if "--fused-lm-head" in line and not supports_output_processor():
+        with pytest.raises(NotImplementedError, match="--fused-lm-head needs .* 0.18"):
+            parse_arguments()
+        return
     config = PolicyLossConfig.from_args(parse_arguments())
     given = dict(zip(line, line[1:], strict=False))
     asked = given.get("--loss-aggregation", "sample_mean")

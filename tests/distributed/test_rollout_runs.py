@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,32 @@ def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
     output = output_of(run_dir).read_text()
     assert [line for line in output.splitlines() if message in line and line.startswith("error: ")]
     assert "Traceback" not in output
+
+
+def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
+    rollouts: Path, tmp_path: Path
+) -> None:
+    """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
+    run_dir = tmp_path / "run"
+    ranks = start(rollouts, run_dir, STEPS, prepare=_fail_to_write_metadata)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    output = output_of(run_dir).read_text()
+    assert "cannot be written (rank 0): [Errno 28] No space left on device" in output
+    assert "Traceback" not in output
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [
+        "partial_step_000000_000003"
+    ]
+
+
+def _fail_to_write_metadata(rank: int) -> None:
+    from megatron.core.dist_checkpointing import serialization
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    serialization.save_config = fail
 
 
 def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron_pg.log_probs.fused_head import (
@@ -229,12 +230,116 @@ def test_known_loss_scale_goes_straight_to_main_grad() -> None:
     close(hidden.grad, problem.hidden_gradient)
 
 
-def test_a_loss_scale_that_was_not_promised_is_visible() -> None:
+def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+    return hidden, weight
+
+
+def test_a_scale_that_differs_by_rounding_is_the_promised_one() -> None:
+    problem = Problem(scale=6.0)
+    hidden, weight = with_main_grad(problem)
+    scale = torch.tensor(6.0)
+    loss = known(problem, hidden, weight, loss_scale=scale)
+    loss.backward(torch.nextafter(scale, torch.tensor(7.0)))
+    close(weight.main_grad - 1, problem.weight_gradient)
+    close(hidden.grad, problem.hidden_gradient)
+
+
+@pytest.mark.parametrize("arrives", [3.0, 6.01, float("nan")])
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+def test_a_loss_scale_that_was_not_promised_is_visible(arrives: float, frozen: str | None) -> None:
+    """In every gradient there is, and so in the norm of the step's."""
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    loss = known(problem, hidden, weight, loss_scale=torch.tensor(6.0))
+    (loss * arrives).backward()
+    if frozen != "hidden":
+        assert hidden.grad[0].isnan().all()
+    if frozen != "weight":
+        assert weight.main_grad.isnan().any()
+
+
+def test_a_loss_scale_that_was_not_promised_is_visible_without_main_grad() -> None:
     problem = Problem()
     hidden, weight = problem.leaves()
+    known(problem, hidden, weight, loss_scale=torch.tensor(6.0)).backward()
+    assert hidden.grad.isnan().any() and weight.grad.isnan().any()
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_main_grad_that_is_zeroed_before_backward_is_visible(zeroed: bool) -> None:
+    problem = Problem(scale=6.0)
+    hidden, weight = with_main_grad(problem)
+    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
+    if zeroed:
+        weight.main_grad.zero_()
+    else:
+        weight.main_grad += 1  # what other micro-batches do between
+    loss.backward(torch.tensor(6.0))
+    assert weight.main_grad.isnan().any() == zeroed and hidden.grad.isnan().any() == zeroed
+
+
+def test_a_graph_that_has_no_backward_is_visible() -> None:
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
     loss = known(problem, hidden, weight, loss_scale=torch.tensor(6.0))
-    (loss * 3).backward()
-    assert hidden.grad.isnan().all()
+    assert not weight.main_grad.isnan().any()
+    with pytest.warns(RuntimeWarning, match="freed without backward"):
+        del loss
+    assert weight.main_grad.isnan().any()
+
+
+def test_checkpointing_the_head_is_visible() -> None:
+    """Its second forward adds the gradient of the weight a second time."""
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
+    one = torch.tensor(1.0, requires_grad=True)
+
+    def head(hidden: Tensor) -> Tensor:
+        # The product keeps its factors for backward, which is why the head is run again.
+        return known(problem, hidden, weight, loss_scale=one.detach()) * one
+
+    loss = torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=False)
+    with pytest.warns(RuntimeWarning, match="freed without backward"):
+        loss.backward()
+    assert weight.main_grad.isnan().any()
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_awaited_where_nothing_was_added() -> None:
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
+    known(problem, hidden, weight, loss_scale=torch.tensor(6.0), gradient_rows=0)
+    known(problem, hidden, weight)
+    kept(problem, hidden, weight)
+    assert (weight.main_grad == 1).all()
+
+
+def test_float16_with_the_loss_scale() -> None:
+    """The scale is in the gradients before they are rounded: without it these would all be 0."""
+    scale = 2.0**14
+    problem = Problem(torch.float16, scale=scale)
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    tiny = 2.0**-22
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return tiny * problem.token_loss(log_probs, entropy, rows)
+
+    loss, _, _ = linear_token_loss(
+        hidden,
+        weight,
+        problem.targets,
+        token_loss,
+        options(fp32_logits=True),
+        loss_scale=torch.tensor(scale),
+    )
+    loss.backward(torch.tensor(scale))
+    close(hidden.grad, problem.hidden_gradient * tiny, 0.01)
+    close(weight.main_grad, problem.weight_gradient * tiny, 0.01)
 
 
 def test_without_gradients_nothing_is_multiplied_twice() -> None:

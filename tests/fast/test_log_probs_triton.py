@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import autograd
+from megatron_pg.log_probs import autograd, vocabulary_shard
 from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.log_probs import triton_kernels, triton_op
+    from megatron_pg.log_probs import triton_op, triton_statistics
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -110,6 +110,36 @@ class TestKernels:
         found = gradient_of(logits, targets, overlapping=True, out=front)
         assert found.data_ptr() == logits.data_ptr() and torch.equal(found, wanted)
 
+    @pytest.mark.parametrize("width", [80, 112, 208])
+    @pytest.mark.parametrize("dead_rows", [False, True])
+    def test_rows_that_begin_inside_cache_lines(
+        self, width: int, dead_rows: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The gradient's tiles begin before such rows: nothing of the row before them may change."""
+        monkeypatch.setattr(triton_op, "_GRADIENT_TILE", 64)
+        logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
+        assert triton_op._columns_of_a_line(logits, logits) == 64
+        targets = targets.clamp(max=width - 8)
+        targets[:3] = torch.tensor([0, 1, width - 8])
+        gradients = shared.incoming(9)
+        if dead_rows:
+            gradients = [torch.where(torch.arange(9) % 2 == 0, each, 0.0) for each in gradients]
+        shard = VocabularyShard.build(width, width - 7, None)
+        temperature = torch.tensor(0.9)
+        statistics = triton_op.row_statistics(logits, targets, shard, temperature)
+        found = []
+        for row_by_row in (True, False):
+            out = logits.clone()
+            rows = [slice(row, row + 1) for row in range(9)] if row_by_row else [slice(0, 9)]
+            for each in rows:
+                of_rows = [gradient[each] for gradient in gradients]
+                triton_op.write_gradient(
+                    out[each], targets[each], shard, temperature, statistics.rows(each), *of_rows,
+                    out[each],
+                )  # fmt: skip
+            found.append(out)
+        assert torch.equal(*found) and (found[0][:, width - 7 :] == 0).all()
+
     @pytest.mark.parametrize("size", [2, 4])
     def test_shards(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         logits, targets, *gradients = inputs()
@@ -173,7 +203,7 @@ def sharded_statistics(
         gathered.copy_(torch.cat(sent).resize_(gathered.shape))
 
     stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
-    monkeypatch.setattr(triton_op, "dist", stand_in)
+    monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
     width = WIDTH // size
     shards = [
         VocabularyShard(r * width, min(max(VOCAB_SIZE - r * width, 0), width), VOCAB_SIZE, gather)
@@ -193,13 +223,13 @@ def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton_op, "_VECTORS", 2)
     right = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
 
-    whole = triton_kernels._rescale
+    whole = triton_statistics._rescale
 
     def broken(maximum, safe, scale):
         shift, shrink = whole(maximum, safe, scale)
         return shift * 0.0, shrink
 
-    monkeypatch.setattr(triton_kernels, "_rescale", broken)
+    monkeypatch.setattr(triton_statistics, "_rescale", broken)
     wrong = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
     wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
     torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_pg.aggregation import StepTotals, step_totals
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron import versions
+from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
@@ -332,3 +333,57 @@ def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(
         moe_contract(calculate_per_token_loss=False, context_parallel_size=2)
     (record,) = caplog.records
     assert "1/2 of what is asked for" in record.getMessage()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 7])
+@pytest.mark.parametrize("loss_scale", [None, 2.0**16, 1000.0])
+def test_the_gradient_that_backward_brings_is_known_beforehand(
+    per_token: bool, num_microbatches: int, loss_scale: float | None
+) -> None:
+    """Against autograd through what the schedule does, in float32 and in place as it is there."""
+    data_parallel_size, context_parallel_size = 5, 2
+    samples = package_samples(random_step(3, num_samples=4))
+    contract = scale_contract(
+        None,
+        step_totals(samples),
+        calculate_per_token_loss=per_token,
+        data_parallel_size=data_parallel_size,
+        context_parallel_size=context_parallel_size,
+        num_microbatches=num_microbatches,
+        num_active_tokens=11,
+        num_local_tokens=13,
+    )
+    config = SimpleNamespace(grad_scale_func=None)
+    if loss_scale is not None:
+        config.grad_scale_func = lambda loss: torch.tensor([loss_scale]) * loss
+    local = torch.tensor(0.7, requires_grad=True)
+    output = contract.apply(local, {})[0]
+    if not per_token:
+        output *= context_parallel_size
+        output /= num_microbatches
+    if config.grad_scale_func is not None:
+        output = config.grad_scale_func(output)
+    output.backward()
+    found = contract.incoming_gradient(config, torch.device("cpu"))
+    assert found.shape == () and not found.requires_grad
+    torch.testing.assert_close(found, local.grad, rtol=3e-7, atol=0.0)
+    if not per_token:
+        unscaled = found / (1.0 if loss_scale is None else loss_scale)
+        assert unscaled == pytest.approx(data_parallel_size * context_parallel_size)
+
+
+def test_it_is_of_use_in_training_alone() -> None:
+    """None where no backward follows, or where `main_grad` holds parameters until then."""
+    contract = ScaleContract(True, 3.0, 1, schedule_factor=1.0)
+    scale = MicroBatchScale(groups=None, contract=contract, step_share=1.0)  # type: ignore[arg-type]
+
+    def found(training: bool = True, reuses_buffer: bool = False) -> Tensor | None:
+        ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=reuses_buffer)
+        model = SimpleNamespace(config=None, training=training, ddp_config=ddp_config)
+        return scale.incoming_gradient([model], torch.device("cpu"))
+
+    assert found() == 3.0
+    assert found(training=False) is None and found(reuses_buffer=True) is None
+    with torch.no_grad():
+        assert found() is None

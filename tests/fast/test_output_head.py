@@ -17,6 +17,7 @@ from megatron_pg.arguments import (
     validation,
 )
 from megatron_pg.batch import pack
+from megatron_pg.log_probs.fused_head import linear_token_loss
 from megatron_pg.megatron import fused_output
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.output_head import output_head
@@ -79,3 +80,27 @@ def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> N
             num_microbatches=1,
             model=[SimpleNamespace(module=Headless())],
         )
+
+
+@pytest.mark.parametrize("mtp_num_layers", [None, 1])
+def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int | None) -> None:
+    """It uses the same weight, and without fused addition DDP's hook has to add it to what the head has added."""
+    weight = torch.ones(8, 4, requires_grad=True)
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
+    layer = SimpleNamespace(weight=weight, bias=None)
+    config = SimpleNamespace(mtp_num_layers=mtp_num_layers)
+    found = fused_output._plain_weight(layer, None, config)
+    targets = torch.tensor([1, 5])
+    one = torch.ones(())
+    loss, _, _ = linear_token_loss(
+        torch.ones(2, 4), found, targets, lambda log_probs, *_: log_probs.sum(), loss_scale=one
+    )
+    of_the_head = weight.main_grad.clone()
+    (loss + (3 * weight).sum()).backward()
+    # DistributedDataParallel's hook (megatron-core, distributed_data_parallel.py).
+    if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
+        weight.main_grad.add_(weight.grad)
+    of_prediction = (
+        3.0 if mtp_num_layers else 0.0
+    )  # the mutant: a model that does not say it has such layers
+    torch.testing.assert_close(weight.main_grad, of_the_head + of_prediction)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import autograd, log_probs_and_entropy, torch_op
+from megatron_pg.log_probs import autograd, log_probs_and_entropy, torch_op, vocabulary_shard
 from megatron_pg.log_probs.fused_head import (
     HeadOptions,
     linear_log_probs_and_entropy,
@@ -237,7 +237,7 @@ def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) 
         gathered[: len(sent) * 300] = torch.cat(sent)
 
     stand_in = SimpleNamespace(get_world_size=lambda group: size, all_gather_into_tensor=gather)
-    monkeypatch.setattr(triton_op, "dist", stand_in)
+    monkeypatch.setattr(vocabulary_shard, "dist", stand_in)
     temperature = torch.tensor(0.7, device="cuda")
     shards = [VocabularyShard(r * width, width, 16000, gather) for r in range(size)]
     parts = [logits[:, shard.start : shard.start + width].contiguous() for shard in shards]

@@ -1,4 +1,4 @@
-"""The Triton kernels of the log-prob op: one pass that reads the logits, one that overwrites them.
+"""The Triton kernels that read the logits: statistics of each row, and how those of shards are combined.
 
 Each program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not
 depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
-_SMALLEST = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+SMALLEST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _rescale(maximum, safe, scale):
 
     The bound keeps -inf, of a part without mass, from meeting a 0 in a product.
     """
-    shift = tl.maximum((maximum - safe) * scale, _SMALLEST)
+    shift = tl.maximum((maximum - safe) * scale, SMALLEST)
     return shift, tl.exp2(shift)
 
 
@@ -47,7 +47,7 @@ def _online_update(logits, maximum, total, dot, scale):
     exponents = (logits - safe[:, None]) * scale
     exponentials = tl.exp2(exponents)
     # 0 * -inf is NaN: bound the exponent. A NaN logit still shows, through the exponential.
-    products = exponentials * tl.maximum(exponents, _SMALLEST)
+    products = exponentials * tl.maximum(exponents, SMALLEST)
     shift, shrink = _rescale(maximum, safe, scale)
     dot = shrink * (dot + shift * total) + tl.sum(products, axis=1)
     total = shrink * total + tl.sum(exponentials, axis=1)
@@ -89,7 +89,7 @@ def _target_logit(base, target, start, columns, vocab_size):
 def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
     log_sum = tl.log(total)
     log_prob = (target_logit - maximum) / temperature - log_sum
-    return log_sum, log_prob, log_sum - dot * _LN_2 / total
+    return log_sum, log_prob, log_sum - dot * LN_2 / total
 
 
 @triton.jit
@@ -99,6 +99,7 @@ def statistics_kernel(
     targets,
     row_mask,
     temperature,
+    shard_out,
     maximum_out,
     log_sum_out,
     log_probs_out,
@@ -106,64 +107,36 @@ def statistics_kernel(
     columns,
     start,
     vocab_size,
+    SHARDED: tl.constexpr,
     MASKED: tl.constexpr,
     VECTORS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The final statistics of one row, where one rank holds the whole vocabulary."""
+    """The final statistics of one row; where it is SHARDED, those of its local columns, to `shard_out` [tokens, 4]."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if MASKED:
         live = tl.load(row_mask + row) != 0
+    # Of a row that is masked out: log-probability and entropy come out as 0.
+    maximum, dot = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    total, target_logit = tl.full((), 1.0, tl.float32), tl.full((), 0.0, tl.float32)
+    value = tl.load(temperature)
     if live:
-        value = tl.load(temperature)
         base = logits + row * row_stride
-        maximum, total, dot = _row_statistics(base, columns, _LOG2_E / value, VECTORS, VECTOR)
+        maximum, total, dot = _row_statistics(base, columns, LOG2_E / value, VECTORS, VECTOR)
         target_logit = _target_logit(base, tl.load(targets + row), start, columns, vocab_size)
+    if SHARDED:
+        out = shard_out + row * 4
+        tl.store(out, maximum)
+        tl.store(out + 1, total)
+        tl.store(out + 2, dot)
+        tl.store(out + 3, target_logit)
+    else:
         log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
         tl.store(maximum_out + row, maximum)
         tl.store(log_sum_out + row, log_sum)
         tl.store(log_probs_out + row, log_prob)
         tl.store(entropy_out + row, entropy)
-    else:
-        tl.store(maximum_out + row, 0.0)
-        tl.store(log_sum_out + row, 0.0)
-        tl.store(log_probs_out + row, 0.0)
-        tl.store(entropy_out + row, 0.0)
-
-
-@triton.jit
-def shard_statistics_kernel(
-    logits,
-    row_stride,
-    targets,
-    row_mask,
-    temperature,
-    statistics,
-    columns,
-    start,
-    vocab_size,
-    MASKED: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The statistics [tokens, 4] of one row's local columns, to be combined over the shards."""
-    row = tl.program_id(0).to(tl.int64)
-    live = tl.full((), 1, tl.int1)
-    if MASKED:
-        live = tl.load(row_mask + row) != 0
-    out = statistics + row * 4
-    if live:
-        value = tl.load(temperature)
-        base = logits + row * row_stride
-        maximum, total, dot = _row_statistics(base, columns, _LOG2_E / value, VECTORS, VECTOR)
-        tl.store(out, maximum)
-        tl.store(out + 1, total)
-        tl.store(out + 2, dot)
-        target = tl.load(targets + row)
-        tl.store(out + 3, _target_logit(base, target, start, columns, vocab_size))
-    else:
-        tl.store(out + tl.arange(0, 4), tl.zeros([4], tl.float32))
 
 
 @triton.jit
@@ -193,7 +166,7 @@ def combine_kernel(
     targets = tl.load(pointers + 3, mask=present, other=-float("inf"))
     value = tl.load(temperature)
     maximum = tl.max(maxima, axis=0)
-    shift, shrink = _rescale(maxima, _finite(maximum)[None, :], _LOG2_E / value)
+    shift, shrink = _rescale(maxima, _finite(maximum)[None, :], LOG2_E / value)
     total = tl.sum(shrink * totals, axis=0)
     dot = tl.sum(shrink * (dots + shift * totals), axis=0)
     # Every shard marks an unknown target with NaN, which a maximum may drop and a sum may not.
@@ -208,98 +181,3 @@ def combine_kernel(
     tl.store(log_sum_out + rows, log_sum, mask=inside)
     tl.store(log_probs_out + rows, log_prob, mask=inside)
     tl.store(entropy_out + rows, entropy, mask=inside)
-
-
-@triton.jit
-def _gradient(logits, at_target, maximum, log2_sum, constant, slope, to_target, scale, ENTROPY):
-    """p * (constant + slope * log2 p), and `to_target` more at the target."""
-    log2_p = (logits - maximum) * scale - log2_sum
-    p = tl.exp2(log2_p)
-    factor = constant
-    if ENTROPY:
-        # 0 * -inf is NaN: bound the logarithm. A NaN logit still shows, through p.
-        factor = constant + slope * tl.maximum(log2_p, _SMALLEST)
-    return p * factor + tl.where(at_target, to_target, 0.0)
-
-
-@triton.jit
-def gradient_kernel(
-    logits,
-    row_stride,
-    out,
-    out_stride,
-    targets,
-    row_mask,
-    temperature,
-    maximum,
-    log_sum,
-    entropy,
-    grad_log_probs,
-    grad_entropy,
-    columns,
-    padded_columns,
-    start,
-    segment,
-    LOG_PROBS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MASKED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Writes the gradient to a segment of one row of logits; `out` may be the logits themselves.
-
-    ORDERED: `out` is a narrower view of the very memory of `logits` (a bfloat16 gradient at the
-    front of each float32 row), and the segment is the whole row. A tile's stores then land on columns
-    of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
-    """
-    segments = tl.cdiv(padded_columns, segment)
-    row = (tl.program_id(0) // segments).to(tl.int64)
-    begin = tl.program_id(0) % segments * segment
-    end = tl.minimum(begin + segment, padded_columns)
-    to_log_prob = tl.full((), 0.0, tl.float32)
-    to_entropy = tl.full((), 0.0, tl.float32)
-    if LOG_PROBS:
-        to_log_prob = tl.load(grad_log_probs + row)
-    if ENTROPY:
-        to_entropy = tl.load(grad_entropy + row)
-    live = (to_log_prob != 0.0) | (to_entropy != 0.0)
-    if MASKED:
-        live = live & (tl.load(row_mask + row) != 0)
-    base = logits + row * row_stride
-    out_base = out + row * out_stride
-    lanes = tl.arange(0, TILE)
-    if live:
-        value = tl.load(temperature)
-        scale = _LOG2_E / value
-        row_maximum = tl.load(maximum + row)
-        log2_sum = tl.load(log_sum + row) * _LOG2_E
-        constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
-        slope = -to_entropy * _LN_2 / value
-        to_target = to_log_prob / value
-        local = tl.load(targets + row) - start
-        local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
-        full = tl.minimum(end, columns // TILE * TILE)
-        for first in range(begin, full, TILE):
-            tile = tl.load(base + first + lanes).to(tl.float32)
-            gradient = _gradient(
-                tile, first + lanes == local, row_maximum, log2_sum, constant, slope, to_target,
-                scale, ENTROPY,
-            )  # fmt: skip
-            if ORDERED:
-                tl.debug_barrier()
-            tl.store(out_base + first + lanes, gradient.to(out.dtype.element_ty))
-        for first in range(tl.maximum(begin, full), end, TILE):
-            inside = first + lanes < columns
-            tile = tl.load(base + first + lanes, mask=inside, other=0.0).to(tl.float32)
-            gradient = _gradient(
-                tile, first + lanes == local, row_maximum, log2_sum, constant, slope, to_target,
-                scale, ENTROPY,
-            )  # fmt: skip
-            gradient = tl.where(inside, gradient, 0.0).to(out.dtype.element_ty)
-            if ORDERED:
-                tl.debug_barrier()
-            tl.store(out_base + first + lanes, gradient, mask=first + lanes < end)
-    else:
-        zeros = tl.zeros([TILE], out.dtype.element_ty)
-        for first in range(begin, end, TILE):
-            tl.store(out_base + first + lanes, zeros, mask=first + lanes < end)

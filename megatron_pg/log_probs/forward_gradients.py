@@ -1,0 +1,142 @@
+"""Gradients of the fused head that are computed in forward, before backward has asked for them.
+
+Where the loss scale is known they are final, and the weight's goes straight into `main_grad`. That is right only if
+backward follows, with that scale, and nobody zeroes `main_grad` in between. None of it can be known in forward, and a
+gradient that is silently wrong is the worst outcome, so each is watched, without a wait for the device:
+
+1. another scale arrives: seen in backward;
+2. `main_grad` was zeroed after forward (`zero_grad` between forward and backward): seen in backward, by a sample
+   of its elements that are all exactly 0 and were not;
+3. backward never comes (evaluation with gradients enabled, the second forward of activation checkpointing): seen
+   when the graph is freed.
+
+Each turns gradients into NaN, as the norm of the step's gradient shows, the third with a warning besides.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from megatron_pg.log_probs.linear_autograd import ChunkedHead
+from megatron_pg.log_probs.output_layer import WeightGradient
+from megatron_pg.log_probs.vocabulary_shard import RowStatistics
+
+_SAMPLED_ROWS, _SAMPLED_COLUMNS = 64, 8
+_RELATIVE_TOLERANCE = 1e-5
+"""Of the scale that arrives to the one promised: float32 factors are multiplied in one order or another."""
+
+
+class ForwardGradients:
+    """Gradients of hidden states and weight that grow chunk by chunk during forward.
+
+    Args:
+        hidden: [tokens, hidden], of which the rows from `gradient_rows` on get a gradient of 0.
+        weight: [v/tp, hidden].
+        needs_hidden, needs_weight: which of the two gradients are wanted.
+        loss_scale: the gradient that backward will hand to the loss, or None where it is not known.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        needs_hidden: bool,
+        needs_weight: bool,
+        gradient_rows: int,
+        loss_scale: Tensor | None,
+    ) -> None:
+        self._detached, self._weight_values = hidden.detach(), weight.detach()
+        self._hidden: Tensor | None = None
+        if needs_hidden:
+            self._hidden = torch.empty_like(self._detached)
+            self._hidden[gradient_rows:] = 0
+        self._weight: WeightGradient | None = None
+        if needs_weight:
+            self._weight = WeightGradient(weight, final=loss_scale is not None)
+        self._loss_scale = None if loss_scale is None else loss_scale.reshape(())
+        self._early: _EarlySum | None = None
+
+    def add(
+        self,
+        head: ChunkedHead,
+        logits: Tensor,
+        targets: Tensor,
+        statistics: RowStatistics,
+        coefficients: tuple[Tensor | None, ...],
+        rows: slice,
+    ) -> None:
+        """Turns the chunk's logits into their gradient and multiplies it out; `coefficients` carry the loss scale."""
+        if self._hidden is None and self._weight is None:
+            return
+        head.multiply_out(
+            (self._detached[rows], self._weight_values, targets),
+            logits,
+            statistics,
+            coefficients,
+            None if self._hidden is None else self._hidden[rows],
+            self._weight,
+        )
+
+    def end_of_forward(self) -> None:
+        """From here on backward is awaited, if anything was added."""
+        if self._weight is not None and self._weight.added_to is not None:
+            self._early = _EarlySum(self._weight.added_to)
+
+    def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of hidden states and weight, scaled on the device."""
+        if self._loss_scale is None:
+            return self._scaled(grad_loss)
+        difference = (grad_loss - self._loss_scale).abs()
+        kept = difference <= _RELATIVE_TOLERANCE * self._loss_scale.abs()
+        if self._early is not None:
+            kept = kept & self._early.settle()
+        spoil = torch.where(kept, 0.0, float("nan"))
+        if self._hidden is not None:
+            # One row: nothing that is summed over tokens stays clean, and no pass over the others.
+            self._hidden[:1] += spoil
+        return self._hidden, None if self._weight is None else self._weight.finish(spoil=spoil)
+
+    def _scaled(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_gradient = None
+        if self._hidden is not None:
+            # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
+            wide = self._hidden.to(grad_loss.dtype).mul_(grad_loss)
+            hidden_gradient = wide.to(self._hidden.dtype)
+            del wide
+        return hidden_gradient, None if self._weight is None else self._weight.finish(grad_loss)
+
+
+class _EarlySum:
+    """Watches over `main_grad` from the end of forward until backward (2 and 3 above)."""
+
+    def __init__(self, main_grad: Tensor) -> None:
+        self._main_grad = main_grad
+        self._sample = self._read().clone()
+        self._finalizer = weakref.finalize(self, _never_differentiated, main_grad)
+        self._finalizer.atexit = False
+
+    def _read(self) -> Tensor:
+        every = max(self._main_grad.shape[0] // _SAMPLED_ROWS, 1)
+        return self._main_grad[::every, :_SAMPLED_COLUMNS]
+
+    def settle(self) -> Tensor:
+        """Called by backward: 0-d bool, whether the sum is still there."""
+        self._finalizer.detach()
+        return (self._sample == 0).all() | (self._read() != 0).any()
+
+
+def _never_differentiated(main_grad: Tensor) -> None:
+    with torch.no_grad():
+        main_grad[:1] = float("nan")
+    warnings.warn(
+        "linear_token_loss with a loss_scale added the gradient of the output weight to main_grad in forward, and its "
+        "graph was freed without backward: one row of main_grad is NaN now, so that no step is taken with it. Evaluate "
+        "under torch.no_grad(), or in Megatron with model.eval(); what zeroes main_grad removes it",
+        RuntimeWarning,
+        stacklevel=2,
+    )

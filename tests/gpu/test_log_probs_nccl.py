@@ -1,0 +1,145 @@
+"""The log-prob op and the fused head with the vocabulary over two GPUs, by NCCL, against dense float64."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.log_probs.fused_head import (
+    HeadOptions,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from tests.gpu.test_log_probs_cuda import ROUNDING, dense, inputs, summands
+
+SIZE = 2
+TOKENS, WIDTH, HIDDEN, TEMPERATURE = 700, 4096, 256, 0.7
+VOCAB_SIZE = WIDTH - 93
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
+
+
+def own(columns: Tensor, rank: int, dimension: int) -> Tensor:
+    return columns.chunk(SIZE, dimension)[rank].contiguous()
+
+
+def from_logits(rank: int) -> None:
+    logits, targets, *gradients = inputs(TOKENS, WIDTH, torch.bfloat16)
+    targets = targets.clamp(max=VOCAB_SIZE - 1)
+    leaf = own(logits, rank, 1).requires_grad_()
+
+    def op() -> tuple[Tensor, ...]:
+        log_probs, entropy = log_probs_and_entropy(
+            leaf.view_as(leaf).clone(),
+            targets,
+            tensor_parallel_group=dist.group.WORLD,
+            temperature=TEMPERATURE,
+            vocab_size=VOCAB_SIZE,
+            with_entropy=True,
+        )
+        (gradient,) = torch.autograd.grad([log_probs, entropy], leaf, gradients)
+        return log_probs, entropy, gradient
+
+    found = twice_without_a_wait(op)
+    real = logits[:, :VOCAB_SIZE]
+    wanted = dense(real, targets, *gradients, TEMPERATURE)
+    for value, exact in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+    bound = ROUNDING[torch.bfloat16] * wanted[2].abs()
+    bound += 1e-5 * summands(real, *gradients, TEMPERATURE) + 1e-12
+    padding = (0, WIDTH - VOCAB_SIZE)
+    exact, bound = (
+        own(torch.nn.functional.pad(each, padding), rank, 1) for each in (wanted[2], bound)
+    )
+    assert ((found[2].double() - exact).abs() <= bound).all()
+
+
+def from_hidden_states(rank: int, mode: str) -> None:
+    torch.manual_seed(1)
+    weight = (torch.randn((WIDTH, HIDDEN), device="cuda") / 16).bfloat16()
+    targets = torch.randint(0, VOCAB_SIZE, (TOKENS,), device="cuda")
+    hidden = 10 * weight[targets].float() + torch.randn((TOKENS, HIDDEN), device="cuda")
+    hidden, advantages = hidden.bfloat16(), torch.randn(TOKENS, device="cuda")
+    scale = torch.tensor(3.3, device="cuda")
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        part = advantages[rows].to(log_probs)
+        return (part * log_probs.exp() - 0.1 * entropy).sum() / TOKENS
+
+    settings = HeadOptions(
+        tensor_parallel_group=dist.group.WORLD,
+        temperature=TEMPERATURE,
+        vocab_size=VOCAB_SIZE,
+        fp32_logits=True,
+        chunk_tokens=256,
+    )
+
+    def head() -> tuple[Tensor, ...]:
+        leaf, part = hidden.clone().requires_grad_(), own(weight, rank, 0).requires_grad_()
+        part.main_grad, part.grad_added_to_main_grad = torch.zeros_like(part).float(), False
+        if mode == "promised":
+            loss, _, _ = linear_token_loss(
+                leaf, part, targets, token_loss, settings, loss_scale=scale
+            )
+        else:
+            outputs = linear_log_probs_and_entropy(
+                leaf, part, targets, settings, keep_logits=mode == "kept"
+            )
+            loss = token_loss(*outputs, slice(None))
+        loss.backward(scale)
+        # This rank's part of the hidden states' gradient, which Megatron sums over the group.
+        dist.all_reduce(leaf.grad)
+        return loss.detach(), leaf.grad, part.main_grad
+
+    loss, to_hidden, to_weight = twice_without_a_wait(head)
+    exact_hidden, exact_weight = (each.double().requires_grad_() for each in (hidden, weight))
+    log_p = ((exact_hidden @ exact_weight[:VOCAB_SIZE].t()) / TEMPERATURE).log_softmax(1)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    wanted = token_loss(log_probs, -(log_p.exp() * log_p).sum(1), slice(None))
+    wanted.backward(scale.double())
+    for found, exact in (
+        (loss, wanted.detach()),
+        (to_hidden, exact_hidden.grad),
+        (to_weight, own(exact_weight.grad, rank, 0)),
+    ):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error <= 4e-3, error
+
+
+def twice_without_a_wait(call) -> tuple[Tensor, ...]:
+    """The second time with CUDA's synchronisation check set to error; the first compiles, and makes NCCL's communicator."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run_rank(rank: int, port: int, case: str) -> None:
+    torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("nccl", rank=rank, world_size=SIZE)
+    try:
+        if case == "logits":
+            from_logits(rank)
+        else:
+            from_hidden_states(rank, case)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", ["logits", "promised", "kept", "recomputed"])
+def test_vocabulary_over_two_gpus(case: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (port, case), nprocs=SIZE)

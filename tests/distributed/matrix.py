@@ -114,13 +114,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="the whole matrix, not the CI's part")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="launches at a time, of 1 to 8 processes each"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
     enable_cpu_runtime()
     cases: list[Case] = all_cases() if arguments.all else representative_cases()
     started = time.monotonic()
     results = []
-    for result in run_all([case for case in cases if arguments.only in str(case)]):
+    chosen = [case for case in cases if arguments.only in str(case)]
+    for result in run_all(chosen, arguments.parallel):
         results.append(result)
         report(result)
     seconds = time.monotonic() - started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from .cases import Case
@@ -78,17 +79,32 @@ def _run_cases(cases: list[Case], references: References) -> list[Result | None]
     return [run_case(case, references) for case in cases]
 
 
-def run_all(cases: list[Case], per_launch: int = 8) -> Iterator[Result]:
-    """Results of the cases, those of one world size together."""
+def run_all(cases: list[Case], parallel: int = 1, per_launch: int = 8) -> Iterator[Result]:
+    """Results of the cases, those of one world size together.
+
+    Args:
+        parallel: launches at a time, each of as many processes as its cases have ranks.
+        per_launch: cases of a launch.
+    """
     references = compute_references(cases)
     by_size: dict[int, list[Case]] = defaultdict(list)
     for case in cases:
         by_size[case.sharding.world_size].append(case)
-    for world_size, same_size in sorted(by_size.items()):
-        for first in range(0, len(same_size), per_launch):
-            batch = same_size[first : first + per_launch]
-            steps = sum(len(case.runs) for case in batch)
-            results = run_ranks(
-                _run_cases, world_size, batch, references, timeout=60 + SECONDS_PER_STEP * steps
-            )[0]
+    batches = [
+        same_size[first : first + per_launch]
+        for _, same_size in sorted(by_size.items())
+        for first in range(0, len(same_size), per_launch)
+    ]
+
+    def launch(batch: list[Case]) -> list[Result]:
+        steps = sum(len(case.runs) for case in batch)
+        world_size = batch[0].sharding.world_size
+        timeout = 60 + parallel * SECONDS_PER_STEP * steps
+        results: list[Result] = run_ranks(
+            _run_cases, world_size, batch, references, timeout=timeout
+        )[0]
+        return results
+
+    with ThreadPoolExecutor(parallel) as pool:
+        for results in pool.map(launch, batches):
             yield from results

@@ -115,8 +115,9 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
     dist.broadcast_object_list(log_probs, src=0)
     samples = with_log_probs(samples, log_probs)
     reference = Reference(samples, {}, {})
-    outputs = [_logits_alone(module, sample, options) for sample in samples]
     for aggregation in _aggregations(options):
+        # Anew for each: Transformer Engine goes through a graph once.
+        outputs = [_logits_alone(module, sample, options) for sample in samples]
         logits = [output.detach().requires_grad_() for output in outputs]
         if aggregation == CUSTOM:
             loss = _custom_loss(options, samples, logits)
@@ -156,7 +157,7 @@ def _sum_of_gradients(
         if gradient is None:  # of a sample that is masked as a whole
             continue
         module.zero_grad(set_to_none=True)
-        output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
+        output.backward(gradient)  # type: ignore[no-untyped-call]
         for shard, part in gradient_slices([module]):
             total[shard.name] = total.get(shard.name, 0.0) + part.double()
     return total

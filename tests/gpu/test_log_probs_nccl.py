@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,10 +123,9 @@ def twice_without_a_wait(call) -> tuple[Tensor, ...]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_rank(rank: int, port: int, case: str) -> None:
+def run_rank(rank: int, store: str, case: str) -> None:
     torch.cuda.set_device(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("nccl", rank=rank, world_size=SIZE)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=SIZE)
     try:
         if case == "logits":
             from_logits(rank)
@@ -138,8 +136,5 @@ def run_rank(rank: int, port: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["logits", "promised", "kept", "recomputed"])
-def test_vocabulary_over_two_gpus(case: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (port, case), nprocs=SIZE)
+def test_vocabulary_over_two_gpus(case: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path / "store"), case), nprocs=SIZE)

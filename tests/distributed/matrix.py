@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -40,7 +41,8 @@ powers of two, by which Megatron divides in float32 without error. The
 reported metrics (loss, parts of it, ratios, clip fraction, the aggregation checksum) are compared
 as well, to {metric_tolerance:g}.
 
-Reproduce with `python -m tests.distributed.matrix --all --markdown docs/matrix.md`.
+Reproduce with `python -m tests.distributed.matrix --all --parallel 8 --markdown docs/matrix.md`: 8
+launches at a time, of 1 to 8 processes each; without `--parallel` one.
 """
 
 
@@ -65,7 +67,7 @@ def summary(results: list[Result], seconds: float) -> str:
         worst[key] = max(worst[key], result.worst[1].gradient_error)
     errors = ", ".join(f"{key} {error:.1e}" for key, error in sorted(worst.items()))
     return (
-        f"{passed} of {len(results)} cases passed ({steps} steps, {seconds:.0f} s); "
+        f"{passed} of {len(results)} cases passed ({steps} steps, {seconds:.0f} s on {os.cpu_count()} cores); "
         f"largest gradient errors: {errors}. {versions()}."
     )
 

@@ -89,6 +89,18 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         SystemExit: of argparse, for unknown flags and --help.
         ValueError: flags that do not go together, or that this machine cannot serve.
     """
+    args = vars(_parser().parse_args(list(arguments)))
+    as_json = bool(args.pop("json"))
+    args["dtype"] = args["dtype"] or ("bf16" if args["device"] == "cuda" else "fp32")
+    if args["transformer_impl"] is None:
+        use_te = args["device"] == "cuda" and args["dtype"] == "bf16" and has_transformer_engine()
+        args["transformer_impl"] = "transformer_engine" if use_te else "local"
+    options = CheckOptions(**args)
+    _check(options)
+    return options, as_json
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-pg check",
         allow_abbrev=False,
@@ -144,15 +156,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         help="default: transformer_engine where it is installed, on cuda",
     )
     add("--json", action="store_true", help="print the report as JSON")
-    args = vars(parser.parse_args(list(arguments)))
-    as_json = bool(args.pop("json"))
-    args["dtype"] = args["dtype"] or ("bf16" if args["device"] == "cuda" else "fp32")
-    if args["transformer_impl"] is None:
-        use_te = args["device"] == "cuda" and args["dtype"] == "bf16" and has_transformer_engine()
-        args["transformer_impl"] = "transformer_engine" if use_te else "local"
-    options = CheckOptions(**args)
-    _check(options)
-    return options, as_json
+    return parser
 
 
 def has_transformer_engine() -> bool:

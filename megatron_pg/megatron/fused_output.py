@@ -44,13 +44,7 @@ from megatron_pg.policy_loss import (
     loss_terms,
     policy_loss_from_log_probs,
 )
-
-
-def _to_device(indices: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, so that the host does not wait."""
-    if device.type == "cuda":
-        indices = indices.pin_memory()
-    return indices.to(device, non_blocking=True)
+from megatron_pg.transfer import to_device
 
 
 class FusedOutput:
@@ -104,7 +98,7 @@ class FusedOutput:
         )
         check_inputs(config, batch)
         active, self._gradient_rows = active_rows(config, batch)
-        self._active = _to_device(active, batch.tokens.device)
+        self._active = to_device(active, batch.tokens.device)
         self._metrics: MicroBatchMetrics | None = None
 
     def output_processor(

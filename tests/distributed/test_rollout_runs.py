@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,10 +207,13 @@ def _fail_to_write_metadata(rank: int) -> None:
     serialization.save_config = fail
 
 
-def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl", 400)
     first = start(rollouts, tmp_path / "run", STEPS + " --train-iters 1000")
     try:
         wait_for_steps(first, tmp_path / "run", 1)
+        for rank in first:  # in the middle of a run, however long the second takes to begin
+            os.kill(rank.pid or 0, signal.SIGSTOP)
         metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
         second = start(rollouts, tmp_path / "run", STEPS)
         for rank in second:

@@ -18,7 +18,7 @@ export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning
 MODEL=(
     --num-layers 2 --hidden-size 128 --num-attention-heads 4
     --seq-length 32 --max-position-embeddings 32 --position-embedding-type learned_absolute
-    --attention-dropout 0 --hidden-dropout 0
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 )
 PARALLEL=(--device cpu --context-parallel-size 2 --max-tokens-per-microbatch 4096)
 LOSS=(--loss-aggregation prompt_mean --eps-clip 0.2)

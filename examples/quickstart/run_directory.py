@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +18,8 @@ import torch.distributed as dist
 from .errors import RunError
 
 LOCK, LOG = "lock", "warm_start.jsonl"
+LOCK_PATIENCE = 5.0
+"""Seconds in which the processes of a killed run may still be ending, and hold its lock."""
 
 
 class RunDirectory:
@@ -48,16 +53,20 @@ class RunDirectory:
 
 
 def _locked(path: Path) -> IO[str]:
-    """An open, locked file; the system lets go of it when the process ends, however it ends."""
+    """An open, locked file; the system lets go of it when the process and those forked from it end, however they end."""
     file = open(path / LOCK, "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise RunError(
-            f"another run is writing to {path}: stop it, or give another --run-dir"
-        ) from error
-    return file
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                file.close()
+                raise RunError(
+                    f"another run is writing to {path}: stop it, or give another --run-dir"
+                ) from error
+        time.sleep(0.05)
 
 
 class StopSignal:
@@ -81,8 +90,15 @@ class StopSignal:
 def die_with_launcher() -> None:
     """Ask the system to kill this process when torchrun is killed, which would otherwise leave its workers running.
 
-    On Linux; elsewhere nothing happens, and such workers have to be ended by hand before a run is resumed.
+    Processes forked from this one end with it too: Megatron-Core 0.16 writes checkpoints in such, and one that went on
+    after a kill would write into the run that is resumed, and hold its lock.
+
+    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is resumed.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        die_with_parent = functools.partial(
+            ctypes.CDLL(None).prctl, set_parent_death_signal, signal.SIGKILL
+        )
+        die_with_parent()
+        os.register_at_fork(after_in_child=die_with_parent)

@@ -76,8 +76,7 @@ def run_check(options: CheckOptions) -> list[Row]:
                     calculate_per_token_loss=per_token,
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
-                    # Not reported for a custom reducer, whose weights are its own.
-                    checksum=metrics.get(CHECKSUM, 1.0),
+                    checksum=1.0 if _has_own_weights(aggregation, options) else metrics[CHECKSUM],
                 )
                 rows.append(compare(step, chunks, references[name]))
     return rows
@@ -133,6 +132,11 @@ def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: 
 
 def _aggregations(options: CheckOptions) -> list[str]:
     return [*AGGREGATIONS, *([CUSTOM] if options.has_custom_functions else [])]
+
+
+def _has_own_weights(aggregation: str, options: CheckOptions) -> bool:
+    """Whether a custom reducer weighs the tokens: no aggregation checksum is reported then."""
+    return aggregation == CUSTOM and options.custom_pg_loss_reducer_function_path is not None
 
 
 def _custom_loss(

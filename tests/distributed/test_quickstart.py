@@ -275,6 +275,35 @@ def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
         parse_for_two_ranks(flags)
 
 
+WRITES_IN_A_FORKED_PROCESS = """
+import os, sys, time
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from quickstart.run_directory import RunDirectory, die_with_launcher
+
+die_with_launcher()
+directory = RunDirectory(Path(sys.argv[2]), resume=False)
+if os.fork() == 0:
+    print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_run_leaves_no_process_that_holds_its_folder(tmp_path: Path) -> None:
+    """Symptom: "another run is writing", from a run resumed right after kill -9 in the middle of a checkpoint."""
+    folder = tmp_path / "run"
+    run = subprocess.Popen(
+        [sys.executable, "-c", WRITES_IN_A_FORKED_PROCESS, str(ROOT / "examples"), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with run:
+        assert run.stdout is not None and run.stdout.readline() == "writing\n"
+        run.kill()
+    RunDirectory(folder, resume=True)
+
+
 def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = RunDirectory(folder, resume=False)

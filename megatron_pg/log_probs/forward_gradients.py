@@ -98,7 +98,7 @@ class ForwardGradients:
         spoil = torch.where(kept, 0.0, float("nan"))
         if self._hidden is not None:
             # One row: nothing that is summed over tokens stays clean, and no pass over the others.
-            self._hidden[:1] += spoil
+            self._hidden[:1].add_(spoil)  # not +=, which would copy the row onto itself besides
         return self._hidden, None if self._weight is None else self._weight.finish(spoil=spoil)
 
     def _scaled(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:

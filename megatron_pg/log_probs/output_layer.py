@@ -109,7 +109,7 @@ class WeightGradient:
         self._buffer = None
         total = self.added_to if buffer is None else buffer
         if spoil is not None and total is not None:
-            total[:1] += spoil
+            total[:1].add_(spoil)
         if self._main_grad is None:
             if buffer is None:
                 return torch.zeros_like(weight, requires_grad=False)

@@ -61,12 +61,12 @@ def group_advantages(
         method: ``grpo``, ``dr_grpo`` or ``rloo``.
 
     Raises:
-        ValueError: sizes that differ, a reward that is not finite, or an unknown method.
+        ValueError: sizes that differ, a reward that is not finite, ids that are no integers, or an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
-    group_index = torch.as_tensor(group_indices, dtype=torch.int64, device="cpu")
+    group_index = _checked_ids(group_indices)
     _check_rewards(reward, group_index)
     groups, group, group_sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
     size = group_sizes[group].double()
@@ -125,6 +125,17 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
         else sample
         for sample, overlong in zip(samples, is_overlong, strict=True)
     ]
+
+
+def _checked_ids(group_indices: Sequence[int] | Tensor) -> Tensor:
+    """[samples] int64. Float ids are refused: an absent one is NaN there, and all absent ones would be one group."""
+    ids = torch.as_tensor(group_indices, device="cpu")
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(
+            f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's prompt group (a "
+            "column with gaps is read as float; leave those rows out)"
+        )
+    return ids.to(torch.int64)
 
 
 def _check_rewards(rewards: Tensor, group_indices: Tensor) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pg.custom import TIS_PARAMETERS, load_function
+from megatron_pg.custom import TIS_PARAMETERS, check_returned, load_function
 from megatron_pg.masking import (
     clamped_log_ratio,
     masked,
@@ -235,12 +235,14 @@ def _custom_tis(
     """Calls the user's function. The shapes are checked; the values, on the device, are not."""
     path = str(config.custom_tis_function_path)
     log_probs = masked(log_probs, batch.loss_mask)
-    pg_loss, kept = load_tis_function(path)(config, with_masked_inputs(batch), log_probs, pg_loss)
-    expected = batch.loss_mask.shape
-    for name, tensor in (("pg_loss", pg_loss), ("loss_mask", kept)):
-        if tensor.shape != expected:
-            raise ValueError(
-                f"--custom-tis-function-path {path} returned a {name} of shape "
-                f"{list(tensor.shape)}, expected this rank's token window, {list(expected)}"
-            )
+    where = f"--custom-tis-function-path {path}"
+    results = load_tis_function(path)(config, with_masked_inputs(batch), log_probs, pg_loss)
+    if not isinstance(results, (tuple, list)) or len(results) != 2:
+        raise ValueError(
+            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
+        )
+    for name, tensor in zip(("pg_loss", "loss_mask"), results, strict=True):
+        shape = batch.loss_mask.shape
+        check_returned(tensor, shape, f"{where}: {name}:", "one value per token of the window")
+    pg_loss, kept = results
     return pg_loss, batch.loss_mask & kept.bool()

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 POLICY_LOSS_PARAMETERS = ("config", "batch", "log_probs")
 """Of ``--custom-policy-loss-path``: returns the per-token loss ``[window]``."""
 
@@ -63,6 +65,22 @@ def load_function(
         )
     _check_signature(function, f"{flag} {path}", positional, keywords)
     return function  # type: ignore[no-any-return]
+
+
+def check_returned(value: Any, shape: Sequence[int], where: str, meaning: str) -> None:
+    """Refuses what a user's function returned if it is no tensor of that shape. Reads no values.
+
+    Args:
+        where: the flag and the path, and what of several results it is.
+        meaning: what the tensor has to hold, for the error message.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.shape == torch.Size(shape):
+        return
+    found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{where} returned {found}, expected a tensor of shape {list(shape)}: {meaning}"
+    )
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ weighted sum, whatever the packing or the context parallelism.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -222,8 +221,9 @@ def reduce_metrics(
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
+            "rejection_denominator",
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
-            "totals count: call accepted_samples(config, samples) before step_totals and pack"
+            "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
     if contributes and reduced["loss"] != reduced["loss"]:
         _report_nan_tokens(micro_batches)
@@ -264,12 +264,17 @@ def check_checksum(config: PolicyLossConfig, metrics: Mapping[str, float]) -> No
     )
     if config.check_aggregation:
         raise RuntimeError(message)
-    _warn_once(f"{message} --check-aggregation makes it an error.")
+    _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s (said once)", message)
+_warned_of: set[str] = set()
+
+
+def _warn_once(subject: str, message: str) -> None:
+    """A line the first time in this process that there is something to say of the subject."""
+    if subject not in _warned_of:
+        _warned_of.add(subject)
+        logger.warning("%s (said once)", message)
 
 
 def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:

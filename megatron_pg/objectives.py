@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pg.custom import POLICY_LOSS_PARAMETERS, load_function
+from megatron_pg.custom import POLICY_LOSS_PARAMETERS, check_returned, load_function
 from megatron_pg.masking import (
     clamped_log_ratio,
     masked,
@@ -230,11 +230,10 @@ def _custom(
 ) -> ObjectiveOutput:
     """A user's loss. Nothing is known of its ratio, so none is reported."""
     loss = function(config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask))
-    if loss.shape != batch.loss_mask.shape:
-        raise ValueError(
-            f"--custom-policy-loss-path {config.custom_policy_loss_path} returned shape "
-            f"{list(loss.shape)}, expected this rank's token window, {list(batch.loss_mask.shape)}"
-        )
+    where = f"--custom-policy-loss-path {config.custom_policy_loss_path}"
+    check_returned(
+        loss, batch.loss_mask.shape, where, "the loss of each token of this rank's window"
+    )
     return ObjectiveOutput(masked(loss, batch.loss_mask))
 
 

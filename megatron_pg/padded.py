@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_pg.aggregation import Aggregation, StepTotals, get_aggregation
 from megatron_pg.counted import CountedSample, counted_denominators, counted_totals
+from megatron_pg.integers import as_integer
 from megatron_pg.reducers import WeightedSum, check_divisor
 
 
@@ -47,7 +48,7 @@ def padded_totals(
             prompt groups.
     """
     _check_mask(mask)
-    rows = _counted_rows(mask.sum(dim=1).tolist(), group_index, rollout_id)
+    rows = _counted_rows(mask.sum(dim=1, dtype=torch.int64).tolist(), group_index, rollout_id)
     return counted_totals(rows, data_parallel_group=data_parallel_group)
 
 
@@ -118,7 +119,7 @@ def _row_denominators(
 ) -> Tensor | None:
     """[batch] float64 on the mask's device: D or G of each row, or None."""
     if mode.name == "sample_mean" and rollout_id is None:
-        return mask.sum(dim=1).to(torch.float64)
+        return mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
     # The modes that are left look totals up by id: no row is counted here, and no device waited for.
     rows = _counted_rows([0] * mask.shape[0], group_index, rollout_id)
     denominators = counted_denominators(mode, totals, rows)
@@ -141,12 +142,21 @@ def _counted_rows(
     return [
         CountedSample(
             num_active_tokens=int(count),
-            group_index=None if group_index is None else int(group_index[row]),
-            rollout_id=None if rollout_id is None else int(rollout_id[row]),
+            group_index=None if group_index is None else _id("group_index", row, group_index[row]),
+            rollout_id=None if rollout_id is None else _id("rollout_id", row, rollout_id[row]),
             name=f"row {row}",
         )
         for row, count in enumerate(active_tokens)
     ]
+
+
+def _id(field: str, row: int, value: object) -> int:
+    number = as_integer(value)
+    if number is None:
+        raise ValueError(
+            f"{field}[{row}] is {value!r}, expected an integer: a cut id would join rows"
+        )
+    return number
 
 
 def _check_mask(mask: Tensor) -> None:

@@ -100,11 +100,19 @@ def policy_loss_from_log_probs(
 
     Args:
         log_probs: ``[window]`` float32, of the window's response tokens at the rollout temperature.
-        entropy: ``[window]`` float32, nats; None where neither the loss nor a metric needs it.
+        entropy: ``[window]`` float32, nats; None where neither the loss nor a metric needs it (`needs_entropy`).
         reductions: ``LossReductions.build(config, batch, totals)``, where it is at hand.
         The others are those of :func:`policy_loss_function`.
+
+    Raises:
+        ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
     """
     check_inputs(config, batch)
+    if entropy is None and needs_entropy(config):
+        raise ValueError(
+            "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of "
+            "the window's response tokens, in nats"
+        )
     if reductions is None:
         reductions = LossReductions.build(config, batch, totals)
     terms = loss_terms(

@@ -66,7 +66,9 @@ def get_pg_loss_reducer(
     window = TokenWindow.build(total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size)
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if calculate_per_token_loss:
-        aggregation, divisor = "token_mean", None
+        if denominators is not None:
+            _checked_denominators(denominators, aggregation, window)
+        aggregation, divisor, denominators = "token_mean", None, None
     weights = token_weights(
         window, loss_masks, aggregation=aggregation, divisor=divisor, denominators=denominators
     )
@@ -91,8 +93,10 @@ class WeightedSum:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         key = (x.device, dtype)
         if key not in self._moved:
-            weights = to_device(self._weights.to(dtype), x.device)
-            self._moved[key] = (weights, weights == 0)
+            # Kept for calls to come: built under inference mode they could not take part in a backward pass.
+            with torch.inference_mode(False):
+                weights = to_device(self._weights.to(dtype), x.device)
+                self._moved[key] = (weights, weights == 0)
         return self._moved[key]
 
     def __call__(self, x: Tensor) -> Tensor:

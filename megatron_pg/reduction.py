@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,13 @@ from megatron_pg.batch import PackedBatch
 from megatron_pg.custom import (
     REDUCER_KEYWORDS,
     REDUCER_PARAMETERS,
+    check_returned,
     load_function,
     named_keywords,
 )
 from megatron_pg.reducers import Reducer, WeightedSum, token_weights
+
+_REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,10 @@ def _custom_reduction(
 ) -> StepReduction:
     """A user's reducer; by the field's convention its inner sum is over rollouts, or tokens in per-token mode."""
     window = batch.window
+    path = str(config.custom_pg_loss_reducer_function_path)
     function = load_function(
-        str(config.custom_pg_loss_reducer_function_path),
-        flag="--custom-pg-loss-reducer-function-path",
+        path,
+        flag=_REDUCER_FLAG,
         positional=REDUCER_PARAMETERS,
         keywords=REDUCER_KEYWORDS,
     )
@@ -88,8 +93,18 @@ def _custom_reduction(
         config.calculate_per_token_loss,
         **{name: context_parallel[name] for name in named_keywords(function, REDUCER_KEYWORDS)},
     )
+    if not callable(reducer):
+        raise ValueError(
+            f"{_REDUCER_FLAG} {path} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
+        )
     per_token = config.calculate_per_token_loss
     return StepReduction(
-        inner_sum=reducer,
+        inner_sum=functools.partial(_checked_sum, reducer, f"{_REDUCER_FLAG} {path}: the reducer"),
         outer_count=max(totals.num_active_tokens if per_token else totals.num_rollouts, 1),
     )
+
+
+def _checked_sum(reducer: Reducer, where: str, x: Tensor) -> Tensor:
+    inner_sum = reducer(x)
+    check_returned(inner_sum, (), where, "the weighted sum of x over this rank's window")
+    return inner_sum

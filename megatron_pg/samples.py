@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import numbers
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_pg.integers import as_integer
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
@@ -172,9 +173,9 @@ class Sample:
             )
 
     def _integer(self, field: str, value: object) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        number = as_integer(value)
+        if number is None:
             raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer")
-        number = operator.index(value)
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"{self.name}: {field} is {value!r}, expected a 64-bit integer")
         return number

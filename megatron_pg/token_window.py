@@ -12,12 +12,13 @@ on the rank that owns position ``t - 1``.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_pg.integers import as_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,10 +182,13 @@ def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor
 def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     if isinstance(lengths, Tensor):
         lengths = lengths.tolist()
+    numbers = []
     for sample, length in enumerate(lengths):
-        if isinstance(length, bool) or not hasattr(length, "__index__"):
+        number = as_integer(length)
+        if number is None:
             raise ValueError(f"{name}[{sample}] is {length!r}, expected an integer")
-    return tuple(operator.index(length) for length in lengths)
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ from megatron_pg.metrics import MicroBatchMetrics
 from megatron_pg.policy_loss import (
     LossReductions,
     check_inputs,
+    check_vocabulary,
     loss_terms,
     policy_loss_from_log_probs,
 )
@@ -123,9 +124,13 @@ class FusedOutput:
 
         Raises:
             NotImplementedError: the output layer does more than multiply by its weight.
-            ValueError: the hidden states are not those of the micro-batch.
+            ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
+                vocabulary.
         """
         weight = _plain_weight(output_layer, output_weight, config)
+        check_vocabulary(
+            self._batch, weight.shape[0], self._groups.tensor, self._options.vocab_size
+        )
         hidden = self._active_rows(self._whole_hidden(hidden_states, output_layer))
         targets = self._batch.targets[self._batch.logit_rows[self._active]]
         loss_scale = self._scale.incoming_gradient(self._model, hidden.device)

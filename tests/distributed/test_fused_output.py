@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pg.aggregation import step_totals
 from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.batch import pack
 from megatron_pg.megatron.fused_output import FusedOutput
@@ -271,6 +272,33 @@ def test_coefficients_of_another_loss_would_be_seen(references: dict[bool, list[
     found = run_ranks(unscaled, 2, Sharding(context=2))[0]
     for run, outcome, expected in zip(RUNS, found, references[False], strict=True):
         assert compare(outcome, expected).passed == (not run.regularized)
+
+
+def refusal_of_a_token_outside() -> str:
+    """A response token that the model's table has and its vocabulary has not; REINFORCE would train on it."""
+    sharding = Sharding()
+    chunks = build(sharding, DENSE)
+    sample = Sample([1, 2, 30], 1, [1], 1.0, name="the sample")
+    fused = FusedOutput(
+        PolicyLossConfig(policy_loss="reinforce"),
+        pack([sample]),
+        step_totals([sample]),
+        num_microbatches=1,
+        model=chunks,
+        vocab_size=30,
+    )
+    layer = chunks[0].module.output_layer
+    hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
+    try:
+        fused.output_processor(hidden_states=hidden, output_layer=layer)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    (message,) = run_ranks(refusal_of_a_token_outside, 1)
+    assert message.startswith("the sample: response token id 30 is outside the vocabulary of 30")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,15 @@ def test_bad_calls_are_refused() -> None:
         group_advantages([0.0, 1.0], [0, 0], method="gae")
 
 
+@pytest.mark.parametrize("absent", [math.nan, 0.5, True])
+def test_ids_that_are_no_integers_are_refused(absent: float) -> None:
+    """Rows without a group, from a table whose column is float for their sake, are not one group."""
+    with pytest.raises(ValueError, match="group_indices has dtype"):
+        group_advantages([0.0, 1.0], [absent, absent])
+    with pytest.raises(ValueError, match="group_indices has dtype"):
+        group_advantages([0.0, 1.0], torch.tensor([absent, absent]))
+
+
 def test_overlong_samples_are_masked_and_still_counted() -> None:
     samples = [
         Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], advantages=0.5, name=name)

@@ -101,7 +101,9 @@ LENGTHS = {
     "a fraction": (2.5, "expected an integer"),
     "missing": (None, "expected an integer"),
     "a truth value": (True, "expected an integer"),
+    "a tensor of a float": (torch.tensor(3.0), "expected an integer"),
 }
+NO_INTEGERS = [torch.tensor(3.0), torch.tensor(True), torch.tensor([3, 4]), np.float64(3.0)]
 
 
 @pytest.mark.parametrize("case", LENGTHS)
@@ -128,7 +130,7 @@ def test_tokens_that_are_no_vector_of_integers(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["group_index", "rollout_id"])
-@pytest.mark.parametrize("value", [1.0, "1", math.nan, True, 2**63, -(2**63) - 1])
+@pytest.mark.parametrize("value", [1.0, "1", math.nan, True, 2**63, -(2**63) - 1, *NO_INTEGERS])
 def test_an_identifier_that_is_no_64_bit_integer(field: str, value: Any) -> None:
     message = refusal_of(lambda: sample(**{field: value}))
     for word in (NAME, field, repr(value), "integer"):

@@ -298,5 +298,8 @@ def test_custom_function_of_the_wrong_shape_is_refused() -> None:
     sequences = random_sequences(8)
     path = f"{__name__}.wrong_shape"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(ValueError, match="returned a loss_mask of shape .*token window"):
+    with pytest.raises(
+        ValueError,
+        match="loss_mask: returned a tensor of shape .*one value per token of the window",
+    ):
         corrected(config, package_batch(sequences), flat_log_probs(sequences))

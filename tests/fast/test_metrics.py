@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -298,9 +299,50 @@ def plain_sum(
     return WeightedSum(torch.cat(loss_masks).double())
 
 
+def window_of_losses(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
+    return lambda x: x
+
+
+def no_function(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize("reducer", ["window_of_losses", "no_function"])
+def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
+    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:{reducer}")
+    sequences = random_sequences(8)
+    with pytest.raises(ValueError, match=f"--custom-pg-loss-reducer-function-path .*{reducer}"):
+        micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+
+
+@pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
+def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]) -> None:
+    sequences = random_sequences(8)
+    batch = package_batch(sequences)
+    with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
+        policy_loss_from_log_probs(
+            PolicyLossConfig(**setting),
+            batch,
+            flat_log_probs(sequences),
+            None,
+            totals=step_totals(batch.samples),
+        )
+
+
 def test_accepted_denominators_without_accepted_samples_are_noticed(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megatron_pg.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
     config = PolicyLossConfig(rejection_denominator="accepted", **settings)

@@ -301,6 +301,10 @@ def loss_of_the_wrong_size(
     return log_probs.sum()
 
 
+def loss_with_metrics(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> object:
+    return log_probs, {"mine": 1.0}
+
+
 def custom_config(function: str) -> PolicyLossConfig:
     return PolicyLossConfig(custom_policy_loss_path=f"{__name__}:{function}")
 
@@ -325,8 +329,9 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
     torch.testing.assert_close(log_probs.grad, 2 * expected)
 
 
-def test_custom_loss_of_the_wrong_size_is_refused() -> None:
+@pytest.mark.parametrize("function", ["loss_of_the_wrong_size", "loss_with_metrics"])
+def test_custom_loss_of_another_result_is_refused(function: str) -> None:
     sequences = random_sequences(9)
-    config = custom_config("loss_of_the_wrong_size")
-    with pytest.raises(ValueError, match="--custom-policy-loss-path .*expected this rank's"):
+    config = custom_config(function)
+    with pytest.raises(ValueError, match="--custom-policy-loss-path .*each token of this rank's"):
         get_objective(config)(config, package_batch(sequences), flat_log_probs(sequences))

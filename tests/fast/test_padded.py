@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,6 +142,19 @@ def test_the_worked_numbers(aggregation: str, expected: float) -> None:
     assert found.item() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.bool]
+)
+def test_a_mask_of_any_dtype_is_counted_exactly(dtype: torch.dtype) -> None:
+    """Counted in its own dtype, a bfloat16 mask of 301 tokens has 302; a float16 one of 70,000 has infinity."""
+    lengths = [301, 1000, 5001, 70_000]
+    mask = (torch.arange(70_000) < torch.tensor(lengths)[:, None]).to(dtype)
+    assert padded_totals(mask).num_active_tokens == sum(lengths)
+    loss = torch.arange(70_000, dtype=torch.float64).expand(4, -1)
+    expected = sum((length - 1) / 2 for length in lengths) / 4
+    assert reduce_padded(loss, mask).item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_masked_nan_is_harmless_and_an_active_one_visible() -> None:
     loss = torch.tensor([[1.0, torch.nan], [3.0, 4.0]], requires_grad=True)
     reduced = reduce_padded(loss, torch.tensor([[1, 0], [1, 1]]))
@@ -168,6 +182,8 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
         ({"aggregation": "prompt_mean"}, "row 0 has no group_index"),
         ({"aggregation": "prompt_mean", "group_index": [0]}, "group_index has 1 ids for 2 rows"),
         ({"rollout_id": [1, 2, 3]}, "rollout_id has 3 ids for 2 rows"),
+        ({"aggregation": "prompt_mean", "group_index": [0.5, 0.7]}, r"group_index\[0\] is 0.5"),
+        ({"rollout_id": [1, math.nan]}, r"rollout_id\[1\] is nan"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
         ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
         ({"mask": torch.ones(6)}, r"expected \[batch, length\]"),

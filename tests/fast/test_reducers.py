@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,25 @@ def test_denominators_default_to_the_samples_own() -> None:
     losses = random_losses(step)
     found = get_pg_loss_reducer(*lengths(step), loss_masks(step))(torch.cat(losses)) / len(step)
     assert_same(found, oracle.sample_mean(step, losses), losses)
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean"])
+def test_per_token_mode_leaves_the_denominators_out(aggregation: str) -> None:
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
+    arguments: dict[str, Any] = {"aggregation": aggregation, "denominators": [3.0, 3.0]}
+    reducer = get_pg_loss_reducer([5, 2], [3, 1], masks, True, **arguments)
+    assert reducer(torch.tensor([1.0, 50.0, 3.0, 7.0])).item() == 11.0
+    with pytest.raises(ValueError, match="denominators"):
+        get_pg_loss_reducer([5, 2], [3, 1], masks, True, **{**arguments, "denominators": [3.0]})
+
+
+def test_a_reducer_that_was_called_under_inference_mode_trains() -> None:
+    reducer = get_pg_loss_reducer([4], [3], [torch.tensor([1, 0, 1])])
+    x = torch.tensor([2.0, 9.0, 4.0], requires_grad=True)
+    with torch.inference_mode():
+        assert reducer(x).item() == 3.0
+    reducer(x).backward()
+    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_denominators_as_a_list() -> None:

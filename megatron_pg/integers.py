@@ -1,0 +1,17 @@
+"""Integers among the values that callers give, without a cut or a guess."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+
+def as_integer(value: object) -> int | None:
+    """The integer that a Python, NumPy or 0-d tensor value is; None for anything else, 3.0 and True included."""
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

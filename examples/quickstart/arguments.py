@@ -57,7 +57,18 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         default=0.0,
         help="share of the supervised answers in which a letter is said 1 to 6 times more: wrong answers of other lengths",
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron-Core 0.19.2 has a bare % in a help text, with which --help ends in an error."""
+    for action in parser._actions:
+        try:
+            if action.help:
+                action.help % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -46,6 +46,7 @@ class FileSteps:
         self.vocabulary_size = int(args.vocab_size)
         self._max_length = int(args.max_position_embeddings)
         self._num_steps = int(args.train_iters)
+        self._paths = planning.rollout_files
         self._keeps_groups = planning.keep_prompt_groups
         self._refuses_cut_groups = config.loss_aggregation == "prompt_mean"
         self._groups, self._device = groups, device
@@ -70,12 +71,25 @@ class FileSteps:
         """Nothing here needs the policy."""
 
     def steps(self, first_step: int) -> Iterator[TrainingStep]:
-        """The steps that remain: `--train-iters`, or until the files end."""
-        for _ in range(first_step, self._num_steps):
+        """The steps that remain: `--train-iters`, or until the files end.
+
+        Raises:
+            ValueError: there is not even a first one.
+        """
+        for step in range(first_step, self._num_steps):
             collected = self._collector.collect()
             if collected is None:
+                if step == 0:
+                    raise ValueError(self._without_samples())
                 return
             yield TrainingStep(self._samples(collected), self._metrics(collected))
+
+    def _without_samples(self) -> str:
+        """All rows are bad, or there are none: a run of no steps would look like one that went well."""
+        skipped = self._collector.state().num_skipped
+        found = f"{skipped} bad rows, which --on-bad-row skip skips: " if skipped else ""
+        advice = "--on-bad-row error names the first" if skipped else "the files are empty"
+        return f"--rollout-files {' '.join(self._paths)}: no sample in them ({found}{advice})"
 
     @property
     def reference(self) -> None:

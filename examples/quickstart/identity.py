@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pg import PolicyLossConfig
 
-REPEATED = (
+ARCHITECTURE = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -23,12 +23,48 @@ REPEATED = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "position_embedding_type",
+    "max_position_embeddings",
     "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "layernorm_epsilon",
+    "apply_residual_connection_post_layernorm",
+    "squared_relu",
+    "openai_gelu",
+    "quick_geglu",
+    "multi_latent_attention",
+    "attention_dropout",
+    "hidden_dropout",
+)
+EXPERTS = (
     "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
     "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
     "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
+)
+TRAINING = (
     "bf16",
+    "attention_softmax_in_fp32",
     "use_distributed_optimizer",  # it keeps its state in a form of its own
+    "use_precision_aware_optimizer",
     "seed",
     "lr",
     "min_lr",
@@ -41,6 +77,7 @@ REPEATED = (
     "adam_eps",
     "train_iters",
 )
+REPEATED = ARCHITECTURE + EXPERTS + TRAINING
 """Arguments that decide what any run computes; a resumed run must share them.
 
 Neither the parallel sizes are among them nor --max-tokens-per-microbatch: they change the order of sums, and so rounding.
@@ -53,6 +90,7 @@ REPEATED_ONLINE = (
     "global_batch_size",
     "rollout_batch_size",
     "n_samples_per_prompt",
+    "max_response_len",
     "num_training_tasks",
     "num_held_out_tasks",
     "warm_start_iters",

@@ -22,6 +22,14 @@ NOT_BUILT = {
     "use_torch_fsdp2": "the model is wrapped in DDP; use --use-distributed-optimizer",
     "overlap_param_gather": "its hooks would have to be lifted for every checkpoint; drop it",
     "fp16": "there is no loss scaling; use --bf16",
+    "load": "a run begins with random weights, or goes on with --resume from those in --run-dir; drop it",
+    "pretrained_checkpoint": "a run begins with random weights, or goes on with --resume; drop it",
+    "save": "checkpoints go to --run-dir every --save-interval steps; drop it",
+    "lr_decay_iters": "the learning rate decays over --train-iters; drop it",
+    "lr_decay_samples": "the learning rate decays over --train-iters; drop it",
+    "lr_warmup_fraction": "give --lr-warmup-iters",
+    "lr_warmup_samples": "give --lr-warmup-iters",
+    "decoupled_lr": "one learning rate for all parameters; drop it",
 }
 """Flags of Megatron that ask for something that is not here, and what to do."""
 
@@ -37,6 +45,10 @@ def refuse(args: argparse.Namespace) -> None:
     for name, reason in NOT_BUILT.items():
         if getattr(args, name, None):
             raise NotImplementedError(f"{_flag(name)}: {reason}")
+    if getattr(args, "optimizer", "adam") != "adam":
+        raise NotImplementedError(
+            f"--optimizer {args.optimizer}: checkpoints here know Adam's state alone; give adam"
+        )
     if args.position_embedding_type not in POSITIONS:
         raise NotImplementedError(
             f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}"

@@ -24,8 +24,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from quickstart.arguments import parse_arguments  # noqa: E402
 from quickstart.errors import RunError  # noqa: E402
+from quickstart.identity import identity_of  # noqa: E402
 from quickstart.run_directory import RunDirectory  # noqa: E402
 
+from megatron_pg import PolicyLossConfig  # noqa: E402
+from megatron_pg.megatron.versions import has_megatron_training  # noqa: E402
 from tests.distributed.launch import run_ranks  # noqa: E402
 
 SHORT = (
@@ -223,7 +226,7 @@ def step_without_active_token() -> dict[str, Any]:
     from quickstart.model import build_policy, start_megatron
     from train_grpo import train_step
 
-    from megatron_pg import PolicyLossConfig, Sample
+    from megatron_pg import Sample
 
     args = parse_for_two_ranks("--context-parallel-size 2")
     groups, device = start_megatron(args)
@@ -298,6 +301,38 @@ if os.fork() == 0:
     print("writing", flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("--max-response-len 2", "max_response_len"),
+        ("--norm-epsilon 0.5", "layernorm_epsilon"),
+        ("--max-position-embeddings 64", "max_position_embeddings"),
+        ("--rotary-percent 0.5", "rotary_percent"),
+        ("--moe-ffn-hidden-size 8", "moe_ffn_hidden_size"),
+    ],
+)
+def test_what_decides_the_results_is_the_same_in_a_resumed_run(flags: str, name: str) -> None:
+    config = PolicyLossConfig()
+    first, second = (identity_of(parse_for_two_ranks(each), config) for each in ("", flags))
+    assert {each for each in first if first[each] != second[each]} == {name}
+
+
+@pytest.mark.skipif(not has_megatron_training(), reason="flags of Megatron's own parser")
+@pytest.mark.parametrize(
+    "flags", ["--optimizer sgd", "--load pretrained", "--save there", "--lr-decay-iters 9"]
+)
+def test_what_would_be_passed_over_is_refused(flags: str) -> None:
+    with pytest.raises(NotImplementedError, match=flags.split()[0]):
+        parse_for_two_ranks(flags)
+
+
+def test_the_script_explains_its_flags() -> None:
+    script = [sys.executable, str(ROOT / "examples/train_grpo.py"), "--help"]
+    shown = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "--loss-aggregation" in shown.stdout and "--context-parallel-size" in shown.stdout
 
 
 def test_a_killed_run_leaves_no_process_that_holds_its_folder(tmp_path: Path) -> None:

@@ -121,6 +121,19 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     assert kept == [f"step_000000_{len(steps):06d}"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"), [(20, "20 bad rows, which --on-bad-row skip skips"), (0, "are empty")]
+)
+def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, message: str) -> None:
+    """A misspelt column makes every row a bad one, which --on-bad-row skip passes over."""
+    row = {"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0], "reward": 1.0}
+    path = tmp_path / "misnamed.jsonl"
+    path.write_text((json.dumps(row | {"group_index": 0}) + "\n") * rows)
+    assert wait(start(path, tmp_path / "run", STEPS)) == [1, 1]
+    assert f"{path}: no sample in them" in output_of(tmp_path / "run").read_text()
+    assert message in output_of(tmp_path / "run").read_text()
+
+
 def test_parquet_gives_the_steps_of_json_lines(
     rollouts: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +247,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         ("--use-distributed-optimizer", "use_distributed_optimizer False and this run has True"),
         ("--weight-decay 0.5", "weight_decay 0.01 and this run has 0.5"),
         ("--num-query-groups 2 --group-query-attention", "group_query_attention"),
+        ("--norm-epsilon 0.5", "layernorm_epsilon 1e-05 and this run has 0.5"),
     ],
 )
 def test_a_run_with_other_settings_is_not_resumed(

@@ -40,6 +40,8 @@ def print_report(
         megatron_table(reports, options.parallelism, options.config),
     ]
     notes = [f"{name} is not shown: {reason}" for name, reason in reasons.items()]
+    if step.num_skipped:
+        notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
     notes += [f"warning: {warning}" for warning in warnings]

@@ -474,6 +474,14 @@ def test_what_cannot_be_explained_is_said(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, capsys):
+    path = tmp_path / "weights.png"
+    assert explain(["--lengths", "0,0", "--plot", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert f"--plot {path}: no sample of the step has an active token" in printed.err
+    assert printed.out == "" and not path.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

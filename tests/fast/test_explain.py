@@ -423,6 +423,17 @@ def test_tables_in_a_terminal(capsys, monkeypatch):
         assert printed.count(aggregation) == 4, "one table each: no header is folded"
 
 
+def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
+    path = write_groups(tmp_path / "a[train] -> :100:.jsonl")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    line = ["--rollout-files", path, "--docs-per-step", "3", KEEP]
+    assert explain([*line, "--save", "[bold]:100:"]) == 0
+    printed = capsys.readouterr().out
+    assert "a[train] -> :100:.jsonl row 0 " in printed
+    assert "not used: --save [bold]:100:" in printed
+
+
 def test_many_samples_are_picked_over_the_range():
     assert text._picked(list(range(100)))[0] == 0
     assert text._picked(list(range(100)))[-1] == 99

@@ -32,16 +32,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _explain(options: ExplainOptions) -> None:
-    step = explained_step(options.source)
+    step = explained_step(options)
     reports, reasons = explain_step(step, options.config, options.parallelism)
-    warnings = warnings_of(step, reports, options.config)
+    warnings = warnings_of(step, reports, options)
     if options.plot_path is not None:
         from megatron_pg.explain.plot import plot
 
         plot(step, reports, options.plot_path)
     if options.as_json:
-        report = as_json(step, reports, reasons, warnings, options.config, options.parallelism)
-        print(json.dumps(report, indent=2))
+        print(json.dumps(as_json(step, reports, reasons, warnings, options), indent=2))
         return
     from megatron_pg.explain.text import print_report
 

@@ -14,8 +14,13 @@ def plot(step: ExplainedStep, reports: Mapping[str, AggregationReport], path: st
     """Writes the picture.
 
     Raises:
-        ValueError: matplotlib is not installed, or does not know the file's type.
+        ValueError: no sample has an active token, matplotlib is not installed, or it does not know the file's type.
     """
+    if not step.totals.num_active_tokens:
+        raise ValueError(
+            f"--plot {path}: no sample of the step has an active token, so there is no point to draw; drop --plot, or "
+            "give lengths above 0"
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_pg.aggregation import AGGREGATIONS, Aggregation
 from megatron_pg.arguments import PolicyLossConfig
 from megatron_pg.counted import counted_denominators
-from megatron_pg.explain.options import Parallelism
+from megatron_pg.explain.options import ExplainOptions, Parallelism
 from megatron_pg.explain.step import ExplainedStep
 
 NUM_QUANTILES = 4
@@ -186,17 +186,17 @@ def as_json(
     reports: Mapping[str, AggregationReport],
     reasons: Mapping[str, str],
     warnings: Sequence[str],
-    config: PolicyLossConfig,
-    parallelism: Parallelism,
+    options: ExplainOptions,
 ) -> dict[str, object]:
     """The whole report as plain values, every sample in it."""
-    totals = step.totals
+    totals, parallelism = step.totals, options.parallelism
     return {
         "step": {
             "num_samples": len(step.samples),
             "num_rollouts": totals.num_rollouts,
             "num_prompt_groups": totals.num_prompt_groups,
             "num_active_tokens": totals.num_active_tokens,
+            "num_skipped": step.num_skipped,
             "active_tokens": [sample.num_active_tokens for sample in step.samples],
             "group_index": [sample.group_index for sample in step.samples],
             "rollout_id": [sample.rollout_id for sample in step.samples],
@@ -205,12 +205,13 @@ def as_json(
             "data_parallel_size": parallelism.data_size,
             "context_parallel_size": parallelism.context_size,
             "num_microbatches": parallelism.num_microbatches,
-            "calculate_per_token_loss": config.calculate_per_token_loss,
+            "calculate_per_token_loss": options.config.calculate_per_token_loss,
         },
-        "loss_aggregation": config.loss_aggregation,
+        "loss_aggregation": options.config.loss_aggregation,
         "aggregations": {name: _plain(report) for name, report in reports.items()},
         "unavailable": dict(reasons),
         "warnings": list(warnings),
+        "unused_flags": list(options.unused_flags),
     }
 
 

@@ -1,4 +1,7 @@
-"""The step to explain: which samples it holds, of how many active tokens, in which prompt groups."""
+"""The step to explain: which samples it holds, of how many active tokens, in which prompt groups.
+
+It is the first that training would take with the same flags: ``StepCollector`` takes it here too.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,26 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from megatron_pg.aggregation import StepTotals
 from megatron_pg.counted import CountedSample, counted_totals
-from megatron_pg.explain.options import LengthSource
+from megatron_pg.explain.files import CountedFiles, FileSample
+from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
+from megatron_pg.explain.options import ExplainOptions, LengthSource
+from megatron_pg.planning import IteratorSource, SampleSource, StepCollector
+from megatron_pg.samples import Sample
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
 
-WINDOW_ROWS = 256
-"""Rows of a rollout file that are held at a time."""
+MAX_SAMPLES = 2**20
+"""Of a step that is not read from files: far beyond any, and quickly made."""
+
+CHUNK = 1024
+"""Lengths drawn at a time."""
 
 
 @dataclass(frozen=True)
@@ -29,87 +40,120 @@ class ExplainedStep:
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
     """Samples in the step and samples in all, of each prompt group that the step's end cuts."""
+    num_skipped: int = 0
+    """Bad rows that were passed on the way."""
 
     @property
     def group_sizes(self) -> Counter[int]:
         """Samples of each prompt group in the step."""
         return Counter(s.group_index for s in self.samples if s.group_index is not None)
 
+    @property
+    def missing_fields(self) -> Counter[str]:
+        """By field of ``Sample`` that the flags ask for: how many samples of the files have none."""
+        of_files = (sample for sample in self.samples if isinstance(sample, FileSample))
+        return Counter(field for sample in of_files for field in sample.missing_fields)
 
-def explained_step(source: LengthSource) -> ExplainedStep:
+
+def explained_step(options: ExplainOptions) -> ExplainedStep:
     """The step that the options describe.
 
     Raises:
-        ValueError: a rollout file that cannot be read, or has no sample.
+        ValueError: a step that training would refuse, a rollout file that cannot be read or has no sample, or lengths
+            that are out of range.
         FileNotFoundError: a rollout file that does not exist.
     """
-    if source.rollout_files is not None:
-        return _step_of_files(source.rollout_files, source.docs_per_step)
-    size = source.group_size
-    lengths = _lengths(source)
-    samples = tuple(
-        CountedSample(length, group_index=index // size, name=f"sample {index}")
-        for index, length in enumerate(lengths)
+    planning = options.planning
+    source = _source(options)
+    collector = StepCollector(
+        source,
+        docs_per_step=planning.docs_per_step or MAX_COUNT,
+        mode=planning.docs_per_step_mode,
+        keep_prompt_groups=planning.keep_prompt_groups,
+        refuse_cut_groups=options.config.loss_aggregation == "prompt_mean",
     )
-    in_last_group = len(samples) % size
-    cut = {len(samples) // size: (in_last_group, size)} if in_last_group else {}
-    return ExplainedStep(samples, counted_totals(samples), cut)
-
-
-def _lengths(source: LengthSource) -> list[int]:
-    """Active tokens of each sample of the step."""
-    if source.lengths is not None:
-        given = source.lengths
-        count = source.docs_per_step or math.lcm(len(given), source.group_size)
-        return [given[index % len(given)] for index in range(count)]
-    median, sigma = source.log_normal or (1.0, 0.0)
-    count = source.docs_per_step or DEFAULT_NUM_GROUPS * source.group_size
-    drawn = np.random.default_rng(source.seed).lognormal(math.log(median), sigma, size=count)
-    return [int(length) for length in np.maximum(np.rint(drawn), 1)]
-
-
-def _step_of_files(paths: Sequence[str], docs_per_step: int | None) -> ExplainedStep:
-    """The first rollouts of the files. Samples of a rollout and of a prompt group follow each other there."""
-    stream = _counted_samples(paths)
-    samples: list[CountedSample] = []
-    num_documents = 0
-    latest: int | None = None
-    beyond: CountedSample | None = None
-    for sample in stream:
-        begins_document = sample.rollout_id is None or sample.rollout_id != latest
-        if begins_document and num_documents == docs_per_step:
-            beyond = sample
-            break
-        num_documents += begins_document
-        latest = sample.rollout_id
-        samples.append(sample)
-    if not samples:
-        raise ValueError(f"--rollout-files {' '.join(paths)}: no sample in them")
+    collected = collector.collect()
+    if collected is None:
+        skipped = f" ({source.num_skipped} bad rows)" if isinstance(source, CountedFiles) else ""
+        raise ValueError(
+            f"--rollout-files {' '.join(planning.rollout_files)}: no sample in them{skipped}"
+        )
+    samples = cast(tuple[CountedSample, ...], collected.samples)
+    carried = [sample for _, sample in collector.state().carried]
     return ExplainedStep(
-        tuple(samples), counted_totals(samples), _cut_groups(samples, beyond, stream)
+        samples,
+        counted_totals(samples),
+        _cut_groups(samples, cast(list[CountedSample], carried), source),
+        collected.num_skipped,
     )
+
+
+def _source(options: ExplainOptions) -> SampleSource:
+    if options.planning.rollout_files:
+        return CountedFiles(options.planning, options.config, options.vocab_size)
+    source, count = options.source, options.planning.docs_per_step
+    wanted = count or _default_count(source)
+    if max(wanted, source.group_size) > MAX_SAMPLES:
+        raise ValueError(
+            f"--group-size {source.group_size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; "
+            "give a smaller --group-size or --docs-per-step"
+        )
+    # Without --docs-per-step the step ends where the lengths do.
+    samples = itertools.islice(_samples(source), None if count else wanted)
+    return IteratorSource(cast(Iterator[Sample], samples))
+
+
+def _default_count(source: LengthSource) -> int:
+    if source.lengths is None:
+        return DEFAULT_NUM_GROUPS * source.group_size
+    return math.lcm(len(source.lengths), source.group_size)
+
+
+def _samples(source: LengthSource) -> Iterator[CountedSample]:
+    """Endless: training reads on beyond a step, to see whether a prompt group goes on."""
+    lengths = _drawn(source) if source.lengths is None else itertools.cycle(source.lengths)
+    for index, length in enumerate(lengths):
+        yield CountedSample(length, index // source.group_size, name=f"sample {index}")
+
+
+def _drawn(source: LengthSource) -> Iterator[int]:
+    median, sigma = source.log_normal or (1.0, 0.0)
+    generator = np.random.default_rng(source.seed)
+    while True:
+        drawn = generator.lognormal(math.log(median), sigma, size=CHUNK)
+        for length in np.maximum(np.rint(drawn), 1).tolist():
+            if length > MAX_TOKENS:
+                raise ValueError(
+                    f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: "
+                    "sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
+                )
+            yield int(length)
 
 
 def _cut_groups(
-    samples: Sequence[CountedSample], beyond: CountedSample | None, stream: Iterator[CountedSample]
+    samples: Sequence[CountedSample], carried: Sequence[CountedSample], source: SampleSource
 ) -> dict[int, tuple[int, int]]:
-    """The group that goes on after the step's last sample, if it does."""
-    group = samples[-1].group_index
-    if beyond is None or group is None or beyond.group_index != group:
-        return {}
-    inside = sum(1 for sample in samples if sample.group_index == group)
-    rest = itertools.takewhile(lambda sample: sample.group_index == group, stream)
-    return {group: (inside, inside + 1 + sum(1 for _ in rest))}
+    """The groups that go on after the step: in what was pulled with it, and in what comes next."""
+    inside = Counter(sample.group_index for sample in samples)
+    beyond = Counter(sample.group_index for sample in carried)
+    latest = (carried or samples)[-1].group_index
+    if latest is not None and latest in inside:
+        beyond[latest] += _num_following(source, latest)
+    return {
+        group: (inside[group], inside[group] + count)
+        for group, count in beyond.items()
+        if group is not None and group in inside and count
+    }
 
 
-def _counted_samples(paths: Sequence[str]) -> Iterator[CountedSample]:
-    """The samples of the files in order, without their tokens."""
-    from megatron_pg.rollout_files import RolloutFiles
-
-    files = RolloutFiles(paths)
-    while window := files.pull(WINDOW_ROWS):
-        for sample in window:
-            if sample is not None:
-                yield CountedSample(
-                    sample.num_active_tokens, sample.group_index, sample.rollout_id, sample.name
-                )
+def _num_following(source: SampleSource, group: int) -> int:
+    """The samples of a group that come next."""
+    count = 0
+    while True:
+        try:
+            slots = source.pull(1)
+        except ValueError:  # a bad row after the step is nothing of it
+            return count
+        if not slots or (slots[0] is not None and slots[0].group_index != group):
+            return count
+        count += slots[0] is not None

@@ -40,6 +40,8 @@ def print_report(
         megatron_table(reports, options.parallelism, options.config),
     ]
     notes = [f"{name} is not shown: {reason}" for name, reason in reasons.items()]
+    if step.num_skipped:
+        notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
     notes += [f"warning: {warning}" for warning in warnings]
@@ -171,22 +173,28 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> bool:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         return False
     console = Console()
     for table in tables:
-        # 80 columns are enough: no frame, and a cell's second half goes below its first one.
+        # 80 columns are enough: no frame, and a cell's second half goes below its first one. All of it is Text: of a
+        # str, rich would take what a file name has in brackets or between colons for markup.
         drawn = Table(
-            title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+            title=Text(table.title, style="table.title"),
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 0, 0, 1),
         )
         for index, column in enumerate(table.columns):
-            drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*(cell.replace(" -> ", "\n") for cell in row))
+            drawn.add_column(
+                Text(column), justify="left" if index == 0 else "right", overflow="fold"
+            )
+        for first, *others in table.rows:
+            drawn.add_row(Text(first), *(Text(cell.replace(" -> ", "\n")) for cell in others))
         console.print(drawn)
     for note in notes:
-        style = "yellow" if note.startswith("warning") else None
-        console.print(note, style=style, markup=False, highlight=False)
+        console.print(Text(note, style="yellow" if note.startswith("warning") else ""))
     return True
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
+import re
 import subprocess
 import sys
 import types
@@ -14,10 +17,14 @@ import torch
 
 import megatron_pg
 from megatron_pg import cli
+from megatron_pg.arguments import add_policy_loss_args, validation
 from megatron_pg.explain import main as explain
 from megatron_pg.explain import text
-from megatron_pg.explain.options import LengthSource
-from megatron_pg.explain.step import explained_step
+from megatron_pg.explain.flags import build_parser
+from megatron_pg.explain.options import parse_options
+from megatron_pg.explain.step import ExplainedStep, explained_step
+from megatron_pg.planning import StepCollector
+from megatron_pg.planning import arguments as planning_arguments
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -29,6 +36,10 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     assert explain([*arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def step_of(*arguments: str) -> ExplainedStep:
+    return explained_step(parse_options(arguments))
 
 
 def test_coefficients_are_the_oracles_gradients(capsys):
@@ -60,6 +71,7 @@ def test_counts_quantiles_and_learning_rate_ratio(capsys):
         "num_rollouts": 8,
         "num_prompt_groups": 8,
         "num_active_tokens": 40,
+        "num_skipped": 0,
         "active_tokens": 0,
         "group_index": 0,
         "rollout_id": 0,
@@ -92,15 +104,17 @@ def test_megatrons_factors_cancel(capsys, per_token):
 
 
 def test_the_step_of_lengths_and_groups():
-    step = explained_step(LengthSource(lengths=(5, 6, 7), group_size=2))
+    step = step_of("--lengths", "5,6,7", "--group-size", "2")
     assert [sample.num_active_tokens for sample in step.samples] == [5, 6, 7, 5, 6, 7]
     assert [sample.group_index for sample in step.samples] == [0, 0, 1, 1, 2, 2]
 
 
 def test_log_normal_lengths_have_their_median_and_are_reproducible():
-    source = LengthSource(log_normal=(2000.0, 0.5), group_size=8, docs_per_step=4096, seed=3)
-    lengths = [sample.num_active_tokens for sample in explained_step(source).samples]
-    assert lengths == [sample.num_active_tokens for sample in explained_step(source).samples]
+    flags = ["--log-normal", "2000,0.5", "--group-size", "8", "--docs-per-step", "4096"]
+    lengths = [sample.num_active_tokens for sample in step_of(*flags, "--seed", "3").samples]
+    again = step_of(*flags, "--seed", "3")
+    assert lengths == [sample.num_active_tokens for sample in again.samples]
+    assert lengths != [sample.num_active_tokens for sample in step_of(*flags).samples]
     assert sorted(lengths)[2048] == pytest.approx(2000, rel=0.05)
 
 
@@ -117,6 +131,7 @@ def write_rollouts(path: Path) -> str:
                         "prompt_ids": [1, 2],
                         "response_ids": [3] * length,
                         "loss_mask": mask,
+                        "log_probs": [-1.0] * length,
                         "advantages": 1.0,
                         "group_index": group,
                         "rollout_id": 10 * group + rollout,
@@ -152,6 +167,209 @@ def test_a_rollout_file_that_is_not_there_or_empty(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     assert explain(["--rollout-files", str(tmp_path / "empty.jsonl")]) == 2
     assert "no sample" in capsys.readouterr().err
+
+
+def write_groups(path: Path, *, spoiled: dict[int, dict[str, Any]] | None = None) -> str:
+    """Four prompt groups of four rollouts of 1 to 16 tokens; the fields of some rows are replaced."""
+    pytest.importorskip("pyarrow")
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt_ids": [1],
+            "response_ids": [1] * length,
+            "log_probs": [-1.0] * length,
+            "reward": 1.0,
+            "group_index": (length - 1) // 4,
+        }
+        for length in range(1, 17)
+    ]
+    for index, fields in (spoiled or {}).items():
+        rows[index] |= fields
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+EXACT = ("--docs-per-step-mode", "exact")
+KEEP = "--keep-prompt-groups"
+PROMPT_MEAN = ("--loss-aggregation", "prompt_mean")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_samples"),
+    [
+        (["--docs-per-step", "6", *EXACT, KEEP, *PROMPT_MEAN], 8),
+        (["--docs-per-step", "6", *EXACT, KEEP], 8),
+        (["--docs-per-step", "6", KEEP], 8),
+        (["--docs-per-step", "6", *PROMPT_MEAN], 8),
+        (["--docs-per-step", "6", *EXACT], 6),
+        (["--docs-per-step", "6"], 6),
+        (["--docs-per-step", "8", *EXACT, *PROMPT_MEAN], 8),
+        (["--docs-per-step", "100", *EXACT, KEEP], 16),
+        ([], 16),
+    ],
+)
+def test_the_step_is_the_first_that_training_takes(tmp_path, capsys, flags, num_samples):
+    path = write_groups(tmp_path / "groups.jsonl")
+    found = explained(capsys, "--rollout-files", path, *flags)
+    assert found["step"]["active_tokens"] == list(range(1, num_samples + 1))
+    cut = [w for w in found["warnings"] if "ends inside prompt group 1: 2 of its 4 samples" in w]
+    assert found["warnings"] == cut and len(cut) == (num_samples == 6)
+    if flags:
+        assert found["step"]["active_tokens"] == trained_first(path, flags)
+
+
+def trained_first(path: str, flags: list[str]) -> list[int]:
+    """Active tokens of the first step, of the classes and flags that a training script has."""
+    from megatron_pg.rollout_files import RolloutFiles
+
+    parser = add_policy_loss_args(planning_arguments.add_planning_args(argparse.ArgumentParser()))
+    args = parser.parse_args([*flags, "--max-tokens-per-microbatch", "64"])
+    step = StepCollector(
+        RolloutFiles([path]),
+        docs_per_step=args.docs_per_step,
+        mode=args.docs_per_step_mode,
+        keep_prompt_groups=args.keep_prompt_groups,
+        refuse_cut_groups=args.loss_aggregation == "prompt_mean",
+    ).collect()
+    assert step is not None
+    return [sample.num_active_tokens for sample in step.samples]
+
+
+def test_prompt_groups_of_lengths_are_kept_too():
+    flags = ["--lengths", "1,2,3", "--group-size", "4", "--docs-per-step", "6"]
+    assert len(step_of(*flags).samples) == 6
+    kept = step_of(*flags, KEEP)
+    assert [sample.num_active_tokens for sample in kept.samples] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert kept.cut_groups == {}
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_group_that_training_refuses_to_cut(tmp_path, capsys, from_file):
+    source = ["--lengths", "1", "--group-size", "4"]
+    if from_file:
+        source = ["--rollout-files", write_groups(tmp_path / "groups.jsonl")]
+    assert explain([*source, "--docs-per-step", "6", *EXACT, *PROMPT_MEAN]) == 2
+    printed = capsys.readouterr()
+    assert "prompt group 1 (group_index) is cut by the end of a step" in printed.err
+    assert KEEP in printed.err and printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({"prompt_ids": []}, []),
+        ({"prompt_ids": [99]}, ["--vocab-size", "50"]),
+        ({"group_index": None}, PROMPT_MEAN),
+    ],
+)
+def test_bad_rows_are_refused_or_counted(tmp_path, capsys, fields, flags):
+    path = write_groups(tmp_path / "groups.jsonl", spoiled={1: fields, 3: fields})
+    line = ["--rollout-files", path, "--docs-per-step", "4", KEEP, *flags]
+    assert explain(line) == 2
+    printed = capsys.readouterr()
+    assert f"groups.jsonl row 1: {next(iter(fields))}" in printed.err and printed.out == ""
+    found = explained(capsys, *line, "--on-bad-row", "skip")
+    assert found["step"]["active_tokens"] == [1, 3, 5, 6, 7, 8]
+    assert found["step"]["num_skipped"] == 2
+    assert explain([*line, "--on-bad-row", "skip"]) == 0
+    assert "skipped (--on-bad-row skip): 2\n" in capsys.readouterr().out
+
+
+def test_files_of_bad_rows_alone(tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text("{}\n{}\n")
+    pytest.importorskip("pyarrow")
+    line = ["--rollout-files", str(tmp_path / "bad.jsonl"), "--on-bad-row", "skip"]
+    assert explain(line) == 2
+    assert "no sample in them (2 bad rows)" in capsys.readouterr().err
+
+
+def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, capsys):
+    path = write_groups(tmp_path / "groups.jsonl", spoiled={7: {"prompt_ids": []}})
+    found = explained(capsys, "--rollout-files", path, "--docs-per-step", "6", *EXACT)
+    assert found["step"]["num_samples"] == 6
+    assert ["group 1: 2 of its 3 samples" in warning for warning in found["warnings"]] == [True]
+
+
+def test_rows_without_what_the_flags_need_are_pointed_out(tmp_path, capsys):
+    without = dict.fromkeys((2, 5, 9), {"log_probs": None})
+    path = write_groups(tmp_path / "groups.jsonl", spoiled=without)
+    line = ["--rollout-files", path, "--docs-per-step", "8"]
+    (warning,) = explained(capsys, *line)["warnings"]
+    assert warning.startswith("2 of 8 samples have no old_log_probs, needed by --policy-loss ppo.")
+    assert explained(capsys, *line, "--policy-loss", "reinforce")["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--docs-per-step", "8", KEEP], True),
+        (["--docs-per-step", "7"], True),
+        (["--docs-per-step", "8"], False),
+        (["--docs-per-step", "8", KEEP, *EXACT], False),
+        ([], False),
+    ],
+)
+def test_steps_that_depend_on_the_number_of_ranks(tmp_path, capsys, flags, warned):
+    path = write_groups(tmp_path / "groups.jsonl")
+    line = ["--rollout-files", path, "--data-parallel-size", "4", *flags]
+    warnings = explained(capsys, *line)["warnings"]
+    assert any("With --docs-per-step-mode at_least, 4 ranks" in w for w in warnings) is warned
+
+
+TOKEN_MEAN = ("--loss-aggregation", "token_mean")
+
+
+@pytest.mark.parametrize(
+    ("flags", "per_token"),
+    [
+        ("--num-experts 8", True),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.01", False),
+        ("--num-experts 8 --moe-aux-loss-coeff 0 0.01", False),
+        ("--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", True),
+        ("--num-experts 8 --moe-z-loss-coeff 0.001", False),
+        ("--moe-aux-loss-coeff 0.01", True),
+        ("--mtp-num-layers 1", False),
+        ("--use-torch-fsdp2", False),
+        ("--ddp-average-in-collective", False),
+    ],
+)
+def test_megatrons_flags_settle_per_token_mode(capsys, flags, per_token):
+    found = explained(capsys, "--lengths", "3,5", *TOKEN_MEAN, *flags.split())
+    assert found["parallelism"]["calculate_per_token_loss"] is per_token
+    assert found["unused_flags"] == []
+
+
+def test_every_argument_that_validation_reads_is_a_flag_here():
+    """The rank is the launcher's."""
+    source = inspect.getsource(validation) + inspect.getsource(planning_arguments)
+    read = set(re.findall(r"""(?:found|vars\(args\))\.get\("(\w+)\"""", source))
+    assert {"num_experts", "use_torch_fsdp2", "expert_model_parallel_size", "use_mup"} <= read
+    assert read - {"rank"} <= {action.dest for action in build_parser()._actions}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_megatrons_flags_have_megatrons_types(monkeypatch):
+    megatron = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    megatron.parse_args(extra_args_provider=lambda parser: parsers.append(parser) or parser)
+    theirs = parsers[0]._option_string_actions
+    (group,) = (g for g in build_parser()._action_groups if g.title == "flags of Megatron")
+    assert len(group._group_actions) == 10
+    for ours in group._group_actions:
+        their = theirs[ours.option_strings[0]]
+        assert (ours.dest, ours.nargs, ours.default) == (their.dest, their.nargs, their.default)
+        assert (
+            ours.dest == "vocab_size"
+            or (ours.type or str) is (their.type or str)
+            or ours.nargs == 0
+        )
+        assert set(their.choices or ()) <= set(ours.choices or ())
+
+
+def test_flags_that_are_not_used_are_in_the_json(capsys):
+    found = explained(capsys, "--lengths", "3,5", "--loss-agregation", "prompt_mean")
+    assert found["loss_aggregation"] == "sample_mean"
+    assert found["unused_flags"] == ["--loss-agregation", "prompt_mean"]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +423,17 @@ def test_tables_in_a_terminal(capsys, monkeypatch):
         assert printed.count(aggregation) == 4, "one table each: no header is folded"
 
 
+def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
+    path = write_groups(tmp_path / "a[train] -> :100:.jsonl")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    line = ["--rollout-files", path, "--docs-per-step", "3", KEEP]
+    assert explain([*line, "--save", "[bold]:100:"]) == 0
+    printed = capsys.readouterr().out
+    assert "a[train] -> :100:.jsonl row 0 " in printed
+    assert "not used: --save [bold]:100:" in printed
+
+
 def test_many_samples_are_picked_over_the_range():
     assert text._picked(list(range(100)))[0] == 0
     assert text._picked(list(range(100)))[-1] == 99
@@ -235,6 +464,18 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys):
             ["--lengths", "1", "--qkv-format", "bshd", "--context-parallel-size", "2"],
             "--qkv-format thd",
         ),
+        (
+            ["--lengths", "1", "--calculate-per-token-loss", "--use-torch-fsdp2"],
+            "--calculate-per-token-loss does not work with --use-torch-fsdp2",
+        ),
+        (
+            ["--lengths", "1", "--ragged-microbatches", "--expert-model-parallel-size", "2"],
+            "drop --ragged-microbatches",
+        ),
+        (["--lengths", "1", "--keep-prompt-groups"], "give --docs-per-step"),
+        (["--log-normal", "1e12,1"], "--log-normal 1e+12,1 has drawn a length of"),
+        (["--lengths", "1,2,3", "--group-size", "1000000"], "give a smaller --group-size"),
+        (["--lengths", "1", "--docs-per-step", "1048577"], "--docs-per-step"),
         (["--lengths", "1,2", "--plot", "weights.unknown"], "unknown"),
         (["--lengths", "1,2", "--plot", "/no/such/folder/weights.png"], "/no/such/folder"),
     ],
@@ -244,22 +485,47 @@ def test_what_cannot_be_explained_is_said(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, capsys):
+    path = tmp_path / "weights.png"
+    assert explain(["--lengths", "0,0", "--plot", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert f"--plot {path}: no sample of the step has an active token" in printed.err
+    assert printed.out == "" and not path.exists()
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["--lengths", "1,x"],
-        ["--lengths", "-1"],
-        ["--log-normal", "5"],
-        ["--log-normal", "0,1"],
-        ["--lengths", "1", "--group-size", "0"],
-        ["--lengths", "1", "--docs-per-step", "-3"],
+        (["--lengths", "1,x"], "'x': expected an integer from 0 to 1099511627776"),
+        (["--lengths", "-1"], "give token counts such as 200,4000"),
+        (["--lengths", "99999999999999999999"], "give token counts such as 200,4000"),
+        (["--lengths", f"5,{2**63 - 1}"], "give token counts such as 200,4000"),
+        (["--log-normal", "5"], "expected MEDIAN,SIGMA"),
+        (["--log-normal", "1,2,3"], "expected MEDIAN,SIGMA"),
+        (["--log-normal", "a,b"], "expected MEDIAN,SIGMA"),
+        (["--log-normal", "0,1"], "a median above 0"),
+        (["--log-normal", "1e300,1"], "a median above 0 and up to 1099511627776"),
+        (["--log-normal", "nan,1"], "a median above 0"),
+        (["--log-normal", "2000,500"], "Sigma is of the logarithm and not in tokens"),
+        (["--log-normal", "2000,50"], "a sigma from 0 to 10"),
+        (["--lengths", "1", "--group-size", "0"], "expected an integer from 1"),
+        (["--lengths", "1", "--group-size", "x"], "expected an integer from 1"),
+        (["--lengths", "1", "--docs-per-step", "-3"], "expected an integer from 1"),
+        (["--lengths", "1", "--num-microbatches", "9" * 30], "expected an integer from 1"),
+        (["--log-normal", "9,1", "--seed", "-1"], "expected an integer from 0"),
     ],
 )
-def test_malformed_values_are_refused_by_the_parser(capsys, arguments):
+def test_malformed_values_are_refused_by_the_parser(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         explain(arguments)
     assert stopped.value.code == 2
-    assert arguments[-2] in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"argument {arguments[-2]}: " in printed and message in printed
+
+
+def test_the_longest_lengths_add_up(capsys):
+    found = explained(capsys, "--lengths", str(2**40), "--group-size", "1024")
+    assert found["step"]["num_active_tokens"] == 2**50
 
 
 def test_version_and_help(capsys):

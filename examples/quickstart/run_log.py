@@ -67,7 +67,7 @@ class RunLog:
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
-        self._console.print(message, highlight=False, soft_wrap=True)
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
         """Bring everything to the disk; a checkpoint must not be ahead of the metrics."""

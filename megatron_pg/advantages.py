@@ -61,7 +61,8 @@ def group_advantages(
         method: ``grpo``, ``dr_grpo`` or ``rloo``.
 
     Raises:
-        ValueError: sizes that differ, a reward that is not finite, ids that are no integers, or an unknown method.
+        ValueError: sizes that differ, a reward that is not finite, rewards whose advantages float32 does not hold, ids
+            that are no integers, or an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
@@ -80,13 +81,17 @@ def group_advantages(
     is_equal = _group_spread(reward, group, groups.numel()) == 0
     if method == "grpo":
         variance = group_sum(centered.square()) / (size - 1).clamp(min=1)
-        advantages = centered / (variance.sqrt() + STD_EPSILON)
+        # An infinite one would make zeros of advantages.
+        std = torch.where(variance.isinf(), torch.nan, variance.sqrt())
+        advantages = centered / (std + STD_EPSILON)
     elif method == "rloo":
         advantages = centered * size / (size - 1).clamp(min=1)
     else:
         advantages = centered
+    advantages = torch.where(is_equal[group], 0.0, advantages).float()
+    _check_range(advantages, reward, group_index)
     return GroupAdvantages(
-        advantages=torch.where(is_equal[group], 0.0, advantages).float(),
+        advantages=advantages,
         num_groups=groups.numel(),
         zero_advantage_groups=tuple(groups[is_equal].tolist()),
     )
@@ -150,4 +155,14 @@ def _check_rewards(rewards: Tensor, group_indices: Tensor) -> None:
         raise ValueError(
             f"rewards[{sample}] is {float(rewards[sample])}, expected a finite number: one reward "
             "that is not would spoil the advantages of its whole prompt group"
+        )
+
+
+def _check_range(advantages: Tensor, rewards: Tensor, group_indices: Tensor) -> None:
+    wrong = (~torch.isfinite(advantages)).nonzero()
+    if wrong.numel():
+        sample = int(wrong[0])
+        raise ValueError(
+            f"rewards[{sample}] is {float(rewards[sample])}, too far from the others of prompt group "
+            f"{int(group_indices[sample])} for an advantage in float32: give rewards of order 1"
         )

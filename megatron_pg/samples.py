@@ -83,7 +83,7 @@ class Sample:
         """A one-dimensional host tensor, with an error that names the field where there is none to be had."""
         try:
             vector = torch.as_tensor(values)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{self.name}: {field} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
             raise ValueError(
@@ -136,7 +136,12 @@ class Sample:
         if isinstance(advantages, (int, float, numbers.Real)) or (
             isinstance(advantages, Tensor) and advantages.dim() == 0
         ):
-            return torch.full((self.response_length,), float(advantages))
+            try:
+                return torch.full((self.response_length,), float(advantages))
+            except (RuntimeError, OverflowError) as error:
+                raise ValueError(
+                    f"{self.name}: advantages is {advantages!r}, expected a number that float32 holds"
+                ) from error
         return advantages
 
     def _set_per_response_token(self, field: str, values: Values) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pg.planning.exchange import OtherRankError
+
 
 class RunError(RuntimeError):
     """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks."""
@@ -21,11 +23,16 @@ class RankError(RunError):
 
 @contextlib.contextmanager
 def mendable() -> Iterator[None]:
-    """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group."""
+    """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group.
+
+    So is the end of another rank. A disk may fail on one node alone, so its rank says it itself.
+    """
     try:
         yield
-    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+    except (ValueError, NotImplementedError, FileNotFoundError, OtherRankError) as error:
         raise RunError(str(error)) from error
+    except OSError as error:
+        raise RankError(str(error)) from error
 
 
 @contextlib.contextmanager

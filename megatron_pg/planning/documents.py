@@ -117,7 +117,7 @@ class StepCollector:
         self._pending: list[_Record] = []
         self._latest: dict[
             int, Key
-        ] = {}  # by rank: what its last sample is part of, which may go on
+        ] = {}  # by rank: what its last sample is part of, which may go on; below 0 of ranks of another size
         self._finished: frozenset[Key] = frozenset()  # what the last step has taken
         self._num_slots = 0
         self._num_skipped = 0
@@ -131,6 +131,7 @@ class StepCollector:
         Raises:
             ValueError: a prompt group or rollout is cut by the end of the step, a sample lacks the ``group_index``
                 that the settings need, or the source raised one; on all ranks alike.
+            RuntimeError: the source of another rank raised an error that is no ValueError; that rank raises it as it is.
         """
         while (chosen := self._choose()) is None:
             self._pull_window()
@@ -152,11 +153,14 @@ class StepCollector:
     def load_states(self, states: Sequence[CollectorState]) -> None:
         """Continues where the states of a checkpoint left off, on any number of ranks that the source allows.
 
+        Every data-parallel rank must call it: a source that cannot go on ends all of them.
+
         Args:
             states: those of all data-parallel ranks of the run that wrote the checkpoint, in rank order.
 
         Raises:
-            ValueError: another number of ranks, and a source whose positions belong to one number of ranks.
+            ValueError: another number of ranks, and a source whose positions belong to one number of ranks; or the
+                source refuses its position, on this rank or another.
         """
         is_same_size = len(states) == self._size
         if not is_same_size and not self._source.can_reshard:
@@ -165,7 +169,9 @@ class StepCollector:
                 "source has its own position, so resume with the same number"
             )
         mine = states[self._rank if is_same_size else 0]
-        self._source.seek(mine.source_position)
+        compute_and_gather(
+            lambda: self._source.seek(mine.source_position), lambda _: None, self._group
+        )
         carried = [
             (sequence, rank, sample)
             for rank, state in enumerate(states)
@@ -182,10 +188,12 @@ class StepCollector:
             _Record(sequence, rank, sample.group_index, sample.rollout_id)
             for sequence, rank, sample in carried
         ]
-        # At another size no rank has a latest sample yet; until they do, all that was open stays so.
-        self._latest = {
-            rank if is_same_size else -1 - rank: key for rank, key in mine.latest.items()
-        }
+        # At another size no rank has a latest sample yet; until one does, all that was open stays so.
+        self._latest = (
+            dict(mine.latest)
+            if is_same_size
+            else {-1 - index: key for index, key in enumerate(mine.latest.values())}
+        )
         self._finished = mine.finished
         self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
         self._is_exhausted = False
@@ -286,7 +294,9 @@ class StepCollector:
         self._note_latest(records, [len(described) < count for described in everyone])
 
     def _note_latest(self, records: Sequence[_Record], is_at_end: Sequence[bool]) -> None:
-        self._latest = {rank: key for rank, key in self._latest.items() if rank >= 0}
+        # A window of bad rows alone says nothing of what was open at another size.
+        if records or all(is_at_end):
+            self._latest = {rank: key for rank, key in self._latest.items() if rank >= 0}
         for record in records:
             boundary = self._boundary(record)
             self._latest.pop(record.rank, None)

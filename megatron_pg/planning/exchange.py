@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,6 +14,30 @@ Value = TypeVar("Value")
 Shared = TypeVar("Shared")
 
 
+class OtherRankError(RuntimeError):
+    """Another rank raised an error that is no ValueError: the message names the rank, the kind and what it said."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank sends in place of its share."""
+
+    message: str
+    is_value_error: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        is_value_error = isinstance(error, ValueError)
+        # That of a ValueError is written for the user; others say little without their kind.
+        message = str(error) if is_value_error else f"{type(error).__name__}: {error}"
+        return cls(message, is_value_error)
+
+    def on(self, rank: int) -> Exception:
+        """The error of rank `rank`, as the other ranks raise it."""
+        kind = ValueError if self.is_value_error else OtherRankError
+        return kind(f"data-parallel rank {rank}: {self.message}")
+
+
 def compute_and_gather(
     compute: Callable[[], Value],
     share: Callable[[Value], Shared],
@@ -20,8 +45,8 @@ def compute_and_gather(
 ) -> tuple[Value, list[Shared]]:
     """This rank's ``compute()``, and ``share()`` of it from every rank, in rank order.
 
-    Every rank of the group must call it. A ValueError of ``compute`` travels in place of the value, so that no rank is
-    left waiting in the collective.
+    Every rank of the group must call it. An error of ``compute`` or ``share`` travels in place of the value, whatever
+    its kind, so that no rank is left waiting in the collective: a file may be unreadable on one node alone.
 
     Args:
         compute: gives this rank's value.
@@ -29,17 +54,20 @@ def compute_and_gather(
         group: the data-parallel group; None is this rank alone.
 
     Raises:
-        ValueError: ``compute`` raised one, here or on another rank, which the message then names.
+        ValueError: one was raised here, or on another rank, which the message then names.
+        OtherRankError: a RuntimeError: another rank raised an error of another kind.
+        Exception: whatever was raised here, as it is.
     """
+    mine: Shared | _Failure
     try:
         value = compute()
-    except ValueError as error:
-        gather((None, str(error)), group)
+        mine = share(value)
+    except Exception as error:
+        gather(_Failure.of(error), group)
         raise
-    everyone = gather((share(value), ""), group)
     shared = []
-    for rank, (part, message) in enumerate(everyone):
-        if part is None:
-            raise ValueError(f"data-parallel rank {rank}: {message}")
+    for rank, part in enumerate(gather(mine, group)):
+        if isinstance(part, _Failure):
+            raise part.on(rank)
         shared.append(part)
     return value, shared

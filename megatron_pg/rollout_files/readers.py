@@ -9,6 +9,7 @@ decoded by ``ParquetFile.iter_batches``, a few rows at a time.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,8 +43,13 @@ BUFFER_BYTES = 1 << 16
 PIECE_BYTES = 8 << 20
 """Bytes of JSON Lines that are parsed at a time, or one line where it is longer."""
 
+MOST_BRACKETS = 1024
+"""Opening brackets of a line that pyarrow is given. It goes into nested values without a bound, and some eight thousand
+levels end the process where its stack is of 8 MiB (*measured* with 26.0)."""
+
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
 
 
 class RowReader(Protocol):
@@ -59,6 +65,25 @@ class RowReader(Protocol):
         """Closes the file."""
 
 
+def has_rollout_name(path: Path) -> bool:
+    """Whether the name ends as that of a rollout file does, in capitals or not.
+
+    Raises:
+        ValueError: it would, but for the end that a compression gives it.
+    """
+    if path.suffix.lower() in COMPRESSED_SUFFIXES and has_rollout_name(path.with_suffix("")):
+        raise ValueError(
+            f"{path} is compressed ({path.suffix}), expected a plain file: decompress it (Parquet is compressed within "
+            "the file), or move it elsewhere"
+        )
+    return path.suffix.lower() in JSON_SUFFIXES + PARQUET_SUFFIXES
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether the name is that of a file of JSON Lines."""
+    return path.suffix.lower() in JSON_SUFFIXES
+
+
 def open_rows(path: Path) -> RowReader:
     """The reader of a file, chosen by the end of its name.
 
@@ -66,10 +91,8 @@ def open_rows(path: Path) -> RowReader:
         ValueError: a file of another kind, or one that is not what its name says.
         FileNotFoundError: no such file.
     """
-    if path.suffix in JSON_SUFFIXES:
-        return JsonLinesReader(path)
-    if path.suffix in PARQUET_SUFFIXES:
-        return ParquetReader(path)
+    if has_rollout_name(path):
+        return JsonLinesReader(path) if is_json_lines(path) else ParquetReader(path)
     kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
     raise ValueError(f"{path}: expected a rollout file whose name ends in one of {kinds}")
 
@@ -111,6 +134,8 @@ def _parsed(lines: Sequence[bytes]) -> list[Row | RowError]:
     """The rows of these lines: all by pyarrow, or one by one where their types differ or one of them is no row."""
     if not lines:
         return []
+    if any(line.count(b"[") + line.count(b"{") > MOST_BRACKETS for line in lines):
+        return [_parsed_alone(line) for line in lines]
     # A last line without its newline would be read as nulls (Arrow issue 45394).
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     options = pa.json.ReadOptions(block_size=len(data) + 1, use_threads=False)
@@ -129,7 +154,7 @@ def _parsed_alone(line: bytes) -> Row | RowError:
     shown = repr(line[:40].decode(errors="replace").strip())
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return RowError("the line", f"no JSON ({error}): {shown}", "one JSON object")
     return row if isinstance(row, dict) else RowError("the line", shown, "one JSON object")
 
@@ -143,7 +168,7 @@ class ParquetReader:
             self._file = pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path}: expected a Parquet file ({error})") from error
-        self._columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
+        self._columns = _columns_of(path, self._file.schema_arrow.names)
         self._next_row_group = 0
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None
@@ -193,6 +218,16 @@ class ParquetReader:
                 )
                 self._next_row_group += 1
         return True
+
+
+def _columns_of(path: Path, names: Sequence[str]) -> list[str]:
+    counts = Counter(name for name in names if name in COLUMNS)
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"{path} has {count} columns {name}, expected one: write the file anew with one of them"
+            )
+    return list(counts)
 
 
 def _has_settled_types(schema: Any) -> bool:

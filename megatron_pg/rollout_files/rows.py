@@ -31,6 +31,8 @@ COLUMNS: Mapping[str, str] = {
 }
 """What each column holds; every other column is ignored."""
 
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 SAMPLE_FIELDS: Mapping[str, str] = {
     "log_probs": "old_log_probs",
     "rollout_log_probs": "rollout_log_probs",
@@ -177,20 +179,24 @@ def _advantages(row: Row, loss_mask: NDArray[np.bool_]) -> Any:
         return 0.0
     if isinstance(value, (list, np.ndarray)):
         return torch.from_numpy(_per_token("advantages", value, loss_mask))
-    return _finite_number("advantages", value)
+    number = _finite_number("advantages", value)
+    if abs(number) > LARGEST_FLOAT32:
+        raise RowError("advantages", _shown(value), f"{NUMBER_OR_NUMBERS}, finite in float32")
+    return number
 
 
 def _per_token(field: str, value: Any, loss_mask: NDArray[np.bool_]) -> NDArray[np.float32]:
     """[response_length], finite at every active token; null elsewhere becomes NaN."""
     values = _vector(field, value, NUMBERS)
     _check_size(field, values, loss_mask.size)
-    values = values.astype(np.float32)
-    wrong = np.flatnonzero(loss_mask & ~np.isfinite(values))
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    wrong = np.flatnonzero(loss_mask & ~np.isfinite(single))
     if wrong.size:
         at = int(wrong[0])
-        expected = "a finite number, as loss_mask keeps the token"
+        expected = "a number that is finite in float32, as loss_mask keeps the token"
         raise RowError(f"{field}[{at}]", _shown(values[at]), expected)
-    return values
+    return single
 
 
 def _vector(field: str, value: Any, expected: str) -> NDArray[Any]:
@@ -227,13 +233,25 @@ def _identifier(field: str, value: Any) -> int:
 
 def _finite_number(field: str, value: Any) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    number = _as_float(value) if is_number else math.nan
+    if not math.isfinite(number):
         expected = NUMBER_OR_NUMBERS if field == "advantages" else NUMBER
         raise RowError(field, _shown(value), f"{expected}, finite")
-    return float(value)
+    return number
+
+
+def _as_float(value: Any) -> float:
+    """An integer beyond float64 is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _shown(value: Any) -> str:
     """A value as an error message shows it: short."""
-    text = "null" if value is None else repr(value.item() if hasattr(value, "item") else value)
+    try:
+        text = "null" if value is None else repr(value.item() if hasattr(value, "item") else value)
+    except RecursionError:
+        text = "nested too deeply"
     return text if len(text) <= 40 else text[:37] + "..."

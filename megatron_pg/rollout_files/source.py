@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pg.planning.sources import ON_BAD_ROW
+from megatron_pg.rollout_files.account import FileAccount, account_of, check_account
 from megatron_pg.rollout_files.readers import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
     RowReader,
+    has_rollout_name,
     open_rows,
 )
 from megatron_pg.rollout_files.rows import Row, RowChecks, RowError, sample_of_row
@@ -31,8 +33,8 @@ class RolloutPosition:
     """Which file of the list; their number at the end of the last."""
     row: int
     """Rows of it that have been passed."""
-    path: str
-    """Its name, so that another list of files is noticed."""
+    files: tuple[FileAccount, ...]
+    """Of each file of the list its name, size and fingerprint, so that another list is noticed."""
 
 
 class RolloutFiles:
@@ -51,7 +53,7 @@ class RolloutFiles:
         vocab_size: token ids must be below it; None leaves them unchecked.
 
     Raises:
-        ValueError: no files, a file of another kind, or settings out of range.
+        ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
         FileNotFoundError: a path that does not exist.
     """
 
@@ -77,6 +79,8 @@ class RolloutFiles:
                 "0 <= rank < size"
             )
         self._paths = _files_of(paths)
+        # Now, and not at the first checkpoint: of what is read, not of what may lie there then.
+        self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
         self._checks = RowChecks.of(required_fields, vocab_size)
@@ -92,22 +96,19 @@ class RolloutFiles:
     @property
     def position(self) -> RolloutPosition:
         """Where the next pull begins."""
-        path = self._paths[self._file].name if self._file < len(self._paths) else ""
-        return RolloutPosition(self._file, self._row, path)
+        return RolloutPosition(self._file, self._row, self._accounts)
 
     def seek(self, position: RolloutPosition) -> None:
         """Continues from a position, of a source with the same files on any number of ranks.
 
+        The files may lie in another folder. More rows may follow the last one: further files, and lines at the end of
+        the last file where that is JSON Lines and has not been passed.
+
         Raises:
-            ValueError: the files are not those that the position is of.
+            ValueError: the files are not those that the position is of; the first that differs is named.
         """
         self.close()
-        names = [path.name for path in self._paths] + [""]
-        if position.file >= len(names) or names[position.file] != position.path:
-            raise ValueError(
-                f"--rollout-files: the checkpoint stopped in file {position.file}, {position.path or 'the end'!r}, and "
-                f"the files given are {', '.join(names[:-1])}: give the same in the same order"
-            )
+        check_account(self._paths, self._accounts, position.files, position.file)
         self._file, self._row = position.file, position.row
         if position.row:
             found = self._open().skip(position.row)
@@ -236,15 +237,10 @@ def _files_of(paths: Sequence[str | Path]) -> list[Path]:
     files = []
     for path in map(Path, paths):
         if path.is_dir():
-            found = sorted(
-                p for p in path.iterdir() if p.suffix in JSON_SUFFIXES + PARQUET_SUFFIXES
-            )
-            if not found:
-                raise ValueError(f"--rollout-files: the directory {path} holds no rollout file")
-            files += found
+            files += _files_in(path)
         elif not path.exists():
             raise FileNotFoundError(f"--rollout-files: {path} does not exist")
-        elif path.suffix not in JSON_SUFFIXES + PARQUET_SUFFIXES:
+        elif not has_rollout_name(path):
             kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
             raise ValueError(f"--rollout-files: {path} does not end in one of {kinds}")
         else:
@@ -252,3 +248,17 @@ def _files_of(paths: Sequence[str | Path]) -> list[Path]:
     if not files:
         raise ValueError("--rollout-files: give at least one file")
     return files
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """The rollout files of a directory, by name; what looks like one and cannot be read is not passed over."""
+    found = [path for path in sorted(directory.iterdir()) if has_rollout_name(path)]
+    if not found:
+        raise ValueError(f"--rollout-files: the directory {directory} holds no rollout file")
+    for path in found:
+        if path.is_dir():
+            raise ValueError(
+                f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the "
+                "files in it, or move it elsewhere"
+            )
+    return found

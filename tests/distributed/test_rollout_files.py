@@ -87,3 +87,26 @@ def test_steps_from_a_file(tmp_path: Path, world_size: int) -> None:
         num_tokens = sum(row % 3 + 1 for row in rows)
         num_groups = len({GROUPS[row] for row in rows})
         assert results[0][1][index][:3] == (len(rows), num_groups, num_tokens)
+
+
+def far_rewards(path: str) -> str:
+    """The group of the first four rows has a reward too far off; rank 1 holds none of them."""
+    from megatron_pg.rollout_files import RolloutFiles, with_group_advantages
+
+    source = RolloutFiles([path])
+    samples = [sample for sample in source.pull(11) if sample is not None]
+    mine = samples[:4] if dist.get_rank() == 0 else samples[4:]
+    try:
+        with_group_advantages(mine, method="dr_grpo", data_parallel_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2].replace('"reward": 0.0', '"reward": 1e39')
+    path.write_text("\n".join(lines))
+    first, second = run_ranks(far_rewards, 2, str(path))
+    assert first == second and "rewards[2] is 1e+39, too far" in first

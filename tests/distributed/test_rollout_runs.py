@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,39 @@ def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path, failing: int
+) -> None:
+    run_dir = tmp_path / "run"
+    ranks = start(rollouts, run_dir, STEPS, prepare=(_fail_to_read_0, _fail_to_read_1)[failing])
+    for rank in ranks:  # nobody ends the others: each has to end by itself
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    output = output_of(run_dir).read_text()
+    said = "data-parallel rank 1: OSError: " if failing else ""
+    assert f"error: {said}[Errno 5] Input/output error" in output
+    assert "Traceback" not in output
+
+
+def _fail_to_read_0(rank: int) -> None:
+    _fail_to_read(rank == 0)
+
+
+def _fail_to_read_1(rank: int) -> None:
+    _fail_to_read(rank == 1)
+
+
+def _fail_to_read(fails: bool) -> None:
+    from megatron_pg.rollout_files.readers import JsonLinesReader
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if fails:
+        JsonLinesReader.read = fail  # type: ignore[assignment, method-assign]
+
+
 def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
     rollouts: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +288,38 @@ def test_a_run_with_other_settings_is_not_resumed(
 ) -> None:
     assert wait(start(rollouts, stopped, f"{STEPS} --resume {flags}")) == [1, 1]
     assert message in output_of(stopped).read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda lines: [*lines[1:], lines[0]], "had other contents"),
+        (lambda lines: lines[:-1], "bytes"),
+    ],
+    ids=["reordered", "shorter"],
+)
+def test_a_run_with_other_rollouts_of_the_same_name_is_not_resumed(
+    rollouts: Path, stopped: Path, changed: Callable[[list[str]], list[str]], message: str
+) -> None:
+    (stopped / "other").mkdir()
+    other = stopped / "other" / rollouts.name
+    other.write_text("".join(changed(rollouts.read_text().splitlines(keepends=True))))
+    metrics = (stopped / "metrics.jsonl").read_bytes()
+    assert wait(start(other, stopped, f"{STEPS} --resume")) == [1, 1]
+    output = output_of(stopped).read_text()
+    assert "error: --rollout-files: file 1 of the 1" in output and message in output
+    assert "Traceback" not in output
+    assert (stopped / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_is_resumed_with_more_rollouts_in_another_folder(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    (stopped / "moved").mkdir()
+    moved = stopped / "moved" / rollouts.name
+    moved.write_text(rollouts.read_text() + rollouts.read_text().splitlines()[0])
+    run(moved, stopped, STEPS + " --resume")
+    assert steps_of(stopped) == steps_of(uninterrupted)
 
 
 def test_a_run_is_resumed_with_other_micro_batches(

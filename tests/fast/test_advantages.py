@@ -89,6 +89,15 @@ def test_rewards_that_are_not_finite_are_named(reward: float) -> None:
         group_advantages([0.0, reward], [0, 0])
 
 
+@pytest.mark.parametrize(("method", "reward"), [("grpo", 1e200), ("dr_grpo", 1e39), ("rloo", 1e39)])
+def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
+    """Their squares, or their advantages, would be infinite; equal ones have no preference."""
+    with pytest.raises(ValueError, match=r"rewards\[2\] is 1e\+\d+, too far .*prompt group 7"):
+        group_advantages([0.5, 0.0, reward, 0.0], [1, 1, 7, 7], method=method)
+    equal = group_advantages([1e308] * 4, [7] * 4, method=method)
+    assert equal.advantages.tolist() == [0.0] * 4
+
+
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
         group_advantages([0.0, 1.0], [0, 0, 0])

@@ -94,6 +94,24 @@ def test_an_advantage_that_is_no_number_at_an_active_token(value: float) -> None
     assert sample(advantages=[0.0, value, 0.0]).num_active_tokens == 2
 
 
+@pytest.mark.parametrize(
+    "advantage",
+    [1e39, -1e39, 10**400, np.float64(1e39), torch.tensor(1e39, dtype=torch.float64)],
+    ids=["float", "below", "integer", "numpy", "tensor"],
+)
+def test_one_advantage_that_float32_does_not_hold(advantage: Any) -> None:
+    message = refusal_of(lambda: sample(advantages=advantage))
+    for word in (NAME, "advantages is ", "float32"):
+        assert word in message
+
+
+@pytest.mark.parametrize("field", ["tokens", *PER_TOKEN_FIELDS])
+@pytest.mark.parametrize("first", [0.5, 1])
+def test_an_integer_that_no_tensor_holds(field: str, first: float) -> None:
+    message = refusal_of(lambda: sample(**{field: [first, 10**400, 10**400]}))
+    assert NAME in message and field in message
+
+
 LENGTHS = {
     "negative": (-1, "expected 0 or more"),
     "whole sequence": (5, "prompt needs at least one token"),

@@ -17,6 +17,7 @@ from megatron_pg import Sample
 from megatron_pg.planning import StepCollector
 from megatron_pg.rollout_files import (
     RolloutFiles,
+    RolloutPosition,
     RowError,
     validate_rollout_file,
     with_group_advantages,
@@ -126,6 +127,13 @@ BAD_ROWS = {
     "reward true": (row(reward=True), "reward", "True", "a number"),
     "advantages in words": (row(advantages="up"), "advantages", "'up'", "list of numbers"),
     "many advantages": (row(advantages=[1.0, 1.0]), "advantages", "of 2 values", "one per token"),
+    "an advantage beyond float32": (row(advantages=1e39), "advantages", r"1e\+39", "float32"),
+    "advantages beyond float32": (
+        row(advantages=[-1e39]),
+        r"advantages\[0\]",
+        r"-1e\+39",
+        "float32",
+    ),
     "group in halves": (row(group_index=1.5), "group_index", "1.5", "64-bit integer"),
     "no log_probs": (row(log_probs=None), "log_probs", "missing", "list of numbers"),
 }
@@ -160,6 +168,15 @@ BAD_LINES = {
     "two on a line": json.dumps(row(1)) + json.dumps(row(2)),
     "NaN": json.dumps(row(1, reward=math.nan)),
     "a huge group": json.dumps(row(1, group_index=2**63)),
+    "nested without end": "[" * 100_000,
+    "nested too deeply": json.dumps(row(1))[:-1]
+    + ', "text": '
+    + "[" * 100_000
+    + "]" * 100_000
+    + "}",
+    "tokens nested deeply": json.dumps(row(1, prompt_ids=0)).replace(
+        '"prompt_ids": 0', '"prompt_ids": ' + "[" * 3000 + "]" * 3000
+    ),
 }
 
 
@@ -171,6 +188,22 @@ def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
         pull_all(RolloutFiles([path]))
     source = RolloutFiles([path], on_bad_row="skip")
     assert numbers(pull_all(source)) == [3, None, 4] and source.num_skipped == 1
+
+
+def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
+    """It goes past pyarrow, whose parser has no bound on nesting."""
+    path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
+    assert numbers(pull_all(RolloutFiles([path]))) == [0, 1, 2]
+
+
+def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
+    """The truth value has the lines read one by one, by Python, whose integers have no bound."""
+    rows = [row(0), row(1, reward=True), row(2, reward=10**400), row(3, advantages=-(10**400))]
+    path = write(tmp_path, rows, "jsonl")
+    errors = [str(error) for error in validate_rollout_file(path).errors]
+    assert [error.split()[3] for error in errors] == ["reward", "reward", "advantages"]
+    assert "1000000" in errors[1] and "finite" in errors[1]
+    assert numbers(pull_all(RolloutFiles([path], on_bad_row="skip"))) == [0, None, None, None]
 
 
 def test_the_only_line_may_lack_its_newline(tmp_path: Path) -> None:
@@ -218,21 +251,188 @@ def test_a_run_goes_on_anywhere_at_any_size(tmp_path: Path, sizes: tuple[int, in
         assert sorted(seen) == list(range(31))
 
 
-def test_resuming_with_other_files_is_refused(tmp_path: Path) -> None:
-    paths = files_of_both_kinds(tmp_path)
+def files_of_a_stopped_run(folder: Path) -> tuple[list[Path], RolloutPosition]:
+    """Four files of four rows, and the position in the middle of the second."""
+    paths = [
+        write(folder, [row(i) for i in range(first, first + 4)], kind, name)
+        for first, (name, kind) in enumerate(
+            [("a", "jsonl"), ("b", "jsonl"), ("c", "parquet"), ("d", "jsonl")]
+        )
+    ]
     source = RolloutFiles(paths)
-    source.pull(15)
-    with pytest.raises(ValueError, match=r"--rollout-files: .*'c.jsonl'"):
-        RolloutFiles(paths[::-1]).seek(source.position)
-    paths[2].write_text("")
-    with pytest.raises(ValueError, match="has 0 rows .* the file has changed"):
-        RolloutFiles(paths).seek(source.position)
+    source.pull(6)
+    return paths, pickle.loads(pickle.dumps(source.position))
+
+
+OTHER_LISTS = {
+    "the others reordered": ((0, 1, 3, 2), r"file 3 of the 4 .*'c.parquet', is now .*d.jsonl"),
+    "the passed one elsewhere": ((2, 1, 0, 3), r"file 1 of the 4 .*'a.jsonl', is now .*c.parquet"),
+    "the last one missing": ((0, 1, 2), r"file 4 of the 4 .*'d.jsonl', is missing"),
+    "the first one missing": ((1, 2, 3), r"file 1 of the 4 .*'a.jsonl', is now .*b.jsonl"),
+    "one between": ((0, 1, 1, 2, 3), r"file 3 of the 4 .*'c.parquet', is now .*b.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LISTS)
+def test_resuming_with_another_list_of_files_is_refused(tmp_path: Path, case: str) -> None:
+    paths, position = files_of_a_stopped_run(tmp_path)
+    order, message = OTHER_LISTS[case]
+    with pytest.raises(ValueError, match=f"--rollout-files: {message}.*same order"):
+        RolloutFiles([paths[index] for index in order]).seek(position)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_resuming_with_other_contents_of_the_same_size_is_refused(
+    tmp_path: Path, index: int
+) -> None:
+    """As step1/rollouts.jsonl and step2/rollouts.jsonl may be."""
+    (tmp_path / "step1").mkdir()
+    (tmp_path / "step2").mkdir()
+    paths, position = files_of_a_stopped_run(tmp_path / "step1")
+    other = tmp_path / "step2" / paths[index].name
+    contents = bytearray(paths[index].read_bytes())
+    contents[-40] ^= 1
+    other.write_bytes(contents)
+    paths[index] = other
+    with pytest.raises(ValueError, match=f"file {index + 1} .* had other contents than .*step2"):
+        RolloutFiles(paths).seek(position)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_resuming_with_a_shorter_file_is_refused(tmp_path: Path, index: int) -> None:
+    paths, position = files_of_a_stopped_run(tmp_path)
+    size = paths[index].stat().st_size
+    kind = paths[index].suffix[1:]
+    write(tmp_path, [row(i) for i in range(index, index + 3)], kind, paths[index].stem)
+    shorter = paths[index].stat().st_size
+    assert shorter < size
+    message = f"file {index + 1} of the 4 .* had {size} bytes and .* has {shorter}"
+    with pytest.raises(ValueError, match=message):
+        RolloutFiles(paths).seek(position)
+
+
+def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, [row(i) for i in range(2000)], "jsonl")
+    source = RolloutFiles([path])
+    source.pull(1990)
+    contents = path.read_text()
+    middle = len(contents) // 2
+    blank = contents[middle - 10_000 : middle + 10_000].replace("\n", " ")
+    path.write_text(contents[: middle - 10_000] + blank + contents[middle + 10_000 :])
+    with pytest.raises(ValueError, match="rows and the checkpoint stopped after 1990"):
+        RolloutFiles([path]).seek(source.position)
+
+
+def test_files_in_another_folder_go_on(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    paths, position = files_of_a_stopped_run(tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    source = RolloutFiles([tmp_path / "after"])
+    source.seek(position)
+    assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert position.files == source.position.files
+
+
+def add_lines(path: Path, rows: list[Row]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(fields) + "\n" for fields in rows)
+
+
+def test_rows_may_be_added_after_the_last(tmp_path: Path) -> None:
+    paths, position = files_of_a_stopped_run(tmp_path)
+    add_lines(paths[3], [row(50)])
+    more = write(tmp_path, [row(60)], "jsonl", "e")
+    source = RolloutFiles([*paths, more])
+    source.seek(position)
+    assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
+
+
+def test_files_may_be_added_to_those_that_have_ended(tmp_path: Path) -> None:
+    paths, _ = files_of_a_stopped_run(tmp_path)
+    ended = RolloutFiles(paths)
+    pull_all(ended)
+    source = RolloutFiles([*paths, write(tmp_path, [row(60)], "jsonl", "e")])
+    source.seek(ended.position)
+    assert numbers(pull_all(source)) == [60]
+    # Lines of a file that has been passed would be lost.
+    add_lines(paths[3], [row(50)])
+    with pytest.raises(ValueError, match="file 4 .* had .* bytes"):
+        RolloutFiles(paths).seek(ended.position)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_file_that_has_grown_before_the_last_is_refused(tmp_path: Path, index: int) -> None:
+    paths, position = files_of_a_stopped_run(tmp_path)
+    rows = [row(i) for i in range(index, index + 5)]
+    write(tmp_path, rows, paths[index].suffix[1:], paths[index].stem)
+    with pytest.raises(ValueError, match=f"file {index + 1} .* had .* bytes"):
+        RolloutFiles(paths).seek(position)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    source = RolloutFiles([write(tmp_path, [row(0), row(1)], kind)])
+    source.pull(1)
+    longer = write(tmp_path, [row(7), row(8), row(9)], kind)
+    with pytest.raises(ValueError, match="file 1 .* had .* bytes"):
+        RolloutFiles([longer]).seek(source.position)
 
 
 def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
     files_of_both_kinds(tmp_path)
     (tmp_path / "notes.txt").write_text("no rollouts")
+    (tmp_path / "notes.gz").write_text("no rollouts")
+    (tmp_path / "more").mkdir()
     assert numbers(pull_all(RolloutFiles([tmp_path]))) == list(range(31))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_may_end_in_capitals(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, [row(3)], kind)
+    capitals = path.rename(path.with_suffix(path.suffix.upper()))
+    assert numbers(pull_all(RolloutFiles([tmp_path]))) == [3]
+    assert numbers(pull_all(RolloutFiles([capitals]))) == [3]
+    assert validate_rollout_file(capitals).num_rows == 1
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSON.ZST", "b.parquet.gz"])
+def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path: Path, name: str) -> None:
+    write(tmp_path, [row(3)], "jsonl")
+    compressed = tmp_path / name
+    compressed.write_bytes(b"\x1f\x8b")
+    for paths in ([tmp_path], [compressed]):
+        with pytest.raises(ValueError, match=f"{name} is compressed .*: decompress it"):
+            RolloutFiles(paths)
+    with pytest.raises(ValueError, match=f"{name} is compressed"):
+        validate_rollout_file(compressed)
+
+
+def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
+    """Spark writes such folders: one of them may be given, and one among files is refused."""
+    folder = tmp_path / "part.parquet"
+    folder.mkdir()
+    write(folder, [row(3)], "parquet")
+    assert numbers(pull_all(RolloutFiles([folder]))) == [3]
+    write(tmp_path, [row(4)], "jsonl", "a")
+    with pytest.raises(ValueError, match="part.parquet is a folder, .*: give the folder itself"):
+        RolloutFiles([tmp_path])
+
+
+def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    names = ["prompt_ids", "response_ids", "reward", "text", "text"]
+    values = [pa.array([[1]]), pa.array([[2]]), *[pa.array([1.0])] * 3]
+    path = tmp_path / "twice.parquet"
+    parquet.write_table(pa.Table.from_arrays(values, names), path)
+    assert numbers(pull_all(RolloutFiles([path]))) == [1]  # other columns are ignored
+    names[3] = "reward"
+    parquet.write_table(pa.Table.from_arrays(values, names), path)
+    for read in (lambda: pull_all(RolloutFiles([path])), lambda: validate_rollout_file(path)):
+        with pytest.raises(ValueError, match="twice.parquet has 2 columns reward"):
+            read()
 
 
 def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ class Run:
         self._stop = StopSignal()
         self.groups, self.device = start_megatron(args)
         stream_type = FileSteps if args.rollout_files else GeneratedSteps
-        self._stream = stream_type(args, config, self.groups, self.device)
+        with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
+            self._stream = stream_type(args, config, self.groups, self.device)
         self.policy = build_policy(args, self.groups, self.device, self._stream.vocabulary_size)
         self._stream.attach(self.policy)
         self._is_main = dist.get_rank() == 0

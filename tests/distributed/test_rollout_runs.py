@@ -290,6 +290,29 @@ def test_a_run_with_other_settings_is_not_resumed(
     assert message in output_of(stopped).read_text()
 
 
+def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    ranks = start(rollouts, run_dir, STEPS, prepare=_lack_the_files_on_1)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    output = output_of(run_dir).read_text()
+    assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in output
+    assert "Traceback" not in output
+
+
+def _lack_the_files_on_1(rank: int) -> None:
+    from megatron_pg.rollout_files import source
+
+    def lack(_: Any) -> None:
+        raise FileNotFoundError("--rollout-files: x.jsonl does not exist")
+
+    if rank == 1:
+        source._files_of = lack  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

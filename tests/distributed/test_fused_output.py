@@ -313,6 +313,8 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
         ({"use_geometric_rejection": True}, False),
         ({"use_tis": True, "tis_level": "sequence"}, False),
         ({"custom_policy_loss_path": "module.loss"}, False),
+        ({"use_tis": True, "custom_tis_function_path": "module.weights"}, False),
+        ({"custom_pg_loss_reducer_function_path": "module.reducer"}, False),
     ],
 )
 def test_which_losses_are_sums_over_tokens(setting: dict[str, Any], expected: bool) -> None:

@@ -57,6 +57,24 @@ def test_equal_rewards_give_exactly_zero(method: str, reward: float) -> None:
     assert found.zero_advantage_fraction == 0.5
 
 
+@pytest.mark.parametrize("method", ["dr_grpo", "rloo"])
+@pytest.mark.parametrize("spread", [1e-10, 1e-6, 1e-3])
+def test_rewards_that_are_nearly_equal_are_not_equal(method: str, spread: float) -> None:
+    rewards, groups = [0.0, spread, spread / 4], [4, 4, 4]
+    found = group_advantages(rewards, groups, method=method)
+    expected = torch.tensor(expected_advantages(rewards, groups, method))
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-6, atol=0)
+    assert found.zero_advantage_groups == ()
+
+
+def test_groups_are_named_by_their_whole_ids() -> None:
+    """Ids that are the same number but for the bits above 32."""
+    groups = [-LARGEST - 1, 7 + 2**40, 7, LARGEST, LARGEST, 7, 7 + 2**40]
+    found = group_advantages([1.0, 2.0, 0.0, 1.0, 1.0, 5.0, 2.0], groups)
+    assert found.zero_advantage_groups == (-LARGEST - 1, 7 + 2**40, LARGEST)
+    assert found.num_groups == 4
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lone_sample_has_advantage_zero(method: str) -> None:
     found = group_advantages([3.0, 0.0, 1.0], [9, 4, 4], method=method)
@@ -101,12 +119,14 @@ def test_rewards_too_far_apart_are_named(method: str, reward: float) -> None:
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards has shape \[2\] and group_indices \[3\]"):
         group_advantages([0.0, 1.0], [0, 0, 0])
+    with pytest.raises(ValueError, match=r"rewards has shape \[1, 2\] and group_indices \[1, 2\]"):
+        group_advantages(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="method is 'gae': expected one of grpo, dr_grpo, rloo"):
         group_advantages([0.0, 1.0], [0, 0], method="gae")
 
 
-@pytest.mark.parametrize("absent", [math.nan, 0.5, True])
-def test_ids_that_are_no_integers_are_refused(absent: float) -> None:
+@pytest.mark.parametrize("absent", [math.nan, 0.5, True, 1 + 2j])
+def test_ids_that_are_no_integers_are_refused(absent: complex) -> None:
     """Rows without a group, from a table whose column is float for their sake, are not one group."""
     with pytest.raises(ValueError, match="group_indices has dtype"):
         group_advantages([0.0, 1.0], [absent, absent])

@@ -73,6 +73,11 @@ STEPS = {
     ],
     "one_rollout_of_everything": [plain_sample([1, 0, 1], rollout=-(2**63)) for _ in range(4)],
     "extreme_ids": [plain_sample([1, 1], group=2**63 - 1), plain_sample([1], group=-(2**63))],
+    "ids_of_zero": [
+        plain_sample([1, 1], group=0, rollout=0),
+        plain_sample([1], group=0, rollout=0),
+        plain_sample([1, 1, 1], group=1, rollout=1),
+    ],
 }
 
 
@@ -175,9 +180,10 @@ def test_outer_count_equals_the_oracles(aggregation: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_inner_weight_is_the_sum_of_all_weights(aggregation: str) -> None:
+@pytest.mark.parametrize("name", ("random", "masked_group", "rollout_with_a_masked_turn"))
+def test_inner_weight_is_the_sum_of_all_weights(name: str, aggregation: str) -> None:
     """What the checksum expects: the inner sum of losses that are all one."""
-    step = random_step(seed=3)
+    step = random_step(seed=3) if name == "random" else STEPS[name]
     divisor = 4.0 if aggregation == "constant" else None
     ones = [torch.ones(sample.response_length, dtype=torch.float64) for sample in step]
     totals = step_totals(package_samples(step))
@@ -220,6 +226,16 @@ def test_rollout_of_two_prompts_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("groups", ((0, None), (None, 0), (7, None)))
+def test_rollout_of_a_prompt_and_of_none_is_refused(groups: tuple[int | None, ...]) -> None:
+    """The group 0 is a group, and none is not: a rollout between them is in neither."""
+    first, second = (plain_sample([1], group=group, rollout=-3) for group in groups)
+    others = [plain_sample([1], rollout=8), plain_sample([1])]
+    message = rf"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
+    with pytest.raises(ValueError, match=message):
+        step_totals(package_samples([others[0], first, others[1], second]))
+
+
 @pytest.mark.parametrize("divisor", (None, 0, -1, math.nan, math.inf))
 def test_impossible_constant_divisors_are_refused(divisor: float | None) -> None:
     with pytest.raises(ValueError, match="loss-aggregation-divisor"):
@@ -248,6 +264,8 @@ def count_on_rank(rank: int, rendezvous: str) -> None:
                 whole_step, local, aggregation
             )
         assert set(totals.group_active_tokens) == {sample.group_index for sample in local}
+        rollouts = {sample.rollout_id for sample in local} - {None}
+        assert set(totals.rollout_active_tokens) == rollouts
 
         # A rank without samples joins all the same.
         totals = step_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)

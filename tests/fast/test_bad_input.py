@@ -333,13 +333,15 @@ def test_a_denominator_that_is_no_count(value: float) -> None:
     assert "denominators[0]" in message and "count of active tokens" in message
 
 
-def test_denominators_that_the_aggregation_would_ignore() -> None:
+@pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
+def test_denominators_that_the_aggregation_would_ignore(aggregation: str) -> None:
+    divisor = 4.0 if aggregation == "constant" else None
     message = refusal_of(
         lambda: get_pg_loss_reducer(
-            [6], [3], [torch.ones(3)], aggregation="token_mean", denominators=[3]
+            [6], [3], [torch.ones(3)], aggregation=aggregation, divisor=divisor, denominators=[3]
         )
     )
-    assert "token_mean" in message
+    assert aggregation in message
 
 
 @pytest.mark.parametrize("length", [5.5, True, "5"])

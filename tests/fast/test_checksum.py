@@ -17,6 +17,7 @@ from megatron_pg import (
     reduce_metrics,
     step_totals,
 )
+from megatron_pg.metrics import check_checksum
 
 VOCAB_SIZE = 7
 
@@ -112,3 +113,40 @@ def test_a_step_without_an_active_token_is_whole() -> None:
     reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
     assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
     assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+MASKED = [Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name=name) for name in "abc"]
+
+
+def checksum_of_masked(parts: list[list[Sample]]) -> float:
+    """Of a step of the masked samples, whose micro-batches hold these."""
+    config, totals = PolicyLossConfig(check_aggregation=True), step_totals(MASKED)
+    share, metrics = 1 / len(parts), []
+    for part in parts:
+        batch = pack(part)
+        logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
+        _, metric = policy_loss_function(config, batch, logits, totals=totals, step_share=share)
+        metrics.append(metric)
+    return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
+def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches: int) -> None:
+    parts = [MASKED[index : index + 1] for index in range(num_microbatches)]
+    assert checksum_of_masked(parts) == pytest.approx(1, abs=1e-12)
+
+
+def test_an_active_token_that_the_totals_lack_is_named() -> None:
+    """In a step that holds none by its totals."""
+    stranger = Sample([1, 2, 3], 2, [0, 1], old_log_probs=[0.0, 0.0], name="stranger")
+    with pytest.raises(RuntimeError, match="are missing from step_totals"):
+        checksum_of_masked([MASKED, [stranger]])
+
+
+@pytest.mark.parametrize("wrong", [1 + 2e-5, 1 - 2e-5, 0.0, 2.0, float("nan")])
+def test_one_sample_in_ten_thousand_is_noticed(wrong: float) -> None:
+    config = PolicyLossConfig(check_aggregation=True)
+    with pytest.raises(RuntimeError, match="aggregation_checksum"):
+        check_checksum(config, {"aggregation_checksum": wrong})
+    for right in (1.0, 1 + 5e-6, 1 - 5e-6):
+        check_checksum(config, {"aggregation_checksum": right})

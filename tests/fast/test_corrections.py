@@ -17,9 +17,11 @@ from megatron_pg.corrections import (
     accepted_samples,
     apply_corrections,
     correction_metric_names,
+    importance_weights,
 )
 from megatron_pg.objectives import OBJECTIVES
 from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.samples import Sample
 from megatron_pg.sequence import sequence_log_ratios
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
@@ -64,6 +66,42 @@ CASES: dict[str, tuple[dict, Correction]] = {
 }
 
 
+BOUNDS: dict[str, tuple[dict, Correction, list[float]]] = {
+    # name: (the package's settings, the oracle's, mismatches of which one meets a bound exactly)
+    "icepop_low": (
+        {**ICEPOP, "tis_clip_low": 1.0},
+        Correction("mask", 1.0, 1.2),
+        [0.0, -0.01, 0.01],
+    ),
+    "icepop_high": (
+        {**ICEPOP, "tis_clip": 1.0},
+        Correction("mask", 0.8, 1.0),
+        [0.0, -0.01, 0.01],
+    ),
+    "icepop_beyond_the_clamp": (
+        {**ICEPOP, "tis_clip": 1e9},
+        Correction("mask", 0.8, 1e9),
+        [0.0, 20.5, 25.0],
+    ),
+    "geometric_low": (
+        {**GEOMETRIC, "geometric_rejection_low": 1.0},
+        Correction(geometric=(1.0, 1.03)),
+        [0.0, 0.0],
+    ),
+    "geometric_high": (
+        {**GEOMETRIC, "geometric_rejection_high": 1.0},
+        Correction(geometric=(0.95, 1.0)),
+        [0.0, 0.0],
+    ),
+    "opsm": ({**OPSM, "opsm_delta": 0.25}, Correction(opsm_delta=0.25), [-0.25, -0.25]),
+    "geometric_with_tis": (
+        {**GEOMETRIC, "use_tis": True, "tis_clip_low": 0.9, "tis_clip": 1.1},
+        Correction("token", 0.9, 1.1, geometric=(0.95, 1.03)),
+        [0.3, -0.3],
+    ),
+}
+
+
 def corrected(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> tuple[Corrected, Tensor]:
@@ -74,7 +112,7 @@ def corrected(
 
 
 def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
-    settings, correction = CASES[case]
+    settings, correction = CASES[case] if case in CASES else BOUNDS[case][:2]
     pairs = [oracle.correct(s, oracle.objective(policy_loss, s), correction) for s in sequences]
     expected = stacked([losses for losses, _ in pairs])
     expected_mask = [bool(keep) for _, mask in pairs for keep in mask]
@@ -123,6 +161,103 @@ def test_extreme_mismatches(case: str) -> None:
 @pytest.mark.parametrize("case", ["tis_sequence", "geometric", "opsm"])
 def test_sequences_of_extreme_mismatch(case: str, mismatch: float) -> None:
     check(case, "reinforce", [grid_sequence([mismatch], (-1.0, 0.0, 2.0))], torch.float64)
+
+
+@pytest.mark.parametrize("case", [case for case in BOUNDS if case not in CASES])
+def test_what_is_on_a_bound_is_kept(case: str) -> None:
+    check(case, "reinforce", [grid_sequence(BOUNDS[case][2], (-1.0, 2.0))], torch.float64)
+
+
+def test_a_mean_on_the_bound_of_opsm_is_kept() -> None:
+    settings, correction, log_ratios = BOUNDS["opsm"]
+    sequence = grid_sequence(log_ratios, (-1.0, 2.0))
+    _, expected = oracle.correct(sequence, oracle.objective("ppo", sequence), correction)
+    found, _ = corrected(
+        PolicyLossConfig(**settings), package_batch([sequence]), flat_log_probs([sequence])
+    )
+    assert found.loss_mask.tolist() == [bool(keep) for keep in expected] == [True] * 4
+
+
+@pytest.mark.parametrize("case", [case for case in BOUNDS if case != "opsm"])
+def test_accepted_samples_drops_what_the_loss_drops(case: str) -> None:
+    settings, _, mismatches = BOUNDS[case]
+    sequences = [grid_sequence(mismatches, (-1.0, 2.0)), *random_sequences(10)]
+    found, _ = corrected(
+        PolicyLossConfig(**settings), package_batch(sequences), flat_log_probs(sequences)
+    )
+    config = PolicyLossConfig(rejection_denominator="accepted", **settings)
+    samples = accepted_samples(config, [package_sample(s) for s in sequences])
+    assert torch.equal(torch.cat([s.loss_mask for s in samples]), found.loss_mask)
+
+
+def test_accepted_samples_adds_up_in_float64() -> None:
+    """2^24 + 1 is 2^24 in float32, and the mean of the three mismatches 0 in place of 1/3."""
+    sample = Sample(
+        tokens=[0] * 4,
+        response_length=3,
+        loss_mask=[1, 1, 1],
+        advantages=1.0,
+        old_log_probs=[2.0**24, 1.0, -(2.0**24)],
+        rollout_log_probs=[0.0, 0.0, 0.0],
+    )
+    config = PolicyLossConfig(rejection_denominator="accepted", **GEOMETRIC)
+    (kept,) = accepted_samples(config, [sample])
+    assert not kept.loss_mask.any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None:
+    sequences = random_sequences(11)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    config = PolicyLossConfig(use_tis=True, tis_level=level)
+    weights = importance_weights(config, batch, sequence_log_ratios(config, batch, log_probs))
+    expected = []
+    for s in sequences:
+        total = sum(oracle.mismatches(s))
+        for t, keep in enumerate(s.loss_mask):
+            mismatch = s.old_log_probs[t] - s.rollout_log_probs[t]
+            weight = oracle.bounded_exp(total if level == "sequence" else mismatch)
+            expected.append(weight if keep else 1.0)
+    torch.testing.assert_close(weights, torch.tensor(expected), rtol=2e-6, atol=0)
+
+
+def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
+    sequences = random_sequences(12)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    without = dataclasses.replace(batch, rollout_log_probs=None)
+    for settings in ({"policy_loss": "gspo"}, OPSM):
+        config = PolicyLossConfig(**settings)
+        expected, found = (corrected(config, one, log_probs)[0] for one in (batch, without))
+        assert torch.equal(found.pg_loss, expected.pg_loss)
+        assert torch.equal(found.loss_mask, expected.loss_mask)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_tis": True},
+        {"policy_loss": "gspo", "custom_policy_loss_path": f"{__name__}:keep_likely_tokens"},
+        {**TIS_SEQUENCE, "custom_tis_function_path": f"{__name__}:keep_likely_tokens"},
+    ],
+)
+def test_token_level_settings_need_no_sums_over_sequences(settings: dict) -> None:
+    """Nor log-probs: what a user's function takes the place of asks for nothing."""
+    sequences = random_sequences(13)
+    batch = dataclasses.replace(
+        package_batch(sequences), old_log_probs=None, rollout_log_probs=None
+    )
+    config = PolicyLossConfig(**settings)
+    assert sequence_log_ratios(config, batch, flat_log_probs(sequences)) is None
+
+
+def test_means_over_a_fully_masked_sequence_are_zero() -> None:
+    sequences = random_sequences(14)
+    config = PolicyLossConfig(**GEOMETRIC, **OPSM)
+    ratios = sequence_log_ratios(config, package_batch(sequences), flat_log_probs(sequences))
+    means = (ratios.policy_mean_of_tokens(), ratios.mismatch_mean_of_tokens())
+    assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
+    assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -267,9 +402,11 @@ def keep_likely_tokens(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
 ) -> tuple[Tensor, Tensor]:
     assert torch.isfinite(batch.rollout_log_probs).all()
+    assert torch.isfinite(log_probs).all() and (log_probs[~batch.loss_mask] == 0).all()
     keeps_masked_tokens_too = torch.ones_like(batch.loss_mask)
     keeps_masked_tokens_too[: batch.loss_mask.numel() // 2] = False
-    return 2 * pg_loss, keeps_masked_tokens_too.float()
+    # The division is a user's mistake that no token shows which counts.
+    return 2 * pg_loss / batch.loss_mask, keeps_masked_tokens_too.float()
 
 
 def wrong_shape(
@@ -285,7 +422,8 @@ def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
     batch = dataclasses.replace(batch, rollout_log_probs=dirty)
     path = f"{__name__}:keep_likely_tokens"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    found, loss = corrected(config, batch, flat_log_probs(sequences))
+    log_probs = flat_log_probs(sequences).detach().masked_fill(~batch.loss_mask, math.nan)
+    found, loss = corrected(config, batch, log_probs.requires_grad_())
     half = batch.loss_mask.numel() // 2
     expected_mask = batch.loss_mask.clone()
     expected_mask[:half] = False

@@ -174,6 +174,57 @@ def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_stre
         collector.load_states(states)
 
 
+class ListSource:
+    """Slots of a list, some without a sample; it can go back."""
+
+    can_reshard = True
+
+    def __init__(self, slots: list[Sample | None]) -> None:
+        self._slots = slots
+        self.position = 0
+
+    def seek(self, position: int) -> None:
+        self.position = position
+
+    def pull(self, count: int) -> list[Sample | None]:
+        pulled = self._slots[self.position : self.position + count]
+        self.position += len(pulled)
+        return pulled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> None:
+    slots: list[Sample | None] = [*stream([None] * 9)]
+    for bad in (0, 2, 3, 8):
+        slots[bad] = None
+    steps = all_steps(StepCollector(ListSource(slots), docs_per_step=2, mode=mode))
+    assert [place for step in steps for place in places(step)] == [1, 4, 5, 6, 7]
+    assert [step.num_skipped for step in steps] == [3, 0, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_collector_that_is_at_its_end_can_go_back(mode: str) -> None:
+    samples = stream([0, 0, 1, 2, 2, 3, 3])
+    collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
+    start = collector.state()
+    expected = [places(step) for step in all_steps(collector)]
+    collector.load_states([start])
+    assert [places(step) for step in all_steps(collector)] == expected
+    assert sorted(place for step in expected for place in step) == list(range(len(samples)))
+
+
+def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
+    samples = stream([0, 0, 1, 1, 0, 0])
+    first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
+    step = first.collect()
+    assert step is not None and places(step) == [0, 1]
+    again = [*samples[: first.state().source_position], *samples[4:]]
+    second = StepCollector(ListSource(again), docs_per_step=2, keep_prompt_groups=True)
+    second.load_states([pickle.loads(pickle.dumps(first.state()))])
+    with pytest.raises(ValueError, match="prompt group 0"):
+        all_steps(second)
+
+
 def test_an_iterator_cannot_go_back_or_past_its_end() -> None:
     source = IteratorSource(stream([0] * 4))
     source.pull(3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megatron_pg.log_probs.fused_head import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from megatron_pg.log_probs.output_layer import WeightGradient, default_chunk_tokens
 from tests.fast.log_probs_oracle import reference
 from tests.fast.test_log_probs_parallel import run_processes
 
@@ -163,6 +166,55 @@ def test_main_grad(mode: Callable[..., Tensor], tied: bool) -> None:
 
 
 @every_mode
+@pytest.mark.parametrize("scale", [0.3, -6.0])
+def test_main_grad_gets_the_gradient_of_the_scaled_loss(
+    mode: Callable[..., Tensor], scale: float
+) -> None:
+    problem = Problem(scale=scale)
+    hidden, weight = with_main_grad(problem)
+    (mode(problem, hidden, weight, chunk_tokens=4) * scale).backward()
+    close(weight.main_grad - 1, problem.weight_gradient)
+    close(hidden.grad, problem.hidden_gradient)
+
+
+@every_mode
+@pytest.mark.parametrize("field", [None, "__fsdp_param__"])
+def test_a_buffer_that_is_not_of_distributed_data_parallel_is_left_alone(
+    mode: Callable[..., Tensor], field: str | None
+) -> None:
+    """Who else keeps a `main_grad` does not look whether a layer has added to it."""
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    weight.main_grad = torch.ones(weight.shape)
+    if field is not None:
+        weight.grad_added_to_main_grad = False
+        setattr(weight, field, True)
+    mode(problem, hidden, weight, chunk_tokens=4).backward()
+    assert (weight.main_grad == 1).all()
+    close(weight.grad, problem.weight_gradient)
+
+
+def test_chunks_of_a_bfloat16_weight_add_up_in_float32() -> None:
+    """512 ones stall at 256 in bfloat16."""
+    gradient = WeightGradient(torch.zeros(2, 1, dtype=torch.bfloat16), final=False)
+    for _ in range(512):
+        gradient.add(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16))
+    assert gradient.finish().tolist() == [[512.0], [512.0]]
+
+
+def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32() -> None:
+    """1.003 is 1 in bfloat16."""
+    problem, scale = Problem(torch.bfloat16), torch.tensor(1.003)
+    gradients = []
+    for incoming in (torch.tensor(1.0), scale):
+        hidden, weight = problem.leaves()
+        known(problem, hidden, weight, chunk_tokens=4, fp32_logits=True).backward(incoming)
+        gradients.append(hidden.grad)
+    assert torch.equal(gradients[1], (gradients[0].float() * scale).bfloat16())
+    assert not torch.equal(gradients[0], gradients[1])
+
+
+@every_mode
 def test_frozen_weight_and_frozen_hidden(mode: Callable[..., Tensor]) -> None:
     problem = Problem()
     for frozen in (0, 1):
@@ -230,16 +282,53 @@ def test_known_loss_scale_goes_straight_to_main_grad() -> None:
     close(hidden.grad, problem.hidden_gradient)
 
 
+def test_float64_with_a_loss_scale_of_float32() -> None:
+    """As Megatron's is, whatever the model computes in."""
+    problem = Problem(torch.float64, scale=6.0)
+    hidden, weight = problem.leaves()
+    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
+    (loss * 6).backward()
+    close(loss.detach(), problem.loss, 1e-6)
+    close(hidden.grad, problem.hidden_gradient, 1e-6)
+    close(weight.grad, problem.weight_gradient, 1e-6)
+
+
+@pytest.mark.parametrize("loss_scale", [None, torch.tensor(6.0)])
+def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(loss_scale: Tensor | None) -> None:
+    """The second chunk of three here."""
+    problem = Problem(scale=6.0)
+    right = problem.token_loss
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return torch.tensor(2.0) if rows.start == 4 else right(log_probs, entropy, rows)
+
+    hidden, weight = problem.leaves()
+    problem.token_loss = token_loss  # type: ignore[method-assign]
+    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=loss_scale)
+    (loss * 6).backward()
+    parts = [
+        right(problem.log_probs[rows], problem.entropy[rows], rows)
+        for rows in (slice(0, 4), slice(8, TOKENS))
+    ]
+    close(loss.detach(), sum(parts) + 2)
+    wanted = problem.logits_gradient.clone()
+    wanted[4:8] = 0
+    close(hidden.grad, wanted @ problem.weight.double())
+    close(weight.grad, wanted.T @ problem.hidden.double())
+    assert (hidden.grad[4:8] == 0).all()
+
+
 def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
     hidden, weight = problem.leaves()
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
     return hidden, weight
 
 
-def test_a_scale_that_differs_by_rounding_is_the_promised_one() -> None:
-    problem = Problem(scale=6.0)
+@pytest.mark.parametrize("promised", [6.0, -6.0])
+def test_a_scale_that_differs_by_rounding_is_the_promised_one(promised: float) -> None:
+    problem = Problem(scale=promised)
     hidden, weight = with_main_grad(problem)
-    scale = torch.tensor(6.0)
+    scale = torch.tensor(promised)
     loss = known(problem, hidden, weight, loss_scale=scale)
     loss.backward(torch.nextafter(scale, torch.tensor(7.0)))
     close(weight.main_grad - 1, problem.weight_gradient)
@@ -280,6 +369,34 @@ def test_main_grad_that_is_zeroed_before_backward_is_visible(zeroed: bool) -> No
         weight.main_grad += 1  # what other micro-batches do between
     loss.backward(torch.tensor(6.0))
     assert weight.main_grad.isnan().any() == zeroed and hidden.grad.isnan().any() == zeroed
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_rows_without_a_gradient_do_not_hide_that_main_grad_is_zeroed(zeroed: bool) -> None:
+    """Columns of padding and a token of probability 0, in a buffer that starts from 0."""
+    problem = Problem()
+    problem.hidden[:, 0] = 1.0
+    problem.weight[0] = 0.0
+    problem.weight[0, 0] = -1e4
+    problem.targets.clamp_(min=1)
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
+    is_zero = (weight.main_grad == 0).all(1)
+    assert is_zero[0] and is_zero[VOCAB_SIZE:].all() and not is_zero.all()
+    if zeroed:
+        weight.main_grad.zero_()
+    loss.backward(torch.tensor(6.0))
+    assert weight.main_grad.isnan().any() == zeroed
+
+
+def test_a_gradient_of_zero_is_not_taken_for_one_that_was_zeroed() -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    problem.token_loss = lambda log_probs, entropy, rows: (log_probs * 0.0).sum()
+    known(problem, hidden, weight, loss_scale=torch.tensor(6.0)).backward(torch.tensor(6.0))
+    assert (weight.main_grad == 0).all() and (hidden.grad == 0).all()
 
 
 def test_a_graph_that_has_no_backward_is_visible() -> None:
@@ -409,6 +526,28 @@ def test_vocabulary_over_two_ranks(tmp_path: Path) -> None:
             close(loss, problem.loss)
         close(sum(hidden for _, hidden, _ in results), problem.hidden_gradient)
         close(torch.cat([weight for _, _, weight in results]), problem.weight_gradient)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 255, 256, 257, 4096, 10_000, 131_072])
+@pytest.mark.parametrize("columns", [0, 1, 11, 32_000, 151_936, 10**10])
+@pytest.mark.parametrize("memory", [None, 1 << 34, 1 << 38])
+def test_default_chunks_are_equal_and_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, memory: int | None, columns: int, tokens: int
+) -> None:
+    """As few chunks as 1.25 GiB of bfloat16 logits, or 1/64 of a small device, allow."""
+    device, budget = torch.device("cpu"), 1.25 * 2**30
+    if memory is not None:
+        device, budget = torch.device("cuda"), min(budget, memory / 64)
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    size = default_chunk_tokens(tokens, columns, device)
+    assert size == 1 or 2 * columns * size <= budget
+    fits = max(math.floor(budget / (2 * max(columns, 1))), 1)
+    fewest = math.ceil(tokens / fits)
+    assert math.ceil(tokens / size) == fewest
+    equal = max(math.ceil(tokens / max(fewest, 1)), 1)
+    multiple = math.ceil(equal / 256) * 256
+    assert size == (multiple if multiple <= fits and tokens else equal)
 
 
 def test_a_wrong_coefficient_would_be_seen() -> None:

@@ -23,6 +23,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits, targets = peaked_logits(TOKENS, WIDTH, seed=3)
     logits[2, 1] = float("nan")
     logits[3, :8] = -float("inf")  # a whole shard without mass
+    logits[4] -= 1e4  # beside which a shard of padding alone must not count as logits of 0
     targets = torch.tensor([0, 7, 8, 20, 16, 15, 4])
     generator = torch.Generator().manual_seed(5)
     return logits, targets, *torch.randn(2, TOKENS, generator=generator).unbind()

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_pg.aggregation import StepTotals, step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import pack
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron import versions
+from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
@@ -270,9 +273,11 @@ MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
 DENSE = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
 NO_COEFFICIENT = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, mtp_num_layers=None)
 SEVERAL = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=[0.0, 0.1], mtp_num_layers=None)
+ROUTER_Z_LOSS = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=1e-3)
+EXPERTS_ALONE = SimpleNamespace(num_moe_experts=4)
 
 
-@pytest.mark.parametrize("model_config", (None, MTP, SEVERAL))
+@pytest.mark.parametrize("model_config", (None, MTP, SEVERAL, ROUTER_Z_LOSS))
 def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
     changes = {} if model_config is None else {"model_config": model_config}
@@ -281,7 +286,7 @@ def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
     assert contract.factor == 100
 
 
-@pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT))
+@pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
 def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
     totals = step_totals(package_samples(random_step(seed=44)))
     contract = moe_contract(model_config=model_config, totals=totals)
@@ -371,6 +376,120 @@ def test_the_gradient_that_backward_brings_is_known_beforehand(
     if not per_token:
         unscaled = found / (1.0 if loss_scale is None else loss_scale)
         assert unscaled == pytest.approx(data_parallel_size * context_parallel_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# The scale of a micro-batch from its batch, its groups and its model
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The sizes and ranks of `ParallelGroups`, without processes."""
+
+    data_size: int = 1
+    context_size: int = 1
+    context_rank: int = 0
+    tensor: None = None
+    context: None = None
+
+
+def chunks(per_token: bool) -> list[SimpleNamespace]:
+    """Two virtual-pipeline chunks, of which the first is asked, wrapped or not."""
+    first = SimpleNamespace(
+        calculate_per_token_loss=per_token, grad_scale_func=lambda loss: 8 * loss
+    )
+    second = SimpleNamespace(calculate_per_token_loss=not per_token)
+    return [SimpleNamespace(config=first), SimpleNamespace(config=second)]
+
+
+@pytest.mark.parametrize("has_model", (False, True))
+@pytest.mark.parametrize("per_token", (False, True))
+def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model: bool) -> None:
+    """The model's mode counts, and the config's where there is no model."""
+    samples = package_samples(random_step(seed=45))
+    totals = step_totals(samples)
+    for cp_rank in range(2):
+        batch = pack(samples, cp_rank=cp_rank, cp_size=2)
+        assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
+        scale = MicroBatchScale.build(
+            PolicyLossConfig(calculate_per_token_loss=per_token != has_model),
+            batch,
+            totals,
+            num_microbatches=5,
+            model=chunks(per_token) if has_model else None,
+            groups=Groups(3, 2, cp_rank),  # type: ignore[arg-type]
+        )
+        assert scale.step_share == pytest.approx(1 / (3 * 2 * 5), rel=1e-12)
+        assert scale.contract.calculate_per_token_loss == per_token
+        assert scale.contract.factor == (totals.num_active_tokens if per_token else 3 * 5)
+        if per_token:
+            assert scale.contract.num_tokens == int(batch.loss_mask.sum())
+        if has_model:
+            found = scale.incoming_gradient(chunks(per_token), torch.device("cpu"))
+            expected = totals.num_active_tokens if per_token else 3 * 2
+            assert found == pytest.approx(8 * expected, rel=1e-6)
+
+
+def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens() -> None:
+    samples = package_samples(random_step(seed=45))
+    batch = pack(samples, cp_rank=0, cp_size=2, pad_to_multiple=64)
+    config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1)
+    scale = MicroBatchScale.build(
+        PolicyLossConfig(),
+        batch,
+        replace(step_totals(samples), num_tokens=1000),
+        num_microbatches=1,
+        model=SimpleNamespace(config=config),
+        groups=Groups(context_size=2),  # type: ignore[arg-type]
+    )
+    assert (scale.contract.num_tokens, scale.contract.factor) == (len(batch.tokens), 1000)
+
+
+@pytest.mark.parametrize("packed_for", ((0, 1), (1, 2), (0, 4)))
+def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
+    packed_for: tuple[int, int],
+) -> None:
+    samples = package_samples(random_step(seed=45))
+    batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
+    with pytest.raises(ValueError, match=f"rank {packed_for[0]} of {packed_for[1]} and this is "):
+        MicroBatchScale.build(
+            PolicyLossConfig(),
+            batch,
+            step_totals(samples),
+            num_microbatches=1,
+            model=None,
+            groups=Groups(context_size=2),  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_token: bool) -> None:
+    step = random_step(seed=46)
+    objective = objective_of("sample_mean")
+    logits = [
+        torch.nn.functional.pad(row.detach(), (0, 3), value=50.0) for row in random_logits(step)
+    ]
+    config = package_config(objective, calculate_per_token_loss=per_token)
+    samples = package_samples(step)
+    totals, batch = step_totals(samples), pack(samples)
+    vocab_size = logits[0].shape[1] - 3
+    groups = Groups(data_size=2)
+    packed = torch.cat(logits)[None]
+    loss_func = megatron_loss(
+        config,
+        batch,
+        totals,
+        num_microbatches=2,
+        groups=groups,  # type: ignore[arg-type]
+        vocab_size=vocab_size,
+    )
+    loss, *rest = loss_func(packed)
+    expected = oracle.policy_loss(step, [row[:, :vocab_size] for row in logits], objective).loss
+    factor = totals.num_active_tokens if per_token else 2 * 2
+    torch.testing.assert_close(loss, expected * factor, rtol=1e-12, atol=0)
+    assert len(rest) == (2 if per_token else 1)
+    assert rest[-1]["loss"].tolist() == [pytest.approx(expected.item()), 1 / 4]
 
 
 def test_it_is_of_use_in_training_alone() -> None:

@@ -22,6 +22,7 @@ from megatron_pg.metrics import (
     metric_names,
     policy_metrics,
     reduce_metrics,
+    step_sums,
 )
 from megatron_pg.objectives import OBJECTIVES
 from megatron_pg.policy_loss import policy_loss_from_log_probs
@@ -186,6 +187,81 @@ def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     assert (found["max_advantage"], found["min_advantage"]) == (max(active), min(active))
 
 
+def test_extremes_of_advantages_that_are_all_equal() -> None:
+    """The largest is then the smallest, which does not mean that there is none."""
+    sequences = [dataclasses.replace(s, advantages=[0.5] * 5) for s in [random_sequence(1, 5)]]
+    config = PolicyLossConfig()
+    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    found = reduced(config, [metrics])
+    assert (found["max_advantage"], found["min_advantage"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float) -> None:
+    sequences = random_sequences(10)
+    clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
+    masked = ~clean.loss_mask
+    fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    dirty = dataclasses.replace(
+        clean, **{field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
+    )
+    config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
+    entropy, totals = log_probs * 2, step_totals(clean.samples)
+    expected, found = (
+        reduced(config, [policy_loss_from_log_probs(config, *inputs, totals=totals)[1]])
+        for inputs in (
+            (clean, log_probs, entropy),
+            (dirty, log_probs.masked_fill(masked, garbage), entropy.masked_fill(masked, garbage)),
+        )
+    )
+    assert found == expected
+    assert not any(math.isnan(value) for value in found.values())
+
+
+def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither its numbers nor, a second time, the report of a token without a loss."""
+    sequences = [random_sequence(1, 4, active_rate=1.0)]
+    config, batch = PolicyLossConfig(), package_batch(sequences)
+    for log_probs in (flat_log_probs(sequences), torch.full((4,), torch.nan)):
+        metrics = micro_batch_metrics(config, batch, log_probs)
+        found = reduce_metrics(config, [metrics], contributes=False, device="cpu")
+        assert all(math.isnan(value) for value in found.values())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
+    sequences = random_sequences(11)
+    config = PolicyLossConfig()
+    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    maxima, nan_tokens = metrics.maxima, metrics.nan_tokens
+    metrics.add(step_sums({"more": torch.ones(())}, 0.5))
+    assert metrics.maxima is maxima is not None
+    assert metrics.nan_tokens is nan_tokens is not None
+    assert metrics["more"].tolist() == [1.0, 0.5]
+
+
+def test_shares_of_a_step_add_up_in_float64() -> None:
+    (pair,) = step_sums({"loss": torch.ones((), dtype=torch.float32)}, 1 / 3).values()
+    assert pair.dtype == torch.float64 and pair.tolist() == [1.0, 1 / 3]
+
+
+def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
+    """Nothing is known of its ratio, whatever --policy-loss says."""
+    for name in OBJECTIVES:
+        config = PolicyLossConfig(
+            policy_loss=name, custom_policy_loss_path=f"{__name__}:negative_log_prob"
+        )
+        sequences = random_sequences(12)
+        metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+        assert set(metrics) == set(metric_names(config))
+        assert math.isfinite(reduced(config, [metrics])["loss"])
+
+
+def negative_log_prob(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    return -log_probs
+
+
 def test_a_step_without_active_tokens_has_no_means() -> None:
     config = PolicyLossConfig(**EVERYTHING)
     found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
@@ -203,6 +279,18 @@ def test_ratios_are_those_before_the_clamp() -> None:
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
     expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
     assert found["kl_new_old"] == pytest.approx(expected)
+
+
+def test_ratios_beyond_float32_are_numbers() -> None:
+    """exp(100) is infinite in float32, as is the square of exp(60)."""
+    for log_ratio in (60.0, 100.0):
+        sequences = [grid_sequence([log_ratio], [1.0])]
+        log_probs = flat_log_probs(sequences, torch.float32)
+        config = PolicyLossConfig()
+        found = reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+        assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
+        assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
+        assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(1.0)
 
 
 class CountDispatches(TorchDispatchMode):
@@ -271,6 +359,20 @@ def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptu
     (record,) = caplog.records
     assert "response token 3 of sample 1 (task 1)" in record.getMessage()
     assert "1 active tokens" in record.getMessage()
+
+
+def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The objective's own loss is finite there."""
+    sequences = [random_sequence(1, 4, active_rate=1.0)]
+    rollout_log_probs = torch.tensor(sequences[0].rollout_log_probs)
+    rollout_log_probs[2] = torch.nan
+    batch = dataclasses.replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
+    config = PolicyLossConfig(use_tis=True)
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        found = reduced(config, [micro_batch_metrics(config, batch, flat_log_probs(sequences))])
+    assert math.isnan(found["loss"])
+    (record,) = caplog.records
+    assert "response token 2 of sample 0" in record.getMessage()
 
 
 def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,3 +456,14 @@ def test_accepted_denominators_without_accepted_samples_are_noticed(
     assert not caplog.records
     reduced(config, [micro_batch_metrics(config, pack(samples), log_probs)])
     assert "accepted_samples(config, samples)" in caplog.text
+
+
+def test_rejections_that_the_totals_are_to_count_are_no_news(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_pg.metrics._warned_of", set())
+    sequences = random_sequences(9, spread=0.5)
+    config = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)
+    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
+    assert reduced(config, [metrics])["rejected_fraction"] > 0
+    assert not caplog.records

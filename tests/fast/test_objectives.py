@@ -32,6 +32,8 @@ from tests.fast.sequences import (
 
 LOW, HIGH = math.exp(-0.25), math.exp(0.25)
 """Bounds that a ratio can meet exactly: 1 - (1 - LOW) is LOW."""
+DUAL = math.exp(1.125)
+"""A bound of dual clip that a ratio can meet exactly; exp(log(3)) is not 3."""
 
 ADVANTAGES = (-2.0, -1.0, 0.0, 0.5, 3.0)
 EXTREMES = (-1e4, -25.0, -20.5, -20.0, -19.5, -3.0, 3.0, 19.5, 20.0, 20.5, 25.0, 1e4)
@@ -50,6 +52,11 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
         "ppo",
         {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 3.0},
         {"low": LOW, "high": HIGH, "dual": 3.0},
+    ),
+    "ppo_dual_clip_met_exactly": (
+        "ppo",
+        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": DUAL},
+        {"low": LOW, "high": HIGH, "dual": DUAL},
     ),
     "ppo_dual_clip_below_the_upper_bound": (
         "ppo",
@@ -126,17 +133,31 @@ def test_gspo_around_the_bounds_and_at_extreme_ratios(case: str, log_ratio: floa
     check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
 
 
-@pytest.mark.parametrize("case", ["ppo_clip_higher", "ppo_dual_clip", "gspo", "cispo_lower_bound"])
+@pytest.mark.parametrize(
+    "case",
+    ["ppo_clip_higher", "ppo_dual_clip", "ppo_dual_clip_met_exactly", "gspo", "cispo_lower_bound"],
+)
 def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> None:
-    for log_ratio in (*ON_BOUNDS, math.log(3.0)):
+    for log_ratio in (*ON_BOUNDS, math.log(3.0), math.log(DUAL)):
         check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
     sequence = grid_sequence(ON_BOUNDS, [1.0, -1.0])
-    name, settings, _ = SETTINGS["ppo_clip_higher"]
+    name, settings, _ = SETTINGS[case]
     log_probs = flat_log_probs([sequence])
+    if name == "gspo":  # whose ratio is that of the sequence, here between the bounds
+        return
     found = package_objective(name, settings, package_batch([sequence]), log_probs)
     found.loss.sum().backward()
     assert not found.is_clipped.any()
     assert (log_probs.grad != 0).all()
+
+
+def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient() -> None:
+    sequence = grid_sequence([math.log(DUAL)], [-2.0])
+    assert sequence.log_probs.exp().item() == DUAL
+    name, settings, _ = SETTINGS["ppo_dual_clip_met_exactly"]
+    log_probs = flat_log_probs([sequence])
+    package_objective(name, settings, package_batch([sequence]), log_probs).loss.sum().backward()
+    assert log_probs.grad.tolist() == [2.0 * DUAL]
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
@@ -245,6 +266,15 @@ def test_log_ratio_of_the_metrics_is_that_before_the_clamp() -> None:
     assert clamped.tolist() == [20.0]
 
 
+def test_old_log_probs_are_a_constant() -> None:
+    log_probs, old_log_probs = torch.zeros(2, 3, requires_grad=True).unbind()
+    active = torch.ones(3, dtype=torch.bool)
+    (gradient,) = torch.autograd.grad(
+        clipped_log_ratio(log_probs, old_log_probs, active).sum(), old_log_probs, allow_unused=True
+    )
+    assert gradient is None
+
+
 def test_gspo_ratio_is_one_number_a_sequence() -> None:
     sequences = random_sequences(5)
     batch = package_batch(sequences)
@@ -292,6 +322,7 @@ seen: dict[str, Tensor] = {}
 
 def squared_ratio_loss(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
     seen.update(old=batch.old_log_probs, advantages=batch.advantages, log_probs=log_probs)
+    seen.update(ref=batch.ref_log_probs, rollout=batch.rollout_log_probs)
     return -(batch.advantages * (log_probs - batch.old_log_probs).exp() ** 2)
 
 
@@ -317,16 +348,36 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
         batch,
         old_log_probs=batch.old_log_probs.masked_fill(masked, -torch.inf),
         advantages=batch.advantages.masked_fill(masked, torch.nan),
+        ref_log_probs=batch.ref_log_probs.masked_fill(masked, torch.nan),
+        rollout_log_probs=batch.rollout_log_probs.masked_fill(masked, torch.inf),
     )
     log_probs = flat_log_probs(sequences).detach().masked_fill(masked, torch.nan).requires_grad_()
     config = custom_config("squared_ratio_loss")
     found = get_objective(config)(config, dirty, log_probs)
     found.loss.sum().backward()
-    assert all((seen[name][masked] == 0).all() for name in ("old", "advantages", "log_probs"))
+    assert set(seen) == {"old", "advantages", "log_probs", "ref", "rollout"}
+    assert all((values[masked] == 0).all() for values in seen.values())
     ratio = (log_probs.detach() - batch.old_log_probs).exp()
     expected = torch.where(batch.loss_mask, -(batch.advantages * ratio**2), 0.0)
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(log_probs.grad, 2 * expected)
+
+
+def loss_of_masked_tokens_too(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
+    return torch.where(batch.loss_mask, log_probs, 1 / log_probs) + 3
+
+
+def test_custom_loss_is_zero_at_masked_positions() -> None:
+    sequences = random_sequences(10)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    config = custom_config("loss_of_masked_tokens_too")
+    found = get_objective(config)(config, batch, log_probs)
+    found.loss.sum().backward()
+    active = batch.loss_mask.double()
+    assert torch.equal(found.loss, torch.where(batch.loss_mask, log_probs.detach() + 3, 0.0))
+    assert torch.equal(log_probs.grad, active)
 
 
 @pytest.mark.parametrize("function", ["loss_of_the_wrong_size", "loss_with_metrics"])

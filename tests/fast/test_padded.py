@@ -155,6 +155,35 @@ def test_a_mask_of_any_dtype_is_counted_exactly(dtype: torch.dtype) -> None:
     assert reduce_padded(loss, mask).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.bool])
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_a_mask_of_any_dtype_gives_exact_weights(aggregation: str, dtype: torch.dtype) -> None:
+    """1 / 3 in the dtype of the mask, or in float32, is another number."""
+    step = [sample for sample in random_step(7) if sample.rollout_id is None]
+    losses = random_losses(step)
+    loss, mask = padded(step, losses)
+    found = reduce_padded(
+        loss,
+        mask.to(dtype),
+        aggregation=aggregation,
+        divisor=3.0 if aggregation == "constant" else None,
+        group_index=[sample.group_index for sample in step],
+    )
+    assert_same(found, oracle.aggregate(step, losses, aggregation, 3.0), losses)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_rows_that_are_the_whole_step_need_no_totals(aggregation: str) -> None:
+    """Rollouts of two rows included."""
+    step = random_step(7)
+    losses = random_losses(step)
+    divisor = DIVISOR if aggregation == "constant" else None
+    found = reduce_padded(
+        *padded(step, losses), aggregation=aggregation, divisor=divisor, **ids(step)
+    )
+    assert_same(found, oracle.aggregate(step, losses, aggregation, DIVISOR), losses)
+
+
 def test_a_masked_nan_is_harmless_and_an_active_one_visible() -> None:
     loss = torch.tensor([[1.0, torch.nan], [3.0, 4.0]], requires_grad=True)
     reduced = reduce_padded(loss, torch.tensor([[1, 0], [1, 1]]))
@@ -186,7 +215,9 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
         ({"rollout_id": [1, math.nan]}, r"rollout_id\[1\] is nan"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
         ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
+        ({"mask": torch.ones(3, 2)}, r"loss has shape \[2, 3\] and mask \[3, 2\]"),
         ({"mask": torch.ones(6)}, r"expected \[batch, length\]"),
+        ({"mask": torch.tensor([[1, 1, 0], [1, 0, 0.5]])}, r"mask\[1, 2\] is 0.5"),
         ({"mask": torch.tensor([[1, 1, 0], [1, 2, 0]])}, r"mask\[1, 1\] is 2"),
         ({"mask": torch.tensor([[1, 1, 0], [1, torch.nan, 0]])}, r"mask\[1, 1\] is nan"),
     ],

@@ -121,6 +121,11 @@ def test_loads_are_even_where_there_is_room() -> None:
     assert max(loads) - min(loads) <= max(lengths) / 10
 
 
+def test_loads_are_even_where_a_bin_is_full() -> None:
+    """First fit, which is not needed here, would leave the third bin empty."""
+    assert planned([5, 1, 1, 1], 5, multiple=3) == [[0], [1, 3], [2]]
+
+
 def test_first_fit_takes_over_where_even_loads_do_not_fit() -> None:
     """Two bins hold 5 + 5 and 4 + 3 + 3; longest-to-lightest would make 5 + 4 and 5 + 3 + 3."""
     assert sorted(planned([5, 5, 4, 3, 3], 10)) == [[0, 1], [2, 3, 4]]
@@ -211,6 +216,15 @@ def test_padding_counts_against_the_budget() -> None:
     assert plan_step(samples, max_tokens_per_microbatch=15, cp_size=2).num_microbatches == 2
 
 
+def test_the_seed_deals_equally_long_samples_differently() -> None:
+    samples = samples_of([3] * 40)
+    plans = [
+        plan_step(samples, max_tokens_per_microbatch=12, seed=seed).microbatches
+        for seed in (None, 1, 2, 1)
+    ]
+    assert len(set(plans)) == 3 and plans[1] == plans[3]
+
+
 def test_settings_out_of_range_are_refused_by_flag() -> None:
     with pytest.raises(ValueError, match=r"--max-tokens-per-microbatch is 3.*at least 4"):
         plan_step([], max_tokens_per_microbatch=3, cp_size=2)
@@ -224,6 +238,11 @@ def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
     assert Counter(i for indices in ranks for i in indices) == Counter(range(64))
     loads = [sum(-(-lengths[i] // 4) * 4 for i in indices) for indices in ranks]
     assert max(loads) - min(loads) <= 8
+    # By their padded 4 + 12 and 8 + 8; by the tokens themselves it would be 4 + 5 + 5 and 12.
+    assert assign_to_data_parallel_ranks(samples_of([4, 5, 5, 12]), 2, cp_size=2) == [
+        [0, 3],
+        [1, 2],
+    ]
     assert assign_to_data_parallel_ranks(samples_of([4]), 2) == [[0], []]
     with pytest.raises(ValueError, match="at least 1"):
         assign_to_data_parallel_ranks(samples_of([4]), 0)

@@ -160,6 +160,15 @@ def test_a_reducer_that_was_called_under_inference_mode_trains() -> None:
     assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
 
 
+def test_denominators_above_the_integers_of_float32_are_exact() -> None:
+    """2^24 + 1 active tokens of a prompt group; float32 holds 2^24."""
+    count = 2**24 + 1
+    reducer = get_pg_loss_reducer(
+        [3], [1], [torch.ones(1)], aggregation="prompt_mean", denominators=[count]
+    )
+    assert reducer(torch.ones(1, dtype=torch.float64)).item() == 1 / count
+
+
 def test_denominators_as_a_list() -> None:
     masks = [torch.tensor([1, 1]), torch.tensor([1])]
     reducer = get_pg_loss_reducer([3, 2], [2, 1], masks, denominators=[4, 2])

@@ -194,10 +194,8 @@ def check_pack(
             pad_to_multiple=pad_to_multiple,
         )
         for index, row in enumerate(rows):
-            if row.token is not None:
-                assert batch.tokens[index] == tokens[row.token]
-            if row.target is not None:
-                assert batch.targets[index] == tokens[row.target]
+            assert batch.tokens[index] == (0 if row.token is None else tokens[row.token])
+            assert batch.targets[index] == (0 if row.target is None else tokens[row.target])
         # Padding stays at position 0: it may lie past the model's last learned position.
         assert ids(batch.position_ids) == [
             row.position if row.token is not None else 0 for row in rows
@@ -219,6 +217,10 @@ def check_pack(
             assert values.tolist() == [flat(name)[index] for index in scored]
         assert batch.rollout_log_probs is None
         assert len(batch.samples) == len(plain)
+        assert batch.num_active_tokens == sum(masks[index] for index in scored)
+        assert batch.largest_target == max(
+            (tokens[row.target] for row in rows if row.target is not None), default=0
+        )
         batches.append(batch)
     return batches
 
@@ -248,6 +250,16 @@ def test_moving_a_batch_keeps_it_equal() -> None:
     assert torch.equal(moved.tokens, batch.tokens)
     assert torch.equal(moved.window.response_indices, batch.window.response_indices)
     assert torch.equal(moved.advantages, batch.advantages)
+    elsewhere = batch.to("meta")
+    assert elsewhere.window.cu_seqlens.device.type == elsewhere.tokens.device.type == "meta"
+    assert elsewhere.window.response_indices.device.type == "cpu"
+
+
+def test_the_largest_target_is_that_of_the_responses() -> None:
+    """A prompt may hold placeholders that no row of the vocabulary stands for."""
+    sample = Sample(tokens=[7, 900, 3, 4], response_length=2, loss_mask=[1, 0], advantages=0.0)
+    assert pack([sample]).largest_target == 4
+    assert [pack([sample], cp_rank=rank, cp_size=2).largest_target for rank in (0, 1)] == [0, 4]
 
 
 def test_number_for_advantages_is_one_per_response_token() -> None:
@@ -265,7 +277,7 @@ def test_some_samples_without_old_log_probs_are_refused_by_name() -> None:
         tokens=[1, 2], response_length=1, loss_mask=[1], advantages=0.0, name="task-7/answer-2"
     )
     with pytest.raises(
-        ValueError, match=r"(?s)old_log_probs.*task-7/answer-2|task-7/answer-2.*old"
+        ValueError, match=r"task-7/answer-2 \(number 1 of the micro-batch\) has no old_log_probs"
     ):
         pack([first, second])
 

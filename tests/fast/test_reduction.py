@@ -1,0 +1,96 @@
+"""The count of the step that an inner sum is divided by: a user's reducer, and a step without samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.aggregation import step_totals
+from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.batch import pack
+from megatron_pg.reducers import Reducer, get_pg_loss_reducer
+from megatron_pg.reduction import policy_gradient_reduction
+from tests import oracle
+from tests.cut_steps import DIVISOR, assert_same
+from tests.random_steps import package_samples, random_losses, random_step
+
+
+def mean_of_each_sample(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+    *,
+    cp_rank: int,
+    cp_size: int,
+) -> Reducer:
+    """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
+    return get_pg_loss_reducer(
+        total_lengths,
+        response_lengths,
+        loss_masks,
+        calculate_per_token_loss,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+
+
+def custom_config(per_token: bool) -> PolicyLossConfig:
+    return PolicyLossConfig(
+        custom_pg_loss_reducer_function_path=f"{__name__}:mean_of_each_sample",
+        calculate_per_token_loss=per_token,
+    )
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+@pytest.mark.parametrize("cp_size", (1, 2, 4))
+def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
+    cp_size: int, per_token: bool
+) -> None:
+    """Fully masked rollouts count in N, and a rollout of two samples counts once."""
+    step = random_step(seed=50)
+    samples, losses = package_samples(step), random_losses(step)
+    totals = step_totals(samples)
+    found = torch.zeros((), dtype=torch.float64)
+    for members in (range(4), range(4, len(step))):
+        flat = torch.cat([losses[index] for index in members])
+        for cp_rank in range(cp_size):
+            batch = pack([samples[index] for index in members], cp_rank=cp_rank, cp_size=cp_size)
+            reduction = policy_gradient_reduction(custom_config(per_token), batch, totals)
+            found = found + reduction(flat[batch.window.response_indices])
+
+    everything = range(len(step))
+    rollouts = oracle.rollouts(step)
+    assert totals.num_active_rollouts < len(rollouts) < len(step)
+    if per_token:
+        expected = oracle.token_mean(step, losses)
+    else:
+        alone = [[index] for index in everything]
+        means = oracle.mean_of_token_means(step, losses, alone) * len(step)
+        expected = means / len(rollouts)
+    assert_same(found, expected, losses)
+
+
+CONFIGS = {
+    "custom": custom_config(per_token=False),
+    "custom_per_token": custom_config(per_token=True),
+    **{
+        name: PolicyLossConfig(
+            loss_aggregation=name,
+            loss_aggregation_divisor=DIVISOR if name == "constant" else None,
+        )
+        for name in oracle.AGGREGATIONS
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
+    """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
+    losses = torch.zeros(0, requires_grad=True)
+    reduction = policy_gradient_reduction(CONFIGS[name], pack([]), step_totals([]))
+    assert reduction.outer_count == 1
+    objective = reduction(losses)
+    objective.backward()
+    assert objective.item() == 0.0 and losses.grad is not None

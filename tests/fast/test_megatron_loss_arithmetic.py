@@ -431,9 +431,13 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
             assert found == pytest.approx(8 * expected, rel=1e-6)
 
 
-def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens() -> None:
+@pytest.mark.parametrize("cp_size", (1, 2))
+def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
+    cp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     samples = package_samples(random_step(seed=45))
-    batch = pack(samples, cp_rank=0, cp_size=2, pad_to_multiple=64)
+    batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
     config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1)
     scale = MicroBatchScale.build(
         PolicyLossConfig(),
@@ -441,7 +445,7 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens()
         replace(step_totals(samples), num_tokens=1000),
         num_microbatches=1,
         model=SimpleNamespace(config=config),
-        groups=Groups(context_size=2),  # type: ignore[arg-type]
+        groups=Groups(context_size=cp_size),  # type: ignore[arg-type]
     )
     assert (scale.contract.num_tokens, scale.contract.factor) == (len(batch.tokens), 1000)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_pg import Sample
 from megatron_pg.planning import CollectorState, StepCollector
+from tests.lanes import in_one_lane
 
 from .launch import run_ranks
 
@@ -220,6 +221,7 @@ def collect_part(
     return merged, [state for _, state in gathered[:size]]
 
 
+@in_one_lane
 def test_resuming_at_other_sizes_among_bad_rows_goes_on_with_the_same_steps() -> None:
     assert run_ranks(resume_random_streams, max(SIZES))[0] == []
 

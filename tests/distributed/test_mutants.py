@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import in_one_lane
+
 from .compare import compare
 from .launch import RankError, run_ranks
 from .models import ModelOptions, Sharding
@@ -73,6 +75,7 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(
             assert comparison.passed, f"{run}: {comparison}"
 
 
+@in_one_lane
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
     """Its context-parallel peers wait in the attention's backward for a partner that never comes.
 

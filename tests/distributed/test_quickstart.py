@@ -30,6 +30,7 @@ from quickstart.run_directory import RunDirectory  # noqa: E402
 from megatron_pg import PolicyLossConfig  # noqa: E402
 from megatron_pg.megatron.versions import has_megatron_training  # noqa: E402
 from tests.distributed.launch import run_ranks  # noqa: E402
+from tests.lanes import in_one_lane  # noqa: E402
 
 SHORT = (
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
@@ -72,7 +73,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="in one lane: half a minute")
+@in_one_lane
 def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
     finish(start(project, tmp_path / "run", "--train-iters", "24", short=False))
@@ -141,6 +142,7 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
     assert max(step["kl_new_old"] for step in steps[1::2]) > 1e-7
 
 
+@in_one_lane  # kill_runs.py does as much in both, without the launcher
 def test_a_resumed_run_equals_an_uninterrupted_one(
     project: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -180,7 +180,5 @@ class Sample:
     def _integer(self, field: str, value: object) -> int:
         number = as_integer(value)
         if number is None:
-            raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer")
-        if not -(2**63) <= number < 2**63:
-            raise ValueError(f"{self.name}: {field} is {value!r}, expected a 64-bit integer")
+            raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer of 64 bits")
         return number

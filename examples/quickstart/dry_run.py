@@ -11,6 +11,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.aggregation import AGGREGATIONS
 from megatron_pg.megatron.versions import has_megatron_training
 from megatron_pg.planning import PlanningConfig, StepCollector, StepPlan, plan_step
+from megatron_pg.planning.sources import no_sample_in
 from megatron_pg.rollout_files import RolloutFiles
 
 OUTER_COUNTS = {
@@ -140,15 +141,16 @@ def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> list[Samp
         required_fields=config.required_sample_fields,
         vocab_size=args.vocab_size,
     )
-    step = StepCollector(
+    collector = StepCollector(
         files,
         docs_per_step=planning.docs_per_step or 1,
         mode=planning.docs_per_step_mode,
         keep_prompt_groups=planning.keep_prompt_groups,
         refuse_cut_groups=config.loss_aggregation == "prompt_mean",
-    ).collect()
+    )
+    step = collector.collect()
     if step is None:
-        raise ValueError(f"--rollout-files {' '.join(planning.rollout_files)}: no sample in them")
+        raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
     return list(step.samples)
 
 

@@ -13,6 +13,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.planning import PlanningConfig, StepCollector, StepSamples
 from megatron_pg.planning.exchange import compute_and_gather
+from megatron_pg.planning.sources import no_sample_in
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 
 from .model import Policy
@@ -80,16 +81,9 @@ class FileSteps:
             collected = self._collector.collect()
             if collected is None:
                 if step == 0:
-                    raise ValueError(self._without_samples())
+                    raise no_sample_in(self._paths, self._collector.state().num_skipped)
                 return
             yield TrainingStep(self._samples(collected), self._metrics(collected))
-
-    def _without_samples(self) -> str:
-        """All rows are bad, or there are none: a run of no steps would look like one that went well."""
-        skipped = self._collector.state().num_skipped
-        found = f"{skipped} bad rows, which --on-bad-row skip skips: " if skipped else ""
-        advice = "--on-bad-row error names the first" if skipped else "the files are empty"
-        return f"--rollout-files {' '.join(self._paths)}: no sample in them ({found}{advice})"
 
     @property
     def reference(self) -> None:

@@ -20,6 +20,7 @@ from megatron_pg.explain.files import CountedFiles, FileSample
 from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
 from megatron_pg.explain.options import ExplainOptions, LengthSource
 from megatron_pg.planning import IteratorSource, SampleSource, StepCollector
+from megatron_pg.planning.sources import no_sample_in
 from megatron_pg.samples import Sample
 
 DEFAULT_NUM_GROUPS = 32
@@ -74,10 +75,8 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     )
     collected = collector.collect()
     if collected is None:
-        skipped = f" ({source.num_skipped} bad rows)" if isinstance(source, CountedFiles) else ""
-        raise ValueError(
-            f"--rollout-files {' '.join(planning.rollout_files)}: no sample in them{skipped}"
-        )
+        # Lengths always give a step.
+        raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
     samples = cast(tuple[CountedSample, ...], collected.samples)
     carried = [sample for _, sample in collector.state().carried]
     return ExplainedStep(

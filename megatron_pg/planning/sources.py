@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from megatron_pg.samples import Sample
 
 ON_BAD_ROW = ("error", "skip")
 """What may become of a slot whose data make no sample."""
+
+
+def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
+    """The error of rollout files that give no step: a run of none would look like one that went well.
+
+    Args:
+        paths: as given by ``--rollout-files``.
+        num_skipped: bad rows that ``--on-bad-row skip`` has passed over.
+    """
+    found = "no rows"
+    if num_skipped:
+        found = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
+    return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({found})")
 
 
 class SampleSource(Protocol):

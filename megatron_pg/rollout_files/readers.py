@@ -44,8 +44,8 @@ PIECE_BYTES = 8 << 20
 """Bytes of JSON Lines that are parsed at a time, or one line where it is longer."""
 
 MOST_BRACKETS = 1024
-"""Opening brackets of a line that pyarrow is given. It goes into nested values without a bound, and some eight thousand
-levels end the process where its stack is of 8 MiB (*measured* with 26.0)."""
+"""Opening brackets of a line that pyarrow is given. It goes into nested values without a bound, and 32000 levels
+end the process where its stack is of 8 MiB (docs/rollout_files.md)."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_pg.integers import as_integer
 from megatron_pg.samples import Sample
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
@@ -225,10 +226,10 @@ def _check_size(field: str, values: NDArray[Any], response_length: int) -> None:
 
 
 def _identifier(field: str, value: Any) -> int:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not -(2**63) <= int(value) < 2**63:
+    number = as_integer(value)
+    if number is None:
         raise RowError(field, _shown(value), "a 64-bit integer")
-    return int(value)
+    return number
 
 
 def _finite_number(field: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import signal
@@ -47,6 +48,19 @@ def uninterrupted(rollouts: Path) -> Path:
 def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
     """The run as it was when its third step was done."""
     return copy_after_step(3, uninterrupted, tmp_path / "run")
+
+
+def end_of(
+    rollouts: Path, run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None
+) -> str:
+    """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
+    ranks = start(rollouts, run_dir, flags, prepare=prepare)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    said = output_of(run_dir).read_text()
+    assert "Traceback" not in said
+    return said
 
 
 def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
@@ -121,9 +135,7 @@ def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     assert kept == [f"step_000000_{len(steps):06d}"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"), [(20, "20 bad rows, which --on-bad-row skip skips"), (0, "are empty")]
-)
+@pytest.mark.parametrize(("rows", "message"), [(20, "20 bad rows skipped"), (0, "(no rows)")])
 def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, message: str) -> None:
     """A misspelt column makes every row a bad one, which --on-bad-row skip passes over."""
     row = {"prompt_ids": [1], "response_ids": [2], "logprobs": [-1.0], "reward": 1.0}
@@ -184,46 +196,27 @@ def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) 
 def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
     rollouts: Path, tmp_path: Path, flags: str, message: str
 ) -> None:
-    run_dir = tmp_path / "run"
-    ranks = start(rollouts, run_dir, "--train-iters 9 --seq-length 12 " + flags)
-    for rank in ranks:  # nobody ends the others: each has to end by itself
-        rank.join(TIMEOUT_SECONDS)
-    assert [rank.exitcode for rank in ranks] == [1, 1]
-    output = output_of(run_dir).read_text()
-    assert [line for line in output.splitlines() if message in line and line.startswith("error: ")]
-    assert "Traceback" not in output
+    said = end_of(rollouts, tmp_path / "run", "--train-iters 9 --seq-length 12 " + flags)
+    assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
     rollouts: Path, tmp_path: Path, failing: int
 ) -> None:
-    run_dir = tmp_path / "run"
-    ranks = start(rollouts, run_dir, STEPS, prepare=(_fail_to_read_0, _fail_to_read_1)[failing])
-    for rank in ranks:  # nobody ends the others: each has to end by itself
-        rank.join(TIMEOUT_SECONDS)
-    assert [rank.exitcode for rank in ranks] == [1, 1]
-    output = output_of(run_dir).read_text()
-    said = "data-parallel rank 1: OSError: " if failing else ""
-    assert f"error: {said}[Errno 5] Input/output error" in output
-    assert "Traceback" not in output
+    prepare = functools.partial(_fail_to_read, failing)
+    whose = "data-parallel rank 1: OSError: " if failing else ""
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare)
+    assert f"error: {whose}[Errno 5] Input/output error" in said
 
 
-def _fail_to_read_0(rank: int) -> None:
-    _fail_to_read(rank == 0)
-
-
-def _fail_to_read_1(rank: int) -> None:
-    _fail_to_read(rank == 1)
-
-
-def _fail_to_read(fails: bool) -> None:
+def _fail_to_read(failing: int, rank: int) -> None:
     from megatron_pg.rollout_files.readers import JsonLinesReader
 
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    if fails:
+    if rank == failing:
         JsonLinesReader.read = fail  # type: ignore[assignment, method-assign]
 
 
@@ -232,13 +225,8 @@ def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
 ) -> None:
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     run_dir = tmp_path / "run"
-    ranks = start(rollouts, run_dir, STEPS, prepare=_fail_to_write_metadata)
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
-    assert [rank.exitcode for rank in ranks] == [1, 1]
-    output = output_of(run_dir).read_text()
-    assert "cannot be written (rank 0): [Errno 28] No space left on device" in output
-    assert "Traceback" not in output
+    said = end_of(rollouts, run_dir, STEPS, _fail_to_write_metadata)
+    assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [
         "partial_step_000000_000003"
     ]
@@ -261,11 +249,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         for rank in first:  # in the middle of a run, however long the second takes to begin
             os.kill(rank.pid or 0, signal.SIGSTOP)
         metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
-        second = start(rollouts, tmp_path / "run", STEPS)
-        for rank in second:
-            rank.join(TIMEOUT_SECONDS)
-        assert [rank.exitcode for rank in second] == [1, 1]
-        assert "another run is writing" in output_of(tmp_path / "run").read_text()
+        assert "another run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
         assert all(rank.is_alive() for rank in first)
         assert (tmp_path / "run/metrics.jsonl").read_bytes().startswith(metrics)
     finally:
@@ -293,14 +277,8 @@ def test_a_run_with_other_settings_is_not_resumed(
 def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
     rollouts: Path, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    ranks = start(rollouts, run_dir, STEPS, prepare=_lack_the_files_on_1)
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
-    assert [rank.exitcode for rank in ranks] == [1, 1]
-    output = output_of(run_dir).read_text()
-    assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in output
-    assert "Traceback" not in output
+    said = end_of(rollouts, tmp_path / "run", STEPS, _lack_the_files_on_1)
+    assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
 
 
 def _lack_the_files_on_1(rank: int) -> None:

@@ -279,7 +279,7 @@ def test_files_of_bad_rows_alone(tmp_path, capsys):
     pytest.importorskip("pyarrow")
     line = ["--rollout-files", str(tmp_path / "bad.jsonl"), "--on-bad-row", "skip"]
     assert explain(line) == 2
-    assert "no sample in them (2 bad rows)" in capsys.readouterr().err
+    assert "no sample in them (2 bad rows skipped" in capsys.readouterr().err
 
 
 def test_a_bad_row_after_the_step_is_none_of_it(tmp_path, capsys):

@@ -35,8 +35,8 @@ def run(tokens: int, columns: int, dtype: torch.dtype, rate: float) -> None:
         return triton_op.row_statistics(logits, targets, shard, temperature)
 
     def write(tile: int, warps: int, tiles: int) -> None:
-        triton_op._GRADIENT_TILE, triton_op._GRADIENT_WARPS = tile, warps
-        triton_op._GRADIENT_TILES = tiles
+        triton_op._GRADIENT_TILES = {logits.element_size(): (tile, tiles)}
+        triton_op._GRADIENT_WARPS = warps
         triton_op.write_gradient(
             logits, targets, shard, temperature, statistics, *gradients, logits
         )

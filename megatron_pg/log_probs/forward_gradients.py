@@ -23,11 +23,10 @@ from torch import Tensor
 
 from megatron_pg.log_probs.linear_autograd import ChunkedHead
 from megatron_pg.log_probs.output_layer import WeightGradient
+from megatron_pg.log_probs.promise import spoil_unless_kept
 from megatron_pg.log_probs.vocabulary_shard import RowStatistics
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 64, 8
-_RELATIVE_TOLERANCE = 1e-5
-"""Of the scale that arrives to the one promised: float32 factors are multiplied in one order or another."""
 
 
 class ForwardGradients:
@@ -91,15 +90,14 @@ class ForwardGradients:
         """The gradients of hidden states and weight, scaled on the device."""
         if self._loss_scale is None:
             return self._scaled(grad_loss)
-        difference = (grad_loss - self._loss_scale).abs()
-        kept = difference <= _RELATIVE_TOLERANCE * self._loss_scale.abs()
-        if self._early is not None:
-            kept = kept & self._early.settle()
-        spoil = torch.where(kept, 0.0, float("nan"))
-        if self._hidden is not None:
-            # One row: nothing that is summed over tokens stays clean, and no pass over the others.
-            self._hidden[:1].add_(spoil)  # not +=, which would copy the row onto itself besides
-        return self._hidden, None if self._weight is None else self._weight.finish(spoil=spoil)
+        found = (self._hidden, None if self._weight is None else self._weight.total)
+        spoil_unless_kept(
+            grad_loss,
+            self._loss_scale,
+            None if self._early is None else self._early.settle(),
+            [gradient for gradient in found if gradient is not None],
+        )
+        return self._hidden, None if self._weight is None else self._weight.finish()
 
     def _scaled(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden_gradient = None
@@ -116,7 +114,7 @@ class _EarlySum:
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
-        self._sample = self._read().clone()
+        self._sample = self._read().clone(memory_format=torch.contiguous_format)
         self._finalizer = weakref.finalize(self, _never_differentiated, main_grad)
         self._finalizer.atexit = False
 
@@ -124,10 +122,10 @@ class _EarlySum:
         every = max(self._main_grad.shape[0] // _SAMPLED_ROWS, 1)
         return self._main_grad[::every, :_SAMPLED_COLUMNS]
 
-    def settle(self) -> Tensor:
-        """Called by backward: 0-d bool, whether the sum is still there."""
+    def settle(self) -> tuple[Tensor, Tensor]:
+        """Called by backward: the sample after forward, and the same elements now."""
         self._finalizer.detach()
-        return (self._sample == 0).all() | (self._read() != 0).any()
+        return self._sample, self._read()
 
 
 def _never_differentiated(main_grad: Tensor) -> None:

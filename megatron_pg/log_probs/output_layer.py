@@ -98,18 +98,19 @@ class WeightGradient:
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
         return torch.empty_like(self._weight, dtype=dtype, requires_grad=False)
 
-    def finish(self, scale: Tensor | None = None, spoil: Tensor | None = None) -> Tensor:
+    @property
+    def total(self) -> Tensor | None:
+        """What the sum is in, or None where nothing was added."""
+        return self.added_to if self._buffer is None else self._buffer
+
+    def finish(self, scale: Tensor | None = None) -> Tensor:
         """Settles the sum, times `scale`, and returns what autograd gets for the weight.
 
         With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
         or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
-        `spoil`, 0 or NaN, is added to the first row: a sum known to be wrong has to show.
         """
         buffer, weight = self._buffer, self._weight
         self._buffer = None
-        total = self.added_to if buffer is None else buffer
-        if spoil is not None and total is not None:
-            total[:1].add_(spoil)
         if self._main_grad is None:
             if buffer is None:
                 return torch.zeros_like(weight, requires_grad=False)

@@ -13,13 +13,13 @@ from megatron_pg.log_probs.vocabulary_shard import (
     gather_statistics,
 )
 
-# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16.
+# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
+# logit -> columns of a tile, tiles of a segment.
 _VECTOR = 8
 _VECTORS = 256
 _STATISTICS_WARPS = 4
-_GRADIENT_TILE = 2048
+_GRADIENT_TILES = {2: (1024, 8), 4: (2048, 4)}
 _GRADIENT_WARPS = 4
-_GRADIENT_TILES = 4
 _COMBINED_ROWS = 128
 _CACHE_LINE = 128  # bytes
 
@@ -96,11 +96,13 @@ def write_gradient(
         return
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     mask = None if row_mask is None else row_mask.contiguous()
+    tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
     reach = width + max(line - 1, 0)
     # Segments of rows keep what runs at one time close together in memory, and the last wave short.
-    tiles = triton.cdiv(reach, _GRADIENT_TILE) if overlaps else _GRADIENT_TILES
-    segments = triton.cdiv(reach, tiles * _GRADIENT_TILE)
+    if overlaps:
+        tiles = triton.cdiv(reach, tile)
+    segments = triton.cdiv(reach, tiles * tile)
     triton_gradient.gradient_kernel[(tokens * segments,)](
         logits,
         logits.stride(0),
@@ -118,19 +120,20 @@ def write_gradient(
         width,
         shard.start,
         segments,
-        tiles * _GRADIENT_TILE,
+        tiles * tile,
         LOG_PROBS=grad_log_probs is not None,
         ENTROPY=grad_entropy is not None,
         MASKED=mask is not None,
         ORDERED=overlaps,
         LINE=line,
-        TILE=_GRADIENT_TILE,
+        TILE=tile,
         num_warps=_GRADIENT_WARPS,
     )
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
     """Columns in a cache line, where rows begin inside lines and can be read and written from a line's start; else 0."""
-    line = min(_CACHE_LINE // logits.element_size(), _GRADIENT_TILE)
+    tile, _ = _GRADIENT_TILES[logits.element_size()]
+    line = min(_CACHE_LINE // logits.element_size(), tile)
     same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype
     return line if same and logits.stride(0) % line and logits.stride(0) % 16 == 0 else 0

@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.log_probs import triton_op, triton_statistics
+    from megatron_pg.log_probs import promise, triton_op, triton_promise, triton_statistics
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -49,8 +49,7 @@ def test_under_the_interpreter() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles for rows of several of them; the real ones for rows shorter than one."""
     monkeypatch.setattr(triton_op, "_VECTORS", request.param[0])
-    monkeypatch.setattr(triton_op, "_GRADIENT_TILE", request.param[1])
-    monkeypatch.setattr(triton_op, "_GRADIENT_TILES", 2)
+    monkeypatch.setattr(triton_op, "_GRADIENT_TILES", dict.fromkeys((2, 4), (request.param[1], 2)))
     monkeypatch.setattr(autograd, "row_passes", lambda logits: triton_op)
     # The interpreter cuts float32 to bfloat16 where a GPU rounds.
     monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)
@@ -116,7 +115,7 @@ class TestKernels:
         self, width: int, dead_rows: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The gradient's tiles begin before such rows: nothing of the row before them may change."""
-        monkeypatch.setattr(triton_op, "_GRADIENT_TILE", 64)
+        monkeypatch.setattr(triton_op, "_GRADIENT_TILES", {2: (64, 2)})
         logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
         assert triton_op._columns_of_a_line(logits, logits) == 64
         targets = targets.clamp(max=width - 8)
@@ -213,6 +212,50 @@ def sharded_statistics(
         own = logits[:, shard.start : shard.start + width]
         statistics = triton_op.row_statistics(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
     return shards, statistics
+
+
+def promises() -> dict[str, tuple[float, Tensor | None, Tensor | None, bool]]:
+    """Name -> (scale that arrives for the promised 6, sample after forward, sample now, whether the promise was kept)."""
+    rows, zeros = torch.arange(40.0).view(5, 8) / 7, torch.zeros(5, 8)
+    one, nan = zeros.clone(), zeros.clone()
+    one[4, 7], nan[4, 7] = 1e-30, float("nan")
+    return {
+        "kept": (6.0, rows, rows + 1, True),
+        "kept, nothing sampled": (6.0, None, None, True),
+        "rounded": (6.0 * (1 - 1e-6), rows, rows, True),
+        "another scale": (6.01, rows, rows, False),
+        "negative": (-6.0, None, None, False),
+        "NaN": (float("nan"), rows, rows, False),
+        "zeroed": (6.0, rows, zeros, False),
+        "zeroed, of one element": (6.0, one, zeros, False),
+        "zeroed, of NaN": (6.0, nan, zeros, False),
+        "one element is left": (6.0, rows, one, True),
+        "NaN is left": (6.0, rows, nan, True),
+        "0 from the start": (6.0, zeros, zeros, True),
+    }
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", list(promises()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_promises(case: str, dtype: torch.dtype) -> None:
+    """The kernel and the torch code spoil the same gradients: the whole first row, and nothing else."""
+    scale, before, now, kept = promises()[case]
+    sample = None
+    if before is not None and now is not None:
+        buffer = torch.ones(15, 11)  # of which the present sample is a view
+        buffer[::3, :8] = now
+        sample = before, buffer[::3, :8]
+    for module in (promise, triton_promise):
+        gradients = [torch.ones(3, 1100, dtype=dtype), torch.ones(7, 1100)]
+        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, gradients)
+        for gradient in gradients:
+            assert gradient[:1].isnan().all() == (not kept) and (gradient[1:] == 1).all()
+            assert kept == bool((gradient == 1).all())
+        alone = torch.ones(2, 3)
+        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, [alone])
+        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, [torch.ones(0, 3)])
+        assert alone[:1].isnan().all() == (not kept)
 
 
 @needs_interpreter

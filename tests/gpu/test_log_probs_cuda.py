@@ -205,6 +205,22 @@ def test_fused_head_does_not_synchronise(mode: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("broken", ["another scale", "zeroed"])
+def test_broken_promises_are_visible(broken: str) -> None:
+    hidden, weight, targets, token_loss = head_inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
+    scale = torch.tensor(3.3, device="cuda")
+    loss, _, _ = linear_token_loss(hidden, weight, targets, token_loss, loss_scale=scale)
+    assert not weight.main_grad.isnan().any()
+    if broken == "zeroed":
+        weight.main_grad.zero_()
+    loss.backward(scale * 2 if broken == "another scale" else scale)
+    assert hidden.grad[0].isnan().all() and not hidden.grad[1:].isnan().any()
+    assert weight.main_grad[0].isnan().all() and not weight.main_grad[1:].isnan().any()
+
+
 def test_op_does_not_synchronise() -> None:
     logits, targets, *gradients = inputs(64, 1000, torch.bfloat16)
     op(logits, targets, gradients, temperature=torch.ones((), device="cuda"))

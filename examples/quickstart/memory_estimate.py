@@ -49,8 +49,8 @@ def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     # bfloat16 logits and the float32 copy of them that Megatron's Float16Module makes; the gradient takes its place.
     logits = tokens * columns * 6
     widths = 2 if args.fp32_lm_head else 1
-    # Beside the chunk: the hidden states, gathered over tensor parallelism, their gradient, and its float32 sum.
-    fused_head = widths * min(tokens * columns * 2, CHUNK_BYTES) + tokens * args.hidden_size * 8
+    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
+    fused_head = widths * min(tokens * columns * 2, CHUNK_BYTES) + tokens * args.hidden_size * 4
     return MemoryEstimate(
         parameters=_states(_unsharded(args)) / 18,
         states=_states(args),
@@ -88,7 +88,8 @@ def _activations(args: argparse.Namespace) -> float:
     copied = copy.copy(args)
     copied.seq_length = args.max_tokens_per_microbatch / args.context_parallel_size
     copied.padded_vocab_size = 0
-    copied.ffn_hidden_size = _ffn_width(args)
+    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes a token, layer and element of the hidden states.
+    copied.ffn_hidden_size = _ffn_width(args) - _bytes_not_kept(args) / 4 * args.hidden_size
     if args.recompute_granularity == "full":
         return _recomputed(copied)
     if args.sequence_parallel or args.tensor_model_parallel_size == 1:
@@ -105,6 +106,14 @@ def _ffn_width(args: argparse.Namespace) -> float:
     shared = args.moe_shared_expert_intermediate_size or 0
     # Each of a token's experts gets a copy of it and gives one back: 4 bytes of the hidden size.
     return float(gate * (experts + shared) + args.moe_router_topk * args.hidden_size)
+
+
+def _bytes_not_kept(args: argparse.Namespace) -> float:
+    """Of the formula's 18: two dropout masks, and keys and values of 2 bytes each for every query head."""
+    masks = 0.0 if args.hidden_dropout else 2.0
+    if not args.group_query_attention:
+        return masks
+    return masks + 4 * (1 - args.num_query_groups / args.num_attention_heads)
 
 
 def _recomputed(args: argparse.Namespace) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
+from .errors import RunError
 
 TASK = "spell_backward"
 MIN_WORD_LENGTH, MAX_WORD_LENGTH = 3, 7
@@ -41,8 +41,16 @@ class TaskSet:
         """The first distinct tasks that reasoning-gym generates from `seed`: held-out ones, then training ones.
 
         Raises:
+            RunError: reasoning-gym is not installed.
             ValueError: there are not that many distinct tasks.
         """
+        try:
+            import reasoning_gym  # not above: a run from rollout files needs no tasks
+        except ModuleNotFoundError as error:
+            raise RunError(
+                f"an online run takes its tasks from reasoning-gym: {error}; pip install 'megatron_pg[examples]', or "
+                "give --rollout-files"
+            ) from error
         wanted = num_training + num_held_out
         dataset = reasoning_gym.create_dataset(
             TASK,

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
 
 
 def end_of(
-    rollouts: Path, run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None
+    rollouts: Path | None,
+    run_dir: Path,
+    flags: str,
+    prepare: Callable[[int], None] | None = None,
 ) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
     ranks = start(rollouts, run_dir, flags, prepare=prepare)
@@ -144,6 +148,24 @@ def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, messag
     assert wait(start(path, tmp_path / "run", STEPS)) == [1, 1]
     assert f"{path}: no sample in them" in output_of(tmp_path / "run").read_text()
     assert message in output_of(tmp_path / "run").read_text()
+
+
+def _without_reasoning_gym(rank: int) -> None:
+    """As on a machine that lacks it; what has imported it is forgotten."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("reasoning_gym", "quickstart", "train_grpo"):
+            del sys.modules[name]
+    sys.modules["reasoning_gym"] = None  # type: ignore[assignment]
+
+
+def test_only_an_online_run_needs_tasks(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run(rollouts, tmp_path / "run", STEPS, prepare=_without_reasoning_gym)
+    assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+    said = end_of(None, tmp_path / "online", "--train-iters 2", _without_reasoning_gym)
+    assert "an online run takes its tasks from reasoning-gym" in said
+    assert "pip install 'megatron_pg[examples]'" in said
 
 
 def test_parquet_gives_the_steps_of_json_lines(

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.lanes import in_one_lane
+
 from .rollout_run import (
     TIMEOUT_SECONDS,
     WHOLE_GROUPS,
@@ -158,6 +160,7 @@ def _without_reasoning_gym(rank: int) -> None:
     sys.modules["reasoning_gym"] = None  # type: ignore[assignment]
 
 
+@in_one_lane
 def test_only_an_online_run_needs_tasks(
     rollouts: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -82,8 +82,9 @@ def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
         )
     if identifier not in totals:
         raise ValueError(
-            f"{sample.name}: {field} {identifier} is not in the step's totals: build them with step_totals() from "
-            "all samples that this data-parallel rank trains on in the step, before the step"
+            f"{sample.name}: {field} {identifier} is not in the step's totals: they must be counted with it, "
+            "before the step, over all samples that this data-parallel rank trains on in the step (step_totals; for "
+            f"padded rows, padded_totals with {field})"
         )
     return totals[identifier]
 
@@ -127,9 +128,13 @@ def _constant(denominators: Tensor | None, divisor: float | None) -> float:
 
 def checked_divisor(divisor: float | None) -> float:
     """The Dr.GRPO constant L, or a ValueError: it must be given, finite and positive."""
-    if not isinstance(divisor, numbers.Real) or not 0 < divisor < float("inf"):
+    if (
+        isinstance(divisor, bool)
+        or not isinstance(divisor, numbers.Real)
+        or not 0 < divisor < float("inf")
+    ):
         raise ValueError(
-            f"--loss-aggregation-divisor is {divisor}: --loss-aggregation constant needs a finite number above 0, "
+            f"--loss-aggregation-divisor is {divisor!r}: --loss-aggregation constant needs a finite number above 0, "
             "such as the longest response in tokens"
         )
     return float(divisor)

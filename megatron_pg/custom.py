@@ -67,15 +67,32 @@ def load_function(
     return function  # type: ignore[no-any-return]
 
 
-def check_returned(value: Any, shape: Sequence[int], where: str, meaning: str) -> None:
-    """Refuses what a user's function returned if it is no tensor of that shape. Reads no values.
+def check_returned(
+    value: Any,
+    shape: Sequence[int],
+    where: str,
+    meaning: str,
+    *,
+    differentiable_in: torch.Tensor | None = None,
+) -> None:
+    """Refuses what a user's function returned if it is no tensor of that shape, or has lost its gradient. Reads no values.
+
+    Megatron's schedules pass over a loss without a gradient, so that training would go on and learn nothing.
 
     Args:
         where: the flag and the path, and what of several results it is.
         meaning: what the tensor has to hold, for the error message.
+        differentiable_in: what the function was given and has to pass a gradient to, where that has one.
     """
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.shape == torch.Size(shape):
+        needed = differentiable_in is not None and differentiable_in.requires_grad
+        if needed and torch.is_grad_enabled() and not value.requires_grad:
+            raise ValueError(
+                f"{where} returned a tensor without a gradient: nothing would be learned from it. Compute it from its "
+                "argument, without detach(), .data, .item() or torch.no_grad(); where there is no token, return "
+                "argument.sum() * 0 and not a new zero"
+            )
         return
     found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
     raise ValueError(

@@ -259,8 +259,9 @@ def check_checksum(config: PolicyLossConfig, metrics: Mapping[str, float]) -> No
     message = (
         f"{CHECKSUM} is {value:.6f}, expected 1: the weights of the tokens that reached the loss add "
         f"up to {value:.6f} times what the step's totals hold. Above 1, samples were trained on twice "
-        "or are missing from step_totals(); below 1, samples were dropped; either, a micro-batch was "
-        "packed for another context-parallel rank than the one that ran it."
+        "or are missing from step_totals(); below 1, samples were dropped; either, num_microbatches is "
+        "not the number that the schedule runs, or a micro-batch was packed for another context-parallel rank than the "
+        "one that ran it."
     )
     if config.check_aggregation:
         raise RuntimeError(message)

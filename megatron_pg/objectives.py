@@ -229,10 +229,14 @@ def _custom(
     sequence: SequenceLogRatios | None = None,
 ) -> ObjectiveOutput:
     """A user's loss. Nothing is known of its ratio, so none is reported."""
-    loss = function(config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask))
-    where = f"--custom-policy-loss-path {config.custom_policy_loss_path}"
+    log_probs = masked(log_probs, batch.loss_mask)
+    loss = function(config, with_masked_inputs(batch), log_probs)
     check_returned(
-        loss, batch.loss_mask.shape, where, "the loss of each token of this rank's window"
+        loss,
+        batch.loss_mask.shape,
+        f"--custom-policy-loss-path {config.custom_policy_loss_path}",
+        "the loss of each token of this rank's window",
+        differentiable_in=log_probs,
     )
     return ObjectiveOutput(masked(loss, batch.loss_mask))
 

@@ -92,8 +92,10 @@ def reduce_padded(
         raise ValueError(
             f"loss has shape {list(loss.shape)} and mask {list(mask.shape)}: expected the same [batch, length]"
         )
-    if data_parallel_size < 1:
-        raise ValueError(f"data_parallel_size is {data_parallel_size}: expected 1 or more")
+    if as_integer(data_parallel_size) is None or data_parallel_size < 1:
+        raise ValueError(
+            f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
+        )
     if totals is None:
         totals = padded_totals(mask, group_index=group_index, rollout_id=rollout_id)
     if totals.rollout_active_tokens and rollout_id is None:
@@ -160,6 +162,8 @@ def _id(field: str, row: int, value: object) -> int:
 
 
 def _check_mask(mask: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask is a {type(mask).__name__}: expected a tensor [batch, length]")
     if mask.dim() != 2:
         raise ValueError(f"mask has shape {list(mask.shape)}: expected [batch, length]")
     # On a device the check would make the host wait.

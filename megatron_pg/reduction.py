@@ -106,5 +106,6 @@ def _custom_reduction(
 
 def _checked_sum(reducer: Reducer, where: str, x: Tensor) -> Tensor:
     inner_sum = reducer(x)
-    check_returned(inner_sum, (), where, "the weighted sum of x over this rank's window")
+    meaning = "the weighted sum of x over this rank's window"
+    check_returned(inner_sum, (), where, meaning, differentiable_in=x)
     return inner_sum

@@ -88,13 +88,12 @@ def _activations(args: argparse.Namespace) -> float:
     copied = copy.copy(args)
     copied.seq_length = args.max_tokens_per_microbatch / args.context_parallel_size
     copied.padded_vocab_size = 0
-    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes a token, layer and element of the hidden states.
-    copied.ffn_hidden_size = _ffn_width(args) - _bytes_not_kept(args) / 4 * args.hidden_size
     if args.recompute_granularity == "full":
         return _recomputed(copied)
-    if args.sequence_parallel or args.tensor_model_parallel_size == 1:
-        return float(megatron.compute_activation_memory(copied, num_microbatches=None))
-    return float(megatron.compute_activation_memory_without_sp(copied, num_microbatches=None))
+    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over tensor parallelism.
+    whole = _bytes_of_a_layer(args) * args.tensor_model_parallel_size
+    copied.ffn_hidden_size = (whole - 18) / 4 * args.hidden_size
+    return float(megatron.compute_activation_memory(copied, num_microbatches=None))
 
 
 def _ffn_width(args: argparse.Namespace) -> float:
@@ -108,12 +107,15 @@ def _ffn_width(args: argparse.Namespace) -> float:
     return float(gate * (experts + shared) + args.moe_router_topk * args.hidden_size)
 
 
-def _bytes_not_kept(args: argparse.Namespace) -> float:
-    """Of the formula's 18: two dropout masks, and keys and values of 2 bytes each for every query head."""
-    masks = 0.0 if args.hidden_dropout else 2.0
-    if not args.group_query_attention:
-        return masks
-    return masks + 4 * (1 - args.num_query_groups / args.num_attention_heads)
+def _bytes_of_a_layer(args: argparse.Namespace) -> float:
+    """What a layer keeps on a rank, in bytes a token and element of the hidden states (arXiv:2205.05198, table 2)."""
+    # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without sequence parallelism.
+    inputs = 8 + (2 if args.hidden_dropout else 0)
+    # Queries, keys, values and the attention's output, of 2 bytes each; and the MLP.
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    split = 4 + 4 * groups / args.num_attention_heads + 4 * _ffn_width(args) / args.hidden_size
+    size = args.tensor_model_parallel_size
+    return float(inputs / (size if args.sequence_parallel else 1) + split / size)
 
 
 def _recomputed(args: argparse.Namespace) -> float:
@@ -121,5 +123,4 @@ def _recomputed(args: argparse.Namespace) -> float:
     hidden = args.seq_length * args.hidden_size
     split = args.tensor_model_parallel_size if args.sequence_parallel else 1
     inputs = 2 * hidden * args.num_layers / split
-    layer = hidden * (18 + 4 * args.ffn_hidden_size / args.hidden_size)
-    return float(inputs + layer / args.tensor_model_parallel_size)
+    return float(inputs + hidden * _bytes_of_a_layer(args))

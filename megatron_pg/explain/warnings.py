@@ -83,7 +83,7 @@ def _other_ranks(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
     """A step of `at_least` keeps all that its windows brought, and how much that is depends on who pulls them."""
     planning, data_size = options.planning, options.parallelism.data_size
     count = planning.docs_per_step
-    if not planning.rollout_files or count is None or planning.docs_per_step_mode != "at_least":
+    if count is None or planning.docs_per_step_mode != "at_least":
         return
     minds_groups = planning.keep_prompt_groups or options.config.loss_aggregation == "prompt_mean"
     has_rollouts = any(sample.rollout_id is not None for sample in step.samples)

@@ -34,6 +34,15 @@ def _may_be_overwritten(logits: Tensor) -> bool:
     return logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
 
 
+def refuse_second_derivative(name: str) -> None:
+    """For the start of a backward: autograd enables gradients in it for `create_graph=True` alone."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what needs it on "
+            "torch.log_softmax of the logits"
+        )
+
+
 class LogProbsAndEntropy(torch.autograd.Function):
     """The op behind `log_probs_and_entropy`; keeps the logits and three numbers a row for backward.
 
@@ -70,6 +79,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("log_probs_and_entropy")
         if all(gradient is None for gradient in gradients):
             return (None,) * 6
         logits, targets, temperature, row_mask, maximum, log_sum, entropy = ctx.saved_tensors

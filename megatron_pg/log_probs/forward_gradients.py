@@ -8,9 +8,12 @@ gradient that is silently wrong is the worst outcome, so each is watched, withou
 2. `main_grad` was zeroed after forward (`zero_grad` between forward and backward): seen in backward, by a sample
    of its elements that are all exactly 0 and were not;
 3. backward never comes (evaluation with gradients enabled, the second forward of activation checkpointing): seen
-   when the graph is freed.
+   when the graph is freed;
+4. forward ends with an error after some chunks were added (out of memory, then another try): seen at once.
 
-Each turns gradients into NaN, as the norm of the step's gradient shows, the third with a warning besides.
+Each turns gradients into NaN, as the norm of the step's gradient shows, the third with a warning besides. Not seen: a
+`main_grad` that is zeroed and added to by others before backward. And `torch.autograd.grad(loss, hidden)`, which asks for
+one gradient, finds the other added all the same.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ class ForwardGradients:
         self._weight: WeightGradient | None = None
         if needs_weight:
             self._weight = WeightGradient(weight, final=loss_scale is not None)
-        self._loss_scale = None if loss_scale is None else loss_scale.reshape(())
+        self._loss_scale: Tensor | None = None
+        if loss_scale is not None:
+            # A copy: what the caller does to its own by then must not change what was promised.
+            self._loss_scale = loss_scale.detach().reshape(()).to(hidden.device, copy=True)
         self._early: _EarlySum | None = None
 
     def add(
@@ -85,6 +91,11 @@ class ForwardGradients:
         """From here on backward is awaited, if anything was added."""
         if self._weight is not None and self._weight.added_to is not None:
             self._early = _EarlySum(self._weight.added_to)
+
+    def abandon(self) -> None:
+        """Forward has failed: what was added to `main_grad` must not be taken for a gradient."""
+        if self._weight is not None and self._weight.added_to is not None:
+            _spoil(self._weight.added_to)
 
     def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight, scaled on the device."""
@@ -128,9 +139,13 @@ class _EarlySum:
         return self._sample, self._read()
 
 
-def _never_differentiated(main_grad: Tensor) -> None:
+def _spoil(main_grad: Tensor) -> None:
     with torch.no_grad():
         main_grad[:1] = float("nan")
+
+
+def _never_differentiated(main_grad: Tensor) -> None:
+    _spoil(main_grad)
     warnings.warn(
         "linear_token_loss with a loss_scale added the gradient of the output weight to main_grad in forward, and its "
         "graph was freed without backward: one row of main_grad is NaN now, so that no step is taken with it. Evaluate "

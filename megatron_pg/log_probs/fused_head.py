@@ -99,7 +99,7 @@ def linear_token_loss(
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `loss_scale` only: its
             range would lose a gradient that does not carry the scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone, and the same on every tensor-parallel rank.
+            entropy alone, and the same on every tensor-parallel rank. A parameter that it reads besides gets no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
         loss_scale: 0-d, the gradient that backward will hand to the loss, where it is known. The weight's gradient then

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.autograd import row_passes
+from megatron_pg.log_probs.autograd import refuse_second_derivative, row_passes
 from megatron_pg.log_probs.output_layer import WeightGradient, chunk_slices, multiply
 from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
 
@@ -98,6 +98,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_log_probs_and_entropy")
         hidden, weight, targets, maximum, log_sum, entropy = ctx.saved_tensors
         head, tokens = ctx.head, hidden.shape[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

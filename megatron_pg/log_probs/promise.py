@@ -38,6 +38,9 @@ def spoil_unless_kept(
         gradients: one or two, [rows, columns] with equal columns, changed in place.
     """
     kernel = _triton_promise() if arrived.is_cuda else None
+    seen = gradients if sample is None else [*gradients, sample[1]]
+    if any(tensor.stride(1) != 1 for tensor in seen):
+        kernel = None
     if kernel is not None:
         kernel.spoil_unless_kept(arrived, promised, sample, gradients)
         return

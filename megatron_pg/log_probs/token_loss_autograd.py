@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.log_probs.autograd import refuse_second_derivative
 from megatron_pg.log_probs.forward_gradients import ForwardGradients
 from megatron_pg.log_probs.linear_autograd import ChunkedHead
 from megatron_pg.log_probs.output_layer import chunk_slices
@@ -44,14 +45,18 @@ class LinearTokenLoss(torch.autograd.Function):
         buffer = head.new_logits(min(size, tokens), hidden, weight)
         values, parts = [], []
         scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
-        for rows in scored:
-            logits = buffer[: rows.stop - rows.start]
-            statistics = head.score(hidden[rows], weight, targets[rows], logits)
-            parts.append(statistics)
-            value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
-            values.append(value)
-            if rows.start < gradient_rows:
-                work.add(head, logits, targets[rows], statistics, coefficients, rows)
+        try:
+            for rows in scored:
+                logits = buffer[: rows.stop - rows.start]
+                statistics = head.score(hidden[rows], weight, targets[rows], logits)
+                parts.append(statistics)
+                value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
+                values.append(value)
+                if rows.start < gradient_rows:
+                    work.add(head, logits, targets[rows], statistics, coefficients, rows)
+        except BaseException:
+            work.abandon()
+            raise
         whole = RowStatistics.concatenate(parts, like=head.temperature)
         work.end_of_forward()
         ctx.work = work
@@ -61,6 +66,7 @@ class LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_token_loss")
         if ctx.work is None:
             raise RuntimeError(
                 "backward through linear_token_loss a second time: its gradients are given away"

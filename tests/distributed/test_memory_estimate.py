@@ -40,16 +40,20 @@ MEASURED = {  # (TP, CP, tokens of a micro-batch): GiB with float32 logits, with
 }
 
 
-def estimate(case: tuple[int, int, int], *flags: str) -> MemoryEstimate:
+def estimate(
+    case: tuple[int, int, int], *flags: str, sequence_parallel: bool = True
+) -> MemoryEstimate:
     tensor, context, tokens = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(tensor * context))
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         line = (
-            f"{MODEL} --tensor-model-parallel-size {tensor} --sequence-parallel --context-parallel-size {context} "
+            f"{MODEL} --tensor-model-parallel-size {tensor} --context-parallel-size {context} "
             f"--max-tokens-per-microbatch {tokens}"
         )
-        patch.setattr(sys, "argv", [*line.split(), *flags])
+        patch.setattr(
+            sys, "argv", [*line.split(), *["--sequence-parallel"] * sequence_parallel, *flags]
+        )
         return estimate_memory(parse_arguments())
 
 
@@ -84,6 +88,15 @@ def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
     inputs = 16 * 32768 * 2048 * 2
     assert recomputed.activations == pytest.approx(inputs + one_layer, rel=0.02)
     assert recomputed.states == kept.states and recomputed.logits == kept.logits
+
+
+def test_without_sequence_parallelism_ranks_hold_more() -> None:
+    case = (2, 1, 32768)
+    split, whole = (estimate(case).activations, estimate(case, sequence_parallel=False).activations)
+    inputs = 16 * 32768 * 2048 * 8  # of 16 layers, 8 bytes each
+    assert whole - split == pytest.approx(inputs / 2, rel=1e-6)
+    wide = estimate(case, "--ffn-hidden-size", "22528", sequence_parallel=False).activations
+    assert wide > 2 * whole
 
 
 def test_every_axis_divides_what_it_shards() -> None:

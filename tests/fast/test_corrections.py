@@ -432,6 +432,20 @@ def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
     assert set(found.metrics) == set(correction_metric_names(config))
 
 
+def without_gradient(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    return pg_loss.detach(), batch.loss_mask
+
+
+def test_custom_function_that_loses_the_gradient_is_refused() -> None:
+    sequences = random_sequences(8)
+    path = f"{__name__}.without_gradient"
+    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
+    with pytest.raises(ValueError, match="pg_loss: returned a tensor without a gradient"):
+        corrected(config, package_batch(sequences), flat_log_probs(sequences))
+
+
 def test_custom_function_of_the_wrong_shape_is_refused() -> None:
     sequences = random_sequences(8)
     path = f"{__name__}.wrong_shape"

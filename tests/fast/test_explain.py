@@ -315,6 +315,13 @@ def test_steps_that_depend_on_the_number_of_ranks(tmp_path, capsys, flags, warne
     assert any("With --docs-per-step-mode at_least, 4 ranks" in w for w in warnings) is warned
 
 
+@pytest.mark.parametrize(("data_size", "warned"), [(4, True), (5, False), (1, False)])
+def test_steps_of_lengths_that_depend_on_the_number_of_ranks(capsys, data_size, warned):
+    line = ["--lengths", "200,4000", "--docs-per-step", "5", "--data-parallel-size", str(data_size)]
+    warnings = explained(capsys, *line)["warnings"]
+    assert any("With --docs-per-step-mode at_least" in w for w in warnings) is warned
+
+
 TOKEN_MEAN = ("--loss-aggregation", "token_mean")
 
 

@@ -200,3 +200,10 @@ def test_bad_input(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         log_probs_and_entropy(**{**arguments, **change})
+
+
+def test_second_derivative_is_refused() -> None:
+    logits, targets = peaked_logits(6, 12)
+    log_probs, _ = log_probs_and_entropy(logits.requires_grad_(), targets)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)

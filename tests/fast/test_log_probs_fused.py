@@ -236,6 +236,14 @@ def test_second_backward_is_refused(mode: Callable[..., Tensor]) -> None:
 
 
 @every_mode
+def test_second_derivative_is_refused(mode: Callable[..., Tensor]) -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(mode(problem, hidden, weight), hidden, create_graph=True)
+
+
+@every_mode
 def test_no_tokens(mode: Callable[..., Tensor]) -> None:
     problem = Problem()
     hidden, weight = torch.zeros(0, HIDDEN, requires_grad=True), problem.leaves()[1]
@@ -356,6 +364,34 @@ def test_a_loss_scale_that_was_not_promised_is_visible_without_main_grad() -> No
     hidden, weight = problem.leaves()
     known(problem, hidden, weight, loss_scale=torch.tensor(6.0)).backward()
     assert hidden.grad.isnan().any() and weight.grad.isnan().any()
+
+
+def test_a_promise_is_kept_apart_from_what_becomes_of_the_callers_tensor() -> None:
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
+    scale = torch.tensor(6.0)
+    loss = known(problem, hidden, weight, loss_scale=scale)
+    scale.mul_(2)
+    loss.backward(scale)
+    assert hidden.grad.isnan().any() and weight.main_grad.isnan().any()
+
+
+@pytest.mark.parametrize("failing", [0, 4])
+def test_an_error_after_some_chunks_is_visible_in_main_grad(failing: int) -> None:
+    """A micro-batch that is tried again would be counted in part twice."""
+    problem = Problem()
+    hidden, weight = with_main_grad(problem)
+    right = problem.token_loss
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        if rows.start == failing:
+            raise torch.OutOfMemoryError("no room")
+        return right(log_probs, entropy, rows)
+
+    problem.token_loss = token_loss  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
+    assert weight.main_grad.isnan().any() == (failing > 0)
 
 
 @pytest.mark.parametrize("zeroed", [False, True])

@@ -214,24 +214,30 @@ def sharded_statistics(
     return shards, statistics
 
 
-def promises() -> dict[str, tuple[float, Tensor | None, Tensor | None, bool]]:
-    """Name -> (scale that arrives for the promised 6, sample after forward, sample now, whether the promise was kept)."""
+def promises() -> dict[str, tuple[float, float, Tensor | None, Tensor | None, bool]]:
+    """Name -> (scale promised, scale that arrives, sample after forward, sample now, whether the promise was kept)."""
     rows, zeros = torch.arange(40.0).view(5, 8) / 7, torch.zeros(5, 8)
     one, nan = zeros.clone(), zeros.clone()
     one[4, 7], nan[4, 7] = 1e-30, float("nan")
     return {
-        "kept": (6.0, rows, rows + 1, True),
-        "kept, nothing sampled": (6.0, None, None, True),
-        "rounded": (6.0 * (1 - 1e-6), rows, rows, True),
-        "another scale": (6.01, rows, rows, False),
-        "negative": (-6.0, None, None, False),
-        "NaN": (float("nan"), rows, rows, False),
-        "zeroed": (6.0, rows, zeros, False),
-        "zeroed, of one element": (6.0, one, zeros, False),
-        "zeroed, of NaN": (6.0, nan, zeros, False),
-        "one element is left": (6.0, rows, one, True),
-        "NaN is left": (6.0, rows, nan, True),
-        "0 from the start": (6.0, zeros, zeros, True),
+        "kept": (6.0, 6.0, rows, rows + 1, True),
+        "kept, nothing sampled": (6.0, 6.0, None, None, True),
+        "kept, 0": (0.0, 0.0, rows, rows, True),
+        "rounded": (6.0, 6.0 * (1 - 1e-6), rows, rows, True),
+        "rounded, negative": (-6.0, -6.0 * (1 - 1e-6), rows, rows, True),
+        "rounded, large": (6e4, 6e4 * (1 - 1e-6), rows, rows, True),
+        "another scale": (6.0, 6.01, rows, rows, False),
+        "another by more than rounding": (6.0, 6.0 * (1 + 1e-4), rows, rows, False),
+        "another, small": (6e-4, 6.01e-4, rows, rows, False),
+        "negative": (6.0, -6.0, None, None, False),
+        "NaN": (6.0, float("nan"), rows, rows, False),
+        "zeroed": (6.0, 6.0, rows, zeros, False),
+        "zeroed, few columns": (6.0, 6.0, rows[:, :5].contiguous(), zeros[:, :5], False),
+        "zeroed, of one element": (6.0, 6.0, one, zeros, False),
+        "zeroed, of NaN": (6.0, 6.0, nan, zeros, False),
+        "one element is left": (6.0, 6.0, rows, one, True),
+        "NaN is left": (6.0, 6.0, rows, nan, True),
+        "0 from the start": (6.0, 6.0, zeros, zeros, True),
     }
 
 
@@ -240,22 +246,32 @@ def promises() -> dict[str, tuple[float, Tensor | None, Tensor | None, bool]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_promises(case: str, dtype: torch.dtype) -> None:
     """The kernel and the torch code spoil the same gradients: the whole first row, and nothing else."""
-    scale, before, now, kept = promises()[case]
+    promised, arrives, before, now, kept = promises()[case]
+    scales = torch.tensor(arrives), torch.tensor(promised)
     sample = None
     if before is not None and now is not None:
         buffer = torch.ones(15, 11)  # of which the present sample is a view
-        buffer[::3, :8] = now
-        sample = before, buffer[::3, :8]
+        buffer[::3, : now.shape[1]] = now
+        sample = before, buffer[::3, : now.shape[1]]
     for module in (promise, triton_promise):
         gradients = [torch.ones(3, 1100, dtype=dtype), torch.ones(7, 1100)]
-        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, gradients)
+        module.spoil_unless_kept(*scales, sample, gradients)
         for gradient in gradients:
             assert gradient[:1].isnan().all() == (not kept) and (gradient[1:] == 1).all()
             assert kept == bool((gradient == 1).all())
         alone = torch.ones(2, 3)
-        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, [alone])
-        module.spoil_unless_kept(torch.tensor(scale), torch.tensor(6.0), sample, [torch.ones(0, 3)])
+        module.spoil_unless_kept(*scales, sample, [alone])
+        module.spoil_unless_kept(*scales, sample, [torch.ones(0, 3)])
         assert alone[:1].isnan().all() == (not kept)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("stride", [1001, 1004, 1012, 1016])
+def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int) -> None:
+    logits = torch.zeros((3, stride), dtype=torch.bfloat16)
+    assert triton_op._columns_of_a_line(logits, logits) == 0
+    aligned = torch.zeros((3, 1008), dtype=torch.bfloat16)
+    assert triton_op._columns_of_a_line(aligned, aligned) == 64
 
 
 @needs_interpreter

@@ -336,6 +336,12 @@ def loss_with_metrics(config: PolicyLossConfig, batch: PackedBatch, log_probs: T
     return log_probs, {"mine": 1.0}
 
 
+def loss_without_gradient(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
+    return -log_probs.detach()
+
+
 def custom_config(function: str) -> PolicyLossConfig:
     return PolicyLossConfig(custom_policy_loss_path=f"{__name__}:{function}")
 
@@ -361,6 +367,20 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
     expected = torch.where(batch.loss_mask, -(batch.advantages * ratio**2), 0.0)
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(log_probs.grad, 2 * expected)
+
+
+def test_custom_loss_that_loses_the_gradient_is_refused() -> None:
+    """Megatron's schedules would pass over it, and training go on without learning."""
+    sequences = random_sequences(9)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    config = custom_config("loss_without_gradient")
+    objective = get_objective(config)
+    message = "--custom-policy-loss-path .*loss_without_gradient returned a tensor without a grad"
+    with pytest.raises(ValueError, match=message):
+        objective(config, batch, log_probs)
+    assert not objective(config, batch, log_probs.detach()).loss.requires_grad
+    with torch.no_grad():
+        objective(config, batch, log_probs)
 
 
 def loss_of_masked_tokens_too(

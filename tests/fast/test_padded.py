@@ -214,6 +214,9 @@ def test_a_step_without_active_tokens_is_zero_and_attached() -> None:
         ({"aggregation": "prompt_mean", "group_index": [0.5, 0.7]}, r"group_index\[0\] is 0.5"),
         ({"rollout_id": [1, math.nan]}, r"rollout_id\[1\] is nan"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
+        ({"data_parallel_size": 2.5}, "data_parallel_size is 2.5: expected a whole number"),
+        ({"aggregation": "constant", "divisor": True}, "divisor is True"),
+        ({"mask": [[1, 1, 0], [1, 0, 0]]}, r"mask is a list: expected a tensor \[batch, length\]"),
         ({"mask": torch.ones(2, 4)}, r"loss has shape \[2, 3\] and mask \[2, 4\]"),
         ({"mask": torch.ones(3, 2)}, r"loss has shape \[2, 3\] and mask \[3, 2\]"),
         ({"mask": torch.ones(6)}, r"expected \[batch, length\]"),
@@ -226,6 +229,12 @@ def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
     mask = keywords.pop("mask", torch.ones(2, 3))
     with pytest.raises(ValueError, match=message):
         reduce_padded(torch.ones(2, 3), mask, **keywords)
+
+
+def test_rollouts_that_the_totals_were_counted_without_are_named() -> None:
+    mask = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="row 0: rollout_id 5 .* padded_totals with rollout_id"):
+        reduce_padded(torch.ones(2, 3), mask, totals=padded_totals(mask), rollout_id=[5, 6])
 
 
 def test_a_group_that_the_totals_do_not_know_is_named() -> None:

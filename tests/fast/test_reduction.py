@@ -72,6 +72,27 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
     assert_same(found, expected, losses)
 
 
+def sum_without_gradient(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
+    return lambda x: x.detach().sum()
+
+
+def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
+    samples = package_samples(random_step(seed=50))
+    batch = pack(samples)
+    path = f"{__name__}:sum_without_gradient"
+    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
+    reduction = policy_gradient_reduction(config, batch, step_totals(samples))
+    x = torch.ones(len(batch.window))
+    assert float(reduction.inner_sum(x)) == len(x)
+    with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
+        reduction.inner_sum(x.requires_grad_())
+
+
 CONFIGS = {
     "custom": custom_config(per_token=False),
     "custom_per_token": custom_config(per_token=True),

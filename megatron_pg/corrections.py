@@ -236,14 +236,13 @@ def _custom_tis(
     path = str(config.custom_tis_function_path)
     log_probs = masked(log_probs, batch.loss_mask)
     where = f"--custom-tis-function-path {path}"
-    given = pg_loss
-    results = load_tis_function(path)(config, with_masked_inputs(batch), log_probs, given)
+    results = load_tis_function(path)(config, with_masked_inputs(batch), log_probs, pg_loss)
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise ValueError(
             f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
         )
-    pg_loss, kept = results
+    corrected, kept = results
     shape, meaning = batch.loss_mask.shape, "one value per token of the window"
-    check_returned(pg_loss, shape, f"{where}: pg_loss:", meaning, differentiable_in=given)
+    check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=pg_loss)
     check_returned(kept, shape, f"{where}: loss_mask:", meaning)
-    return pg_loss, batch.loss_mask & kept.bool()
+    return corrected, batch.loss_mask & kept.bool()

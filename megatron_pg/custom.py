@@ -85,19 +85,19 @@ def check_returned(
         differentiable_in: what the function was given and has to pass a gradient to, where that has one.
     """
     is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and value.shape == torch.Size(shape):
-        needed = differentiable_in is not None and differentiable_in.requires_grad
-        if needed and torch.is_grad_enabled() and not value.requires_grad:
-            raise ValueError(
-                f"{where} returned a tensor without a gradient: nothing would be learned from it. Compute it from its "
-                "argument, without detach(), .data, .item() or torch.no_grad(); where there is no token, return "
-                "argument.sum() * 0 and not a new zero"
-            )
-        return
-    found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-    raise ValueError(
-        f"{where} returned {found}, expected a tensor of shape {list(shape)}: {meaning}"
-    )
+    if not is_tensor or value.shape != torch.Size(shape):
+        kind = type(value).__name__
+        found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {kind}"
+        raise ValueError(
+            f"{where} returned {found}, expected a tensor of shape {list(shape)}: {meaning}"
+        )
+    has_gradient = differentiable_in is not None and differentiable_in.requires_grad
+    if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError(
+            f"{where} returned a tensor without a gradient: nothing would be learned from it. Compute it from its "
+            "argument, without detach(), .data, .item() or torch.no_grad(); where there is no token, return "
+            "argument.sum() * 0 and not a new zero"
+        )
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShar
 
 
 @functools.cache
-def _triton_op() -> ModuleType | None:
+def kernels(module: str) -> ModuleType | None:
+    """A module of this package that needs Triton, or None without it."""
     try:
-        return importlib.import_module("megatron_pg.log_probs.triton_op")
+        return importlib.import_module(f"megatron_pg.log_probs.{module}")
     except ImportError:
         return None
 
@@ -25,7 +26,7 @@ def _triton_op() -> ModuleType | None:
 def row_passes(logits: Tensor) -> ModuleType:
     """`triton_op` for logits that its kernels take, else `torch_op`: the same functions."""
     if logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1:
-        return _triton_op() or torch_op
+        return kernels("triton_op") or torch_op
     return torch_op
 
 

@@ -18,15 +18,17 @@ one gradient, finds the other added all the same.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_pg.log_probs.linear_autograd import ChunkedHead
 from megatron_pg.log_probs.output_layer import WeightGradient
-from megatron_pg.log_probs.promise import spoil_unless_kept
+from megatron_pg.log_probs.promise import spoil, spoil_unless_kept
 from megatron_pg.log_probs.vocabulary_shard import RowStatistics
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 64, 8
@@ -55,7 +57,7 @@ class ForwardGradients:
         self._detached, self._weight_values = hidden.detach(), weight.detach()
         self._hidden: Tensor | None = None
         if needs_hidden:
-            self._hidden = torch.empty_like(self._detached)
+            self._hidden = torch.empty_like(self._detached, memory_format=torch.contiguous_format)
             self._hidden[gradient_rows:] = 0
         self._weight: WeightGradient | None = None
         if needs_weight:
@@ -87,15 +89,21 @@ class ForwardGradients:
             self._weight,
         )
 
-    def end_of_forward(self) -> None:
-        """From here on backward is awaited, if anything was added."""
-        if self._weight is not None and self._weight.added_to is not None:
-            self._early = _EarlySum(self._weight.added_to)
+    @contextlib.contextmanager
+    def filled(self) -> Iterator[None]:
+        """Chunks are added in the body. If anything was, backward is awaited from its end on; an error in it spoils the sum."""
+        try:
+            yield
+        except BaseException:  # an interruption leaves as wrong a sum as an error does
+            if self._added_to is not None:
+                spoil(self._added_to)
+            raise
+        if self._added_to is not None:
+            self._early = _EarlySum(self._added_to)
 
-    def abandon(self) -> None:
-        """Forward has failed: what was added to `main_grad` must not be taken for a gradient."""
-        if self._weight is not None and self._weight.added_to is not None:
-            _spoil(self._weight.added_to)
+    @property
+    def _added_to(self) -> Tensor | None:
+        return None if self._weight is None else self._weight.added_to
 
     def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight, scaled on the device."""
@@ -139,13 +147,8 @@ class _EarlySum:
         return self._sample, self._read()
 
 
-def _spoil(main_grad: Tensor) -> None:
-    with torch.no_grad():
-        main_grad[:1] = float("nan")
-
-
 def _never_differentiated(main_grad: Tensor) -> None:
-    _spoil(main_grad)
+    spoil(main_grad)
     warnings.warn(
         "linear_token_loss with a loss_scale added the gradient of the output weight to main_grad in forward, and its "
         "graph was freed without backward: one row of main_grad is NaN now, so that no step is taken with it. Evaluate "

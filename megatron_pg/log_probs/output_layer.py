@@ -96,7 +96,7 @@ class WeightGradient:
 
     def _new_buffer(self) -> Tensor:
         dtype = torch.promote_types(self._weight.dtype, torch.float32)
-        return torch.empty_like(self._weight, dtype=dtype, requires_grad=False)
+        return torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
 
     @property
     def total(self) -> Tensor | None:

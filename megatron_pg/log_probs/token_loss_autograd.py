@@ -45,7 +45,7 @@ class LinearTokenLoss(torch.autograd.Function):
         buffer = head.new_logits(min(size, tokens), hidden, weight)
         values, parts = [], []
         scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
-        try:
+        with work.filled():
             for rows in scored:
                 logits = buffer[: rows.stop - rows.start]
                 statistics = head.score(hidden[rows], weight, targets[rows], logits)
@@ -54,11 +54,7 @@ class LinearTokenLoss(torch.autograd.Function):
                 values.append(value)
                 if rows.start < gradient_rows:
                     work.add(head, logits, targets[rows], statistics, coefficients, rows)
-        except BaseException:
-            work.abandon()
-            raise
         whole = RowStatistics.concatenate(parts, like=head.temperature)
-        work.end_of_forward()
         ctx.work = work
         ctx.mark_non_differentiable(whole.log_probs, whole.entropy)
         loss = values[0] if len(values) == 1 else sum(values, torch.zeros_like(head.temperature))

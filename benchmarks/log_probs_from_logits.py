@@ -28,7 +28,7 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.head import log_probs_and_entropy
 
 
 class _Given(torch.autograd.Function):

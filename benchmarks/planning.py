@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_pg import Sample
-from megatron_pg.planning import plan_bins, plan_step
+from megatron_pg.step import plan_bins, plan_step
 
 BUDGET = 16384
 Lengths = NDArray[np.int64]

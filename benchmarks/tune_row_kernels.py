@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.inputs import peaked_logits
 from benchmarks.timing import Contender, copy_rate, measure
-from megatron_pg.log_probs import triton_op
-from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
+from megatron_pg.head import rows_triton
+from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 
 def best(contenders: list[Contender], floor: float, title: str) -> None:
@@ -27,17 +27,17 @@ def run(tokens: int, columns: int, dtype: torch.dtype, rate: float) -> None:
     targets = torch.randint(0, columns, (tokens,), device="cuda")
     shard = VocabularyShard.build(columns, None, None)
     temperature = torch.ones((), device="cuda")
-    statistics = triton_op.row_statistics(logits, targets, shard, temperature)
+    statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
     gradients = torch.randn((2, tokens), device="cuda").unbind()
 
     def read(vectors: int, warps: int) -> object:
-        triton_op._VECTORS, triton_op._STATISTICS_WARPS = vectors, warps
-        return triton_op.row_statistics(logits, targets, shard, temperature)
+        rows_triton._VECTORS, rows_triton._STATISTICS_WARPS = vectors, warps
+        return rows_triton.row_statistics(logits, targets, shard, temperature)
 
     def write(tile: int, warps: int, tiles: int) -> None:
-        triton_op._GRADIENT_TILES = {logits.element_size(): (tile, tiles)}
-        triton_op._GRADIENT_WARPS = warps
-        triton_op.write_gradient(
+        rows_triton._GRADIENT_TILES = {logits.element_size(): (tile, tiles)}
+        rows_triton._GRADIENT_WARPS = warps
+        rows_triton.write_gradient(
             logits, targets, shard, temperature, statistics, *gradients, logits
         )
 

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from benchmarks.whole_step_model import Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.output_head import OutputHead, output_head
 from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.policy_loss import policy_loss_from_log_probs
 
 WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 8
 MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))

@@ -29,7 +29,7 @@ from megatron_pg import (
 )
 from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.planning import plan_step
+from megatron_pg.step import plan_step
 
 
 def train_step(

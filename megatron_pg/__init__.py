@@ -4,19 +4,19 @@ Importing this package needs torch and NumPy. What touches Megatron is in ``mega
 ``from megatron_pg.megatron.loss import megatron_loss``.
 """
 
-from megatron_pg.advantages import filter_overlong, group_advantages
-from megatron_pg.aggregation import AGGREGATIONS, StepTotals, step_totals
-from megatron_pg.arguments import (
+from megatron_pg.config import (
     PolicyLossConfig,
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.corrections import accepted_samples
-from megatron_pg.log_probs import log_probs_and_entropy
-from megatron_pg.metrics import reduce_metrics
-from megatron_pg.padded import padded_totals, reduce_padded
-from megatron_pg.planning import (
+from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.corrections import accepted_samples
+from megatron_pg.loss.metrics import reduce_metrics
+from megatron_pg.loss.padded import padded_totals, reduce_padded
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
+from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.step import (
     PlanningConfig,
     StepCollector,
     StepPlan,
@@ -24,10 +24,11 @@ from megatron_pg.planning import (
     plan_step,
     validate_planning_args,
 )
-from megatron_pg.policy_loss import policy_loss_from_log_probs, policy_loss_function
-from megatron_pg.reducers import get_pg_loss_reducer
-from megatron_pg.samples import Sample
-from megatron_pg.token_window import TokenWindow
+from megatron_pg.step.advantages import filter_overlong, group_advantages
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.totals import StepTotals, step_totals
 
 __version__ = "0.1.0"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.policy_loss import policy_loss_function
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.totals import StepTotals, step_totals
 
 from .cut_steps import DIVISOR, Cut
 from .oracle import Objective, PlainSample

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, get_aggregation, step_totals
-from megatron_pg.reducers import get_pg_loss_reducer
+from megatron_pg.loss.aggregation import get_aggregation
+from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.step.totals import StepTotals, step_totals
 
 from . import oracle
 from .oracle import PlainSample

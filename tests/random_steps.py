@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.samples import Sample
+from megatron_pg.step.sample import Sample
 
 from .oracle import PlainSample
 

@@ -2,7 +2,7 @@
 
     python docs/figures/zigzag.py
 
-The cells are those of megatron_pg.token_window.TokenWindow: nothing here knows the layout.
+The cells are those of megatron_pg.step.token_window.TokenWindow: nothing here knows the layout.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_pg import Sample
-from megatron_pg.planning import CollectorState
 from megatron_pg.rollout_files import RewardedSample, RolloutPosition
+from megatron_pg.step import CollectorState
 
 from .errors import agreed, alone
 from .model import Policy

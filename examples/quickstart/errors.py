@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pg.planning.exchange import OtherRankError
+from megatron_pg.step.agreement import OtherRankError
 
 
 class RunError(RuntimeError):

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.planning import PlanningConfig, StepCollector, StepSamples
-from megatron_pg.planning.exchange import compute_and_gather
-from megatron_pg.planning.sources import no_sample_in
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
+from megatron_pg.step import PlanningConfig, StepCollector, StepSamples
+from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.sources import no_sample_in
 
 from .model import Policy
 from .training_step import TrainingStep

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups
 
 from .generation import Sampler
 from .model import Policy, build_chunks

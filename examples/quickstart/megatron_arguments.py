@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from megatron_pg.megatron.versions import has_megatron_training
+from megatron_pg.config.versions import has_megatron_training
 
 FUSIONS = (
     "masked_softmax_fusion",

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from megatron_pg.megatron.groups import ParallelGroups
 
 from .transformer import build_chunk, num_chunks, transformer_config
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.advantages import group_advantages
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.step.advantages import group_advantages
 
 from .generation import Response, Sampler
 from .tasks import Task, TaskSet

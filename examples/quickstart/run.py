@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.megatron.versions import megatron_core_version
+from megatron_pg.config.versions import megatron_core_version
 
 from .checkpoint import Checkpoints, Progress
 from .errors import agreed, mendable

@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
-from megatron_pg.megatron.layer_spec import torch_block_spec
-from megatron_pg.megatron.versions import has_megatron_training, needs_kept_pipeline_outputs
+from megatron_pg.config.versions import has_megatron_training, needs_kept_pipeline_outputs
+from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:

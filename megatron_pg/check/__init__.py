@@ -12,7 +12,7 @@ from typing import TextIO
 
 from megatron_pg.check.launch import Job, Launch, prepare
 from megatron_pg.check.options import check_world_size, parse_options
-from megatron_pg.megatron.versions import UnsupportedMegatronError
+from megatron_pg.config.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
-from megatron_pg.samples import Sample
+from megatron_pg.step.sample import Sample
 
 
 @dataclass(frozen=True)

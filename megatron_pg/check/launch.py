@@ -20,8 +20,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
-from megatron_pg.megatron.versions import require_supported_version
+from megatron_pg.config.versions import require_supported_version
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 TIMEOUT_MINUTES = 5
 """Of a collective that some rank never joins: the end of what no watch has seen."""

@@ -24,8 +24,8 @@ from megatron_pg.check.launch import TIMEOUT_MINUTES
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.check.steps import VOCAB_SIZE
-from megatron_pg.megatron.layer_spec import torch_block_spec
-from megatron_pg.megatron.versions import needs_kept_pipeline_outputs
+from megatron_pg.config.versions import needs_kept_pipeline_outputs
+from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
 
 MAX_SEQUENCE_LENGTH = 256
 

@@ -10,13 +10,13 @@ from typing import Literal
 
 import torch
 
-from megatron_pg.custom import (
+from megatron_pg.config.custom import (
     POLICY_LOSS_PARAMETERS,
     REDUCER_KEYWORDS,
     REDUCER_PARAMETERS,
     load_function,
 )
-from megatron_pg.megatron.versions import supports_output_processor
+from megatron_pg.config.versions import supports_output_processor
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.check.steps import DIVISOR, ENTROPY_COEFFICIENT, KL_COEFFICIENT
-from megatron_pg.samples import Sample
+from megatron_pg.step.sample import Sample
 
 
 def response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:

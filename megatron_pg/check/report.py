@@ -15,7 +15,7 @@ import torch
 from megatron_pg.check.diagnosis import diagnosis
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
 from megatron_pg.check.rows import Row
-from megatron_pg.megatron.versions import megatron_core_version, supports_output_processor
+from megatron_pg.config.versions import megatron_core_version, supports_output_processor
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_pg.metrics import CHECKSUM_TOLERANCE
+from megatron_pg.loss.metrics import CHECKSUM_TOLERANCE
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 

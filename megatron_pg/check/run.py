@@ -12,8 +12,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.aggregation import AGGREGATIONS, step_totals
-from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.check.compare import Reference, compare
 from megatron_pg.check.models import (
     MAX_SEQUENCE_LENGTH,
@@ -30,12 +28,15 @@ from megatron_pg.check.reference import reference_loss, response_log_probs
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.check.steps import CUSTOM, config_of, cut, make_samples, with_log_probs
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.metrics import CHECKSUM, reduce_metrics
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.metrics import CHECKSUM, reduce_metrics
-from megatron_pg.policy_loss import policy_loss_from_log_probs
-from megatron_pg.samples import Sample
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 
 MODELS: dict[str, Callable[..., list[torch.nn.Module]]] = {
     "end to end": build_gpt,

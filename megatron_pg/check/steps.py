@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_pg.arguments.config import PolicyLossConfig
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.samples import Sample
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.step.sample import Sample
 
 VOCAB_SIZE = 16
 DIVISOR = 24.0

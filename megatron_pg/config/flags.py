@@ -8,8 +8,8 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
-from megatron_pg.arguments.config import FIELD_TYPES, PolicyLossConfig, config_fields
-from megatron_pg.arguments.values import INTERVALS, choices_of, flag_of
+from megatron_pg.config.policy_loss import FIELD_TYPES, PolicyLossConfig, config_fields
+from megatron_pg.config.values import INTERVALS, choices_of, flag_of
 
 PG_LOSS_DIVISOR_HELP = (
     "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."

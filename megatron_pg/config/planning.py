@@ -6,9 +6,11 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_pg.planning.documents import MODES
-from megatron_pg.planning.sources import ON_BAD_ROW
-from megatron_pg.planning.step import OVERSIZED
+OVERSIZED = ("error", "own_microbatch")
+"""What may become of a sample that is longer than a micro-batch may be."""
+MODES = ("at_least", "exact")
+ON_BAD_ROW = ("error", "skip")
+"""What may become of a slot whose data make no sample."""
 
 _HELP = {
     "max_tokens_per_microbatch": "The most packed tokens of a micro-batch over the context-parallel group, padding "

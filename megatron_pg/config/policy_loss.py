@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Literal, get_type_hints
 
-from megatron_pg.arguments.values import PYTHON_ONLY_FIELDS, check_combinations, check_value
+from megatron_pg.config.values import PYTHON_ONLY_FIELDS, check_combinations, check_value
 
 LossAggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce", "sft"]

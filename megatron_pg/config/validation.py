@@ -9,16 +9,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pg.arguments.config import PolicyLossConfig, config_fields, required_inputs
-from megatron_pg.arguments.values import INTERVALS, flag_of
-from megatron_pg.custom import (
+from megatron_pg.config.custom import (
     POLICY_LOSS_PARAMETERS,
     REDUCER_KEYWORDS,
     REDUCER_PARAMETERS,
     TIS_PARAMETERS,
     load_function,
 )
-from megatron_pg.megatron.versions import megatron_core_version, supports_output_processor
+from megatron_pg.config.policy_loss import PolicyLossConfig, config_fields, required_inputs
+from megatron_pg.config.values import INTERVALS, flag_of
+from megatron_pg.config.versions import megatron_core_version, supports_output_processor
 
 logger = logging.getLogger("megatron_pg")
 

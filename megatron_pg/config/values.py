@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
-    from megatron_pg.arguments.config import PolicyLossConfig
+    from megatron_pg.config.policy_loss import PolicyLossConfig
 
 PYTHON_ONLY_FIELDS = frozenset({"grad_divisor"})
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.counted import CountedSample
-from megatron_pg.planning import PlanningConfig
-from megatron_pg.samples import Sample
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.step import PlanningConfig
+from megatron_pg.step.counted import CountedSample
+from megatron_pg.step.sample import Sample
 
 if TYPE_CHECKING:
     from megatron_pg.rollout_files import RolloutPosition

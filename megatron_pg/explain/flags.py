@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_pg.arguments import add_policy_loss_args
-from megatron_pg.planning import add_planning_args
+from megatron_pg.config import add_policy_loss_args
+from megatron_pg.step import add_planning_args
 
 EPILOG = """\
 examples:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pg.arguments import PolicyLossConfig, validate_policy_loss_args
+from megatron_pg.config import PolicyLossConfig, validate_policy_loss_args
 from megatron_pg.explain.flags import build_parser
-from megatron_pg.planning import PlanningConfig, validate_planning_args
+from megatron_pg.step import PlanningConfig, validate_planning_args
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import AGGREGATIONS, Aggregation
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.counted import counted_denominators
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.explain.options import ExplainOptions, Parallelism
 from megatron_pg.explain.step import ExplainedStep
+from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
+from megatron_pg.step.counted import counted_denominators
 
 NUM_QUANTILES = 4
 

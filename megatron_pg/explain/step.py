@@ -14,14 +14,14 @@ from typing import cast
 
 import numpy as np
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.counted import CountedSample, counted_totals
 from megatron_pg.explain.files import CountedFiles, FileSample
 from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
 from megatron_pg.explain.options import ExplainOptions, LengthSource
-from megatron_pg.planning import IteratorSource, SampleSource, StepCollector
-from megatron_pg.planning.sources import no_sample_in
-from megatron_pg.samples import Sample
+from megatron_pg.step import IteratorSource, SampleSource, StepCollector
+from megatron_pg.step.counted import CountedSample, counted_totals
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.sources import no_sample_in
+from megatron_pg.step.totals import StepTotals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""

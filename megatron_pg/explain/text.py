@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pg.arguments import PolicyLossConfig
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.explain.options import ExplainOptions, Parallelism
 from megatron_pg.explain.report import AggregationReport
 from megatron_pg.explain.step import ExplainedStep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.arguments.config import required_inputs
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.policy_loss import required_inputs
 from megatron_pg.explain.options import ExplainOptions
 from megatron_pg.explain.report import AggregationReport, constant_divisor
 from megatron_pg.explain.step import ExplainedStep

@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import torch_op
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head import rows_torch
+from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
 
 @functools.cache
 def kernels(module: str) -> ModuleType | None:
     """A module of this package that needs Triton, or None without it."""
     try:
-        return importlib.import_module(f"megatron_pg.log_probs.{module}")
+        return importlib.import_module(f"megatron_pg.head.{module}")
     except ImportError:
         return None
 
 
 def row_passes(logits: Tensor) -> ModuleType:
-    """`triton_op` for logits that its kernels take, else `torch_op`: the same functions."""
+    """`rows_triton` for logits that its kernels take, else `rows_torch`: the same functions."""
     if logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1:
-        return kernels("triton_op") or torch_op
-    return torch_op
+        return kernels("rows_triton") or rows_torch
+    return rows_torch
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.linear_autograd import ChunkedHead
-from megatron_pg.log_probs.output_layer import WeightGradient
-from megatron_pg.log_probs.promise import spoil, spoil_unless_kept
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics
+from megatron_pg.head.linear_autograd import ChunkedHead
+from megatron_pg.head.output_layer import WeightGradient
+from megatron_pg.head.promise import spoil, spoil_unless_kept
+from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 64, 8
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.log_probs.linear_autograd import ChunkedHead, LinearLogProbs
-from megatron_pg.log_probs.output_layer import default_chunk_tokens
-from megatron_pg.log_probs.token_loss_autograd import LinearTokenLoss, TokenLoss
-from megatron_pg.log_probs.torch_op import temperature_tensor
-from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
+from megatron_pg.head.linear_autograd import ChunkedHead, LinearLogProbs
+from megatron_pg.head.output_layer import default_chunk_tokens
+from megatron_pg.head.rows_torch import temperature_tensor
+from megatron_pg.head.token_loss_autograd import LinearTokenLoss, TokenLoss
+from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -105,7 +105,7 @@ def linear_token_loss(
         loss_scale: 0-d, the gradient that backward will hand to the loss, where it is known. The weight's gradient then
             goes straight to `main_grad` in forward, without a buffer of its own. Forward must be followed by
             backward with that scale, and `main_grad` not be zeroed in between; if not, rows of both gradients become
-            NaN (see `megatron_pg.log_probs.forward_gradients`).
+            NaN (see `megatron_pg.head.forward_gradients`).
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).

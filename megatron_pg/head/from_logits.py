@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.log_probs.autograd import LogProbsAndEntropy
-from megatron_pg.log_probs.torch_op import temperature_tensor
-from megatron_pg.log_probs.vocabulary_shard import VocabularyShard
+from megatron_pg.head.autograd import LogProbsAndEntropy
+from megatron_pg.head.rows_torch import temperature_tensor
+from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = ["log_probs_and_entropy"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.autograd import refuse_second_derivative, row_passes
-from megatron_pg.log_probs.output_layer import WeightGradient, chunk_slices, multiply
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head.autograd import refuse_second_derivative, row_passes
+from megatron_pg.head.output_layer import WeightGradient, chunk_slices, multiply
+from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
 
 @dataclass(frozen=True)

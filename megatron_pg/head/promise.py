@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.autograd import kernels
+from megatron_pg.head.autograd import kernels
 
 RELATIVE_TOLERANCE = 1e-5
 """Of the scale that arrives to the one promised: float32 factors are multiplied in one order or another."""

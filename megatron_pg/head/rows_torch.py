@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.vocabulary_shard import (
+from megatron_pg.head.vocabulary_shard import (
     RowStatistics,
     VocabularyShard,
     combine_statistics,

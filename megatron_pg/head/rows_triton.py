@@ -1,4 +1,4 @@
-"""The two row passes as Triton kernels, with the signatures of `torch_op`."""
+"""The two row passes as Triton kernels, with the signatures of `rows_torch`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_pg.log_probs import triton_gradient, triton_statistics
-from megatron_pg.log_probs.vocabulary_shard import (
+from megatron_pg.head import triton_gradient, triton_statistics
+from megatron_pg.head.vocabulary_shard import (
     RowStatistics,
     VocabularyShard,
     gather_statistics,
@@ -32,7 +32,7 @@ def row_statistics(
     row_mask: Tensor | None = None,
     with_entropy: bool = True,
 ) -> RowStatistics:
-    """One read of the logits; see `torch_op.row_statistics`. The entropy comes at no cost."""
+    """One read of the logits; see `rows_torch.row_statistics`. The entropy comes at no cost."""
     tokens = logits.shape[0]
     outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in range(4)))
     if tokens == 0:
@@ -87,7 +87,7 @@ def write_gradient(
     out: Tensor,
     row_mask: Tensor | None = None,
 ) -> None:
-    """One read and one write; see `torch_op.write_gradient`.
+    """One read and one write; see `rows_torch.write_gradient`.
 
     `out` may be `logits`, or a view of the front of each of its rows in a narrower dtype.
     """

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs.autograd import refuse_second_derivative
-from megatron_pg.log_probs.forward_gradients import ForwardGradients
-from megatron_pg.log_probs.linear_autograd import ChunkedHead
-from megatron_pg.log_probs.output_layer import chunk_slices
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics
+from megatron_pg.head.autograd import refuse_second_derivative
+from megatron_pg.head.forward_gradients import ForwardGradients
+from megatron_pg.head.linear_autograd import ChunkedHead
+from megatron_pg.head.output_layer import chunk_slices
+from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_pg.log_probs.triton_statistics import LN_2, LOG2_E, SMALLEST
+from megatron_pg.head.triton_statistics import LN_2, LOG2_E, SMALLEST
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""`megatron_pg.log_probs.promise` as one Triton kernel, in place of some 14 launches."""
+"""`megatron_pg.head.promise` as one Triton kernel, in place of some 14 launches."""
 
 # Kernels are typed by Triton at their first launch, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.log_probs.promise import RELATIVE_TOLERANCE
+from megatron_pg.head.promise import RELATIVE_TOLERANCE
 
 _BLOCK = 1024
 

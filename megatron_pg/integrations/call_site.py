@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.host import context_parallel_place, global_args
-from megatron_pg.reducers import Reducer, get_pg_loss_reducer
 
 DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
 """Environment variable of the divisor L of ``constant``."""

@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pg.custom import TIS_PARAMETERS, check_returned, load_function
-from megatron_pg.masking import (
+from megatron_pg.config.custom import TIS_PARAMETERS, check_returned, load_function
+from megatron_pg.loss.masking import (
     clamped_log_ratio,
     masked,
     required_log_probs,
     with_masked_inputs,
 )
-from megatron_pg.sequence import rollout_mismatch
+from megatron_pg.loss.sequence import rollout_mismatch
 
 if TYPE_CHECKING:
-    from megatron_pg.arguments import PolicyLossConfig
-    from megatron_pg.batch import PackedBatch
-    from megatron_pg.samples import Sample
-    from megatron_pg.sequence import SequenceLogRatios
+    from megatron_pg.config import PolicyLossConfig
+    from megatron_pg.loss.sequence import SequenceLogRatios
+    from megatron_pg.step.batch import PackedBatch
+    from megatron_pg.step.sample import Sample
 
 
 class TISFunction(Protocol):
@@ -58,7 +58,7 @@ class TISFunction(Protocol):
             The new per-token loss [window], and the tokens to keep, [window] bool or 0/1. What the
             loss mask of the batch drops stays dropped. A result that depends on other tokens of the
             micro-batch makes the objective depend on packing; use
-            :class:`megatron_pg.sequence.SequenceReduction` for sums over a sequence.
+            :class:`megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
         """
 
 
@@ -91,7 +91,7 @@ def apply_corrections(
         log_probs: [window] of the policy in training.
         pg_loss: [window] the objective's per-token loss.
         loss_mask: [window] bool.
-        sequence: from :func:`megatron_pg.sequence.sequence_log_ratios`.
+        sequence: from :func:`megatron_pg.loss.sequence.sequence_log_ratios`.
 
     Raises:
         ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function

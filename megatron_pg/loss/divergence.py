@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_pg.masking import clamped_log_ratio, masked, required_log_probs
-from megatron_pg.objectives import clipped_log_ratio
+from megatron_pg.loss.masking import clamped_log_ratio, masked, required_log_probs
+from megatron_pg.loss.objectives import clipped_log_ratio
 
 if TYPE_CHECKING:
-    from megatron_pg.arguments import PolicyLossConfig
-    from megatron_pg.batch import PackedBatch
+    from megatron_pg.config import PolicyLossConfig
+    from megatron_pg.step.batch import PackedBatch
 
 MAX_LOW_VAR_KL = 10.0
 """``low_var_kl`` is k3 held within +-10, with zero gradient outside."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_pg.batch import PackedBatch
-    from megatron_pg.samples import Sample
+    from megatron_pg.step.batch import PackedBatch
+    from megatron_pg.step.sample import Sample
 
 LogProbField = Literal["old_log_probs", "ref_log_probs", "rollout_log_probs"]
 

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.corrections import Corrected, correction_metric_names
-from megatron_pg.masking import masked
-from megatron_pg.not_a_number import NaNTokens
-from megatron_pg.objectives import ObjectiveOutput, has_ratio
-from megatron_pg.reducers import WeightedSum, token_weights
-from megatron_pg.reduction import StepReduction
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.corrections import Corrected, correction_metric_names
+from megatron_pg.loss.masking import masked
+from megatron_pg.loss.not_a_number import NaNTokens
+from megatron_pg.loss.objectives import ObjectiveOutput, has_ratio
+from megatron_pg.loss.reducer import WeightedSum, token_weights
+from megatron_pg.loss.reduction import StepReduction
+from megatron_pg.step.batch import PackedBatch
 
 logger = logging.getLogger("megatron_pg")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.batch import PackedBatch
-from megatron_pg.token_window import TokenWindow
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.token_window import TokenWindow
 
 
 @dataclass(frozen=True, eq=False)

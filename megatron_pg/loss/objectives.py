@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pg.custom import POLICY_LOSS_PARAMETERS, check_returned, load_function
-from megatron_pg.masking import (
+from megatron_pg.config.custom import POLICY_LOSS_PARAMETERS, check_returned, load_function
+from megatron_pg.loss.masking import (
     clamped_log_ratio,
     masked,
     required_log_probs,
@@ -34,9 +34,9 @@ from megatron_pg.masking import (
 )
 
 if TYPE_CHECKING:
-    from megatron_pg.arguments import PolicyLossConfig
-    from megatron_pg.batch import PackedBatch
-    from megatron_pg.sequence import SequenceLogRatios
+    from megatron_pg.config import PolicyLossConfig
+    from megatron_pg.loss.sequence import SequenceLogRatios
+    from megatron_pg.step.batch import PackedBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ class PolicyLossFunction(Protocol):
         Returns:
             [window]. It goes through the corrections and the aggregation as a built-in loss does. A
             loss that depends on other tokens of the micro-batch makes the objective depend on
-            packing; use :class:`megatron_pg.sequence.SequenceReduction` for sums over a sequence.
+            packing; use :class:`megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
         """
 
 

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.aggregation import Aggregation, StepTotals, get_aggregation
-from megatron_pg.counted import CountedSample, counted_denominators, counted_totals
-from megatron_pg.integers import as_integer
-from megatron_pg.reducers import WeightedSum, check_divisor
+from megatron_pg.loss.aggregation import Aggregation, get_aggregation
+from megatron_pg.loss.reducer import WeightedSum, check_divisor
+from megatron_pg.step.counted import CountedSample, counted_denominators, counted_totals
+from megatron_pg.step.integers import as_integer
+from megatron_pg.step.totals import StepTotals
 
 
 def padded_totals(

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig, required_inputs
-from megatron_pg.batch import PackedBatch
-from megatron_pg.corrections import Corrected, apply_corrections
-from megatron_pg.divergence import kl_penalty
-from megatron_pg.log_probs import log_probs_and_entropy
-from megatron_pg.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
-from megatron_pg.objectives import ObjectiveOutput, get_objective
-from megatron_pg.reduction import (
+from megatron_pg.config.policy_loss import PolicyLossConfig, required_inputs
+from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.loss.corrections import Corrected, apply_corrections
+from megatron_pg.loss.divergence import kl_penalty
+from megatron_pg.loss.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
+from megatron_pg.loss.objectives import ObjectiveOutput, get_objective
+from megatron_pg.loss.reduction import (
     StepReduction,
     policy_gradient_reduction,
     sample_mean_reduction,
 )
-from megatron_pg.samples import LOG_PROB_FIELDS
-from megatron_pg.sequence import sequence_log_ratios
+from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import LOG_PROB_FIELDS
+from megatron_pg.step.totals import StepTotals
 
 
 def policy_loss_function(
@@ -53,7 +53,7 @@ def policy_loss_function(
             and micro-batches the shares add up to 1: ``1 / (ranks * num_microbatches)``.
 
     Returns:
-        The 0-d loss, to be differentiated, and the detached metrics (see :mod:`megatron_pg.metrics`).
+        The 0-d loss, to be differentiated, and the detached metrics (see :mod:`megatron_pg.loss.metrics`).
 
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import checked_divisor, get_aggregation
-from megatron_pg.token_window import TokenWindow
-from megatron_pg.transfer import to_device
+from megatron_pg.loss.aggregation import checked_divisor, get_aggregation
+from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.transfer import to_device
 
 Reducer = Callable[[Tensor], Tensor]
 """reducer(x): x ``[window]``, the per-token loss of this rank's window -> 0-d inner sum of this rank."""
@@ -30,7 +30,7 @@ def get_pg_loss_reducer(
 ) -> Reducer:
     """Builds the reducer of one micro-batch on one rank.
 
-    ``reducer(x)`` is ``sum over the window of weight * x`` with the weights of :mod:`megatron_pg.aggregation`. It is
+    ``reducer(x)`` is ``sum over the window of weight * x`` with the weights of :mod:`megatron_pg.loss.aggregation`. It is
     local to the rank: no communication, no host synchronisation, and no more operators for many samples than for
     one. Summed over ranks and micro-batches and divided by the outer count of the step it is the objective. Neither
     a value nor a gradient of a masked position reaches it, NaN and infinity included.

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, get_aggregation
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.custom import (
+from megatron_pg.config.custom import (
     REDUCER_KEYWORDS,
     REDUCER_PARAMETERS,
     check_returned,
     load_function,
     named_keywords,
 )
-from megatron_pg.reducers import Reducer, WeightedSum, token_weights
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.aggregation import get_aggregation
+from megatron_pg.loss.reducer import Reducer, WeightedSum, token_weights
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
 
 _REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.masking import masked, required_log_probs
+from megatron_pg.loss.masking import masked, required_log_probs
 
 if TYPE_CHECKING:
-    from megatron_pg.arguments import PolicyLossConfig
-    from megatron_pg.batch import PackedBatch
+    from megatron_pg.config import PolicyLossConfig
+    from megatron_pg.step.batch import PackedBatch
 
 
 class SequenceReduction:

@@ -24,28 +24,28 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.log_probs.fused_head import (
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.versions import supports_output_processor
+from megatron_pg.head.from_hidden import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from megatron_pg.megatron.micro_batch import MicroBatchScale
-from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
-from megatron_pg.megatron.versions import supports_output_processor
-from megatron_pg.metrics import MicroBatchMetrics
-from megatron_pg.policy_loss import (
+from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.policy_loss import (
     LossReductions,
     check_inputs,
     check_vocabulary,
     loss_terms,
     policy_loss_from_log_probs,
 )
-from megatron_pg.transfer import to_device
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.micro_batch import MicroBatchScale
+from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.transfer import to_device
 
 
 class FusedOutput:
@@ -54,7 +54,7 @@ class FusedOutput:
     Only rows that score an active token enter the output layer, and only those with a gradient the products of
     backward (see `active_rows`). Where `is_sum_over_tokens`, the gradients are computed in the same pass (three matrix
     products); otherwise the log-probs are, and backward multiplies again unless `keep_logits` (see
-    `megatron_pg.log_probs.fused_head`). In the first case the gradient that the schedule hands to the loss is worked out
+    `megatron_pg.head.from_hidden`). In the first case the gradient that the schedule hands to the loss is worked out
     beforehand (`ScaleContract.incoming_gradient`) and the weight's gradient goes straight to `main_grad`, in forward: a
     forward pass that is to have no backward belongs under `torch.no_grad()` or `model.eval()`.
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.micro_batch import MicroBatchScale
-from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.policy_loss import policy_loss_function
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
 
 
 def megatron_loss(

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScaleContract, ScheduleOutput, scale_contract
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
 
 
 @dataclass(frozen=True)

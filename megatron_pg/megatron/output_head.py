@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.megatron.fused_output import FusedOutput
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.megatron.fused_head import FusedOutput
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.core.packed_seq_params import PackedSeqParams
 
 if TYPE_CHECKING:
-    from megatron_pg.batch import PackedBatch
+    from megatron_pg.step.batch import PackedBatch
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:

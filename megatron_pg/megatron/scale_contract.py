@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.megatron import versions
+from megatron_pg.config import versions
+from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger(__name__)
 

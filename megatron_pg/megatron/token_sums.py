@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.step.batch import PackedBatch
 
 _PROPORTIONAL_TO_ADVANTAGE = ("ppo", "cispo", "reinforce")
 """Objectives whose gradient to a token is a multiple of its advantage."""

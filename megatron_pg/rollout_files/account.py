@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pg.rollout_files.readers import is_json_lines
+from megatron_pg.rollout_files.reader import is_json_lines
 
 FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""

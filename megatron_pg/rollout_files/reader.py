@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_pg.rollout_files.rows import (
+from megatron_pg.rollout_files.schema import (
     COLUMNS,
     INTEGER,
     INTEGERS,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_pg.advantages import GroupAdvantages, group_advantages
-from megatron_pg.planning.exchange import compute_and_gather
-from megatron_pg.rollout_files.rows import RewardedSample
-from megatron_pg.samples import Sample
+from megatron_pg.rollout_files.schema import RewardedSample
+from megatron_pg.step.advantages import GroupAdvantages, group_advantages
+from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.sample import Sample
 
 
 def with_group_advantages(
@@ -25,7 +25,7 @@ def with_group_advantages(
 
     Args:
         samples: this rank's samples of the step, from rollout files.
-        method: see :func:`megatron_pg.advantages.group_advantages`.
+        method: see :func:`megatron_pg.step.advantages.group_advantages`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
 
     Returns:

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pg.planning.sources import ON_BAD_ROW
+from megatron_pg.config.planning import ON_BAD_ROW
 from megatron_pg.rollout_files.account import FileAccount, account_of, check_account
-from megatron_pg.rollout_files.readers import (
+from megatron_pg.rollout_files.reader import (
     JSON_SUFFIXES,
     PARQUET_SUFFIXES,
     RowReader,
     has_rollout_name,
     open_rows,
 )
-from megatron_pg.rollout_files.rows import Row, RowChecks, RowError, sample_of_row
-from megatron_pg.samples import Sample
+from megatron_pg.rollout_files.schema import Row, RowChecks, RowError, sample_of_row
+from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
 

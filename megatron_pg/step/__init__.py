@@ -1,14 +1,14 @@
 """From rollouts to steps: which samples a step holds, its micro-batches and its totals."""
 
-from megatron_pg.planning.arguments import (
+from megatron_pg.config.planning import (
     PlanningConfig,
     add_planning_args,
     validate_planning_args,
 )
-from megatron_pg.planning.bins import plan_bins
-from megatron_pg.planning.documents import CollectorState, StepCollector, StepSamples
-from megatron_pg.planning.sources import IteratorSource, SampleSource
-from megatron_pg.planning.step import StepPlan, assign_to_data_parallel_ranks, plan_step
+from megatron_pg.step.bins import plan_bins
+from megatron_pg.step.collector import CollectorState, StepCollector, StepSamples
+from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
+from megatron_pg.step.sources import IteratorSource, SampleSource
 
 __all__ = [
     "CollectorState",

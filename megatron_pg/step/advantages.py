@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.samples import Sample
+from megatron_pg.step.sample import Sample
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as the field does; rewards are of order 1."""

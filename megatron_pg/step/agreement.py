@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_pg.aggregation import gather
-
 Value = TypeVar("Value")
 Shared = TypeVar("Shared")
+
+
+def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Every rank's picklable value, in rank order; every rank of the group must call it. None: this rank alone."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    gathered: list[Value | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return cast(list[Value], gathered)
 
 
 class OtherRankError(RuntimeError):

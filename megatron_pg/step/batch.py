@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.samples import LOG_PROB_FIELDS, Sample
-from megatron_pg.token_window import TokenWindow
-from megatron_pg.transfer import to_device
+from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
+from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)

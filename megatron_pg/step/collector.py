@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_pg.planning.exchange import compute_and_gather
-from megatron_pg.planning.sources import SampleSource
-from megatron_pg.samples import Sample
+from megatron_pg.config.planning import MODES
+from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.sources import SampleSource
 
-MODES = ("at_least", "exact")
 Key = tuple[str, int]
 """What is kept in one piece: ("prompt group", group_index), ("rollout", rollout_id) or ("sample", sequence)."""
 

@@ -9,13 +9,14 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.aggregation import Aggregation, StepTotals, step_totals
-from megatron_pg.samples import Sample
+from megatron_pg.loss.aggregation import Aggregation
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import StepTotals, step_totals
 
 
 @dataclass(frozen=True)
 class CountedSample:
-    """What an aggregation asks of a :class:`~megatron_pg.samples.Sample`, without its tokens."""
+    """What an aggregation asks of a :class:`~megatron_pg.step.sample.Sample`, without its tokens."""
 
     num_active_tokens: int
     group_index: int | None = None
@@ -26,7 +27,7 @@ class CountedSample:
 def counted_totals(
     samples: Sequence[CountedSample], *, data_parallel_group: dist.ProcessGroup | None = None
 ) -> StepTotals:
-    """:func:`~megatron_pg.aggregation.step_totals` of counted samples; every data-parallel rank must call it."""
+    """:func:`~megatron_pg.loss.aggregation.step_totals` of counted samples; every data-parallel rank must call it."""
     return step_totals(cast(Sequence[Sample], samples), data_parallel_group=data_parallel_group)
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_pg.aggregation import SampleCounts, StepTotals, totals_of_counts
-from megatron_pg.planning.bins import balance, plan_bins
-from megatron_pg.planning.exchange import compute_and_gather
-from megatron_pg.samples import Sample
-from megatron_pg.token_window import packed_multiple, padded_length
-
-OVERSIZED = ("error", "own_microbatch")
-"""What may become of a sample that is longer than a micro-batch may be."""
+from megatron_pg.config.planning import OVERSIZED
+from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.bins import balance, plan_bins
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.token_window import packed_multiple, padded_length
+from megatron_pg.step.totals import SampleCounts, StepTotals, totals_of_counts
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def plan_step(
             ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
         oversized: ``error``, or ``own_microbatch`` for a micro-batch of its own, above the budget.
-        seed: see :func:`megatron_pg.planning.plan_bins`.
+        seed: see :func:`megatron_pg.step.plan_bins`.
 
     Raises:
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a

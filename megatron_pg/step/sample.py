@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.integers import as_integer
+from megatron_pg.step.integers import as_integer
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""

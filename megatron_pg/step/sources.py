@@ -6,10 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from megatron_pg.samples import Sample
-
-ON_BAD_ROW = ("error", "skip")
-"""What may become of a slot whose data make no sample."""
+from megatron_pg.step.sample import Sample
 
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:

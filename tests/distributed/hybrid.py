@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_pg.megatron.layer_spec import TorchNorm, torch_block_spec
+from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
 LAYERS = "*-*-"
 """Attention, MLP, attention, MLP: four layers, as the GPT model of the tests has."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
-from megatron_pg.megatron.versions import megatron_core_version
+from megatron_pg.config.versions import megatron_core_version
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 from .cases import Case, all_cases, representative_cases
 from .compare import METRIC_TOLERANCE

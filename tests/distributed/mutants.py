@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, step_totals
-from megatron_pg.batch import PackedBatch, pack
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.process_groups import ParallelGroups
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.totals import StepTotals, step_totals
 
 from .models import ModelOptions
 from .one_step import LossFactory

@@ -12,15 +12,15 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, step_totals
-from megatron_pg.batch import PackedBatch, pack
 from megatron_pg.check.models import MAX_SEQUENCE_LENGTH
+from megatron_pg.loss.metrics import reduce_metrics
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.output_head import OutputHead
 from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.megatron.process_groups import ParallelGroups
-from megatron_pg.metrics import reduce_metrics
-from megatron_pg.samples import Sample
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import StepTotals, step_totals
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 

@@ -6,7 +6,7 @@ import warnings
 warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, deprecated collectives
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
-from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime  # noqa: E402
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime  # noqa: E402
 
 enable_cpu_runtime()
 
@@ -14,4 +14,4 @@ import megatron.core.distributed  # noqa: E402, F401
 import megatron.core.models.gpt  # noqa: E402, F401
 import megatron.core.pipeline_parallel  # noqa: E402, F401
 
-import megatron_pg.megatron.layer_spec  # noqa: E402, F401
+import megatron_pg.megatron.cpu.layer_spec  # noqa: E402, F401

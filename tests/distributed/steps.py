@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_pg.arguments.config import PolicyLossConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from tests import oracle
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import float32, random_step

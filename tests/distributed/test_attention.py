@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron_pg.megatron.attention import PackedCoreAttention
+from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 
 from .launch import run_ranks
 from .models import (

@@ -15,13 +15,13 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_pg.batch import pack
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.megatron.versions import (
+from megatron_pg.config.versions import (
     moe_auxiliary_loss_under_context_parallel_is_right,
     per_token_moe_under_context_parallel_is_right,
 )
+from megatron_pg.megatron.loss import megatron_loss
+from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.step.batch import pack
 from tests import oracle
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples, random_sample

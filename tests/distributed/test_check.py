@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pg.megatron.versions import supports_output_processor
+from megatron_pg.config.versions import supports_output_processor
 
 from .launch import run_ranks
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pg import PolicyLossConfig, pack, policy_loss_function, step_totals
-from megatron_pg.padded import padded_totals, reduce_padded
+from megatron_pg.loss.padded import padded_totals, reduce_padded
 from tests import oracle
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import VOCAB_SIZE, package_samples, random_step

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import pack
-from megatron_pg.megatron.fused_output import FusedOutput
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.versions import supports_output_processor
+from megatron_pg.megatron.fused_head import FusedOutput
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_head import OutputHead
-from megatron_pg.megatron.process_groups import ParallelGroups
 from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
-from megatron_pg.megatron.versions import supports_output_processor
-from megatron_pg.samples import Sample
+from megatron_pg.step.batch import pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
@@ -81,9 +81,9 @@ def pass_through(
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
     if mode != "one pass":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        from megatron_pg.megatron import fused_output
+        from megatron_pg.megatron import fused_head
 
-        fused_output.is_sum_over_tokens = lambda config: False
+        fused_head.is_sum_over_tokens = lambda config: False
     chunks = build(sharding, options)
     return [fused_step(chunks, sharding, run, mode) for run in RUNS]
 
@@ -114,7 +114,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 def private_buffers() -> list[bool]:
     """Whether each weight gradient made from here on waits in a buffer of its own; filled as they are made."""
-    from megatron_pg.log_probs import forward_gradients
+    from megatron_pg.head import forward_gradients
 
     made: list[bool] = []
     plain = forward_gradients.WeightGradient
@@ -257,14 +257,14 @@ def test_evaluation_leaves_no_gradient(case: str, references: dict[bool, list[Ou
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
-    from megatron_pg.megatron import fused_output
+    from megatron_pg.megatron import fused_head
 
-    whole = fused_output.loss_terms
+    whole = fused_head.loss_terms
 
     def without_regularizers(config: PolicyLossConfig, *arguments: Any, **options: Any) -> Any:
         return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments, **options)
 
-    fused_output.loss_terms = without_regularizers
+    fused_head.loss_terms = without_regularizers
     return steps(sharding, DENSE, "one pass")
 
 

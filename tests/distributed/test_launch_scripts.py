@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.megatron.versions import has_megatron_training
+from megatron_pg.config.versions import has_megatron_training
 from tests.distributed.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.megatron.versions import has_megatron_training
+from megatron_pg.config.versions import has_megatron_training
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

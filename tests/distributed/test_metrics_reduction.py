@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import pack
-from megatron_pg.metrics import MicroBatchMetrics, metric_names, reduce_metrics
-from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import StepTotals, step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
 

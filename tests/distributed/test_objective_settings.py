@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.metrics import metric_names
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.metrics import metric_names
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 

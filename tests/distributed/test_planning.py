@@ -9,7 +9,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_pg import Sample, StepTotals, step_totals
-from megatron_pg.planning import StepPlan, plan_step
+from megatron_pg.step import StepPlan, plan_step
 
 from .launch import run_ranks
 

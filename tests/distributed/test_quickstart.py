@@ -28,7 +28,7 @@ from quickstart.identity import identity_of  # noqa: E402
 from quickstart.run_directory import RunDirectory  # noqa: E402
 
 from megatron_pg import PolicyLossConfig  # noqa: E402
-from megatron_pg.megatron.versions import has_megatron_training  # noqa: E402
+from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 from tests.distributed.launch import run_ranks  # noqa: E402
 from tests.lanes import in_one_lane  # noqa: E402
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_pg import PolicyLossConfig, Sample
-from megatron_pg.megatron.versions import supports_output_processor
+from megatron_pg.config.versions import supports_output_processor
 
 from .launch import run_ranks
 from .test_quickstart import parse_for_two_ranks

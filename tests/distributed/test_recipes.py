@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from quickstart.arguments import parse_arguments  # noqa: E402
 
 from megatron_pg import PolicyLossConfig  # noqa: E402
-from megatron_pg.megatron.versions import supports_output_processor  # noqa: E402
+from megatron_pg.config.versions import supports_output_processor  # noqa: E402
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 WORLD_SIZE = 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pg.samples import Sample
+from megatron_pg.step.sample import Sample
 
 from .compare import compare
 from .launch import run_ranks

@@ -36,8 +36,8 @@ Answer = list[tuple[int, float]]
 
 def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
     """Rows and advantages of each step on this rank; N, P, T and micro-batches of each step."""
-    from megatron_pg.planning import StepCollector, plan_step
     from megatron_pg.rollout_files import RolloutFiles, with_group_advantages
+    from megatron_pg.step import StepCollector, plan_step
 
     world = dist.group.WORLD
     source = RolloutFiles(

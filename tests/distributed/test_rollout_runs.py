@@ -108,7 +108,7 @@ def test_forgetting_a_part_of_the_checkpoint_is_noticed(
 
 
 def _lose_carried_samples(rank: int) -> None:
-    from megatron_pg.planning import StepCollector
+    from megatron_pg.step import StepCollector
 
     load_states = StepCollector.load_states
 
@@ -236,7 +236,7 @@ def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
 
 
 def _fail_to_read(failing: int, rank: int) -> None:
-    from megatron_pg.rollout_files.readers import JsonLinesReader
+    from megatron_pg.rollout_files.reader import JsonLinesReader
 
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

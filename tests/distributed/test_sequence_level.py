@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import pack
-from megatron_pg.corrections import apply_corrections
-from megatron_pg.objectives import OBJECTIVES
-from megatron_pg.policy_loss import policy_loss_from_log_probs
-from megatron_pg.sequence import SequenceReduction, sequence_log_ratios
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.corrections import apply_corrections
+from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.sequence import SequenceReduction, sequence_log_ratios
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pg import Sample
-from megatron_pg.megatron.versions import has_megatron_training
+from megatron_pg.config.versions import has_megatron_training
 
 from .compare import gradient_tolerance
 from .launch import run_ranks

@@ -13,13 +13,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pg import integrations
-from megatron_pg.aggregation import StepTotals
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.custom import REDUCER_PARAMETERS, load_function
-from megatron_pg.log_probs import log_probs_and_entropy
-from megatron_pg.objectives import get_objective
-from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.config.custom import REDUCER_PARAMETERS, load_function
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.loss.objectives import get_objective
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
 from tests.oracle import PlainSample
 from tests.random_steps import random_step
 

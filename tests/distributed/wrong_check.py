@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_pg.arguments.config import PolicyLossConfig
-from megatron_pg.batch import PackedBatch
-from megatron_pg.megatron.cpu_runtime import enable_cpu_runtime
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from megatron_pg.step.batch import PackedBatch
 
 WRONG_RANK = "1"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_pg.arguments import PolicyLossConfig, add_policy_loss_args
-from megatron_pg.planning import PlanningConfig, add_planning_args
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
+from megatron_pg.step import PlanningConfig, add_planning_args
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 TABLES = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.samples import Sample
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
 
 

@@ -9,9 +9,9 @@ import statistics
 import pytest
 import torch
 
-from megatron_pg.advantages import METHODS, filter_overlong, group_advantages
-from megatron_pg.aggregation import step_totals
-from megatron_pg.samples import Sample
+from megatron_pg.step.advantages import METHODS, filter_overlong, group_advantages
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 
 LARGEST = 2**63 - 1
 

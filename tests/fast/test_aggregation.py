@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_pg.aggregation import AGGREGATIONS, StepTotals, get_aggregation, step_totals
-from megatron_pg.samples import Sample
+from megatron_pg.loss.aggregation import AGGREGATIONS, get_aggregation
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_steps import CUTS, Package, check_cut, whole
 from tests.random_steps import package_samples, plain_sample, random_losses, random_step

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pg.aggregation import AGGREGATIONS
-from megatron_pg.arguments import (
+from megatron_pg.config import (
     PolicyLossConfig,
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.arguments.config import FIELD_TYPES, config_fields
-from megatron_pg.arguments.flags import field_docstrings, flag_names
-from megatron_pg.arguments.validation import OPTIONAL_SAMPLE_FIELDS
-from megatron_pg.arguments.values import choices_of, flag_of
-from megatron_pg.samples import Sample
+from megatron_pg.config.flags import field_docstrings, flag_names
+from megatron_pg.config.policy_loss import FIELD_TYPES, config_fields
+from megatron_pg.config.validation import OPTIONAL_SAMPLE_FIELDS
+from megatron_pg.config.values import choices_of, flag_of
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.step.sample import Sample
 from tests.fast import flags_page
 
 HERE = "tests.fast.test_arguments"

@@ -15,7 +15,7 @@ from megatron_pg.check.launch import Launch
 from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.steps import LENGTHS, SAMPLES_PER_RANK, cut, make_samples
-from megatron_pg.megatron.versions import UnsupportedMegatronError
+from megatron_pg.config.versions import UnsupportedMegatronError
 
 RIGHT = Row(
     step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0),

@@ -17,7 +17,7 @@ from megatron_pg import (
     reduce_metrics,
     step_totals,
 )
-from megatron_pg.metrics import check_checksum
+from megatron_pg.loss.metrics import check_checksum
 
 VOCAB_SIZE = 7
 
@@ -95,7 +95,7 @@ def test_a_sample_sliced_for_another_rank_is_named(aggregation: str) -> None:
 def test_without_the_flag_it_is_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_pg.metrics._warned_of", set())
+    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
         values = [checksum_of("sample_mean", [pack(SAMPLES[:-2])]) for _ in range(2)]
         checksum_of("sample_mean", [pack(SAMPLES[:-1])])  # another number is no other news

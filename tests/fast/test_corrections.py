@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.corrections import (
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.corrections import (
     Corrected,
     accepted_samples,
     apply_corrections,
     correction_metric_names,
     importance_weights,
 )
-from megatron_pg.objectives import OBJECTIVES
-from megatron_pg.policy_loss import policy_loss_from_log_probs
-from megatron_pg.samples import Sample
-from megatron_pg.sequence import sequence_log_ratios
+from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.sequences import (

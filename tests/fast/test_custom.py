@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from megatron_pg.custom import (
+from megatron_pg.config.custom import (
     POLICY_LOSS_PARAMETERS,
     REDUCER_KEYWORDS,
     REDUCER_PARAMETERS,

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.divergence import kl_estimate, kl_penalty
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.divergence import kl_estimate, kl_penalty
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (

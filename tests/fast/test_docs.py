@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from megatron_pg import PolicyLossConfig
+from megatron_pg.config import versions
 from megatron_pg.explain import main as explain
-from megatron_pg.megatron import versions
-from megatron_pg.metrics import EFFECTIVE_SAMPLE_SIZE, MAXIMA, metric_names
+from megatron_pg.loss.metrics import EFFECTIVE_SAMPLE_SIZE, MAXIMA, metric_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])

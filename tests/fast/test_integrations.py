@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import integrations
-from megatron_pg.custom import REDUCER_PARAMETERS, load_function
+from megatron_pg.config.custom import REDUCER_PARAMETERS, load_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
 from tests.oracle import PlainSample

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import log_probs_and_entropy, torch_op
+from megatron_pg.head import log_probs_and_entropy, rows_torch
 from tests.fast.log_probs_oracle import peaked_logits, reference
 
 # Half a unit in the last place of the stored gradient, plus float32 arithmetic.
@@ -58,7 +58,7 @@ def test_values_and_gradients(dtype: torch.dtype, temperature: float) -> None:
     found = run(logits, targets, *gradients, temperature=temperature, vocab_size=33)
     expected = reference(logits, targets, *gradients, temperature=temperature, vocab_size=33)
     assert_matches(found, expected, dtype)
-    assert found[0].dtype == found[1].dtype == torch_op.statistics_dtype(dtype)
+    assert found[0].dtype == found[1].dtype == rows_torch.statistics_dtype(dtype)
     assert found[2].dtype == dtype
     assert (found[2][:, 33:] == 0).all()
 
@@ -146,7 +146,7 @@ def test_one_output_alone_can_be_differentiated() -> None:
 def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = peaked_logits(11, 16)
     whole = run(logits, targets, *incoming(11))
-    monkeypatch.setattr(torch_op, "_CHUNK_ELEMENTS", 16 * 3)
+    monkeypatch.setattr(rows_torch, "_CHUNK_ELEMENTS", 16 * 3)
     for value, chunked in zip(whole, run(logits, targets, *incoming(11)), strict=True):
         assert torch.equal(value, chunked)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.log_probs import log_probs_and_entropy
+from megatron_pg.head import log_probs_and_entropy
 from tests.fast.log_probs_oracle import peaked_logits, reference
 
 TOKENS, WIDTH, VOCAB_SIZE, TEMPERATURE = 7, 32, 21, 0.8

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.log_probs import autograd, vocabulary_shard
-from megatron_pg.log_probs.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head import autograd, vocabulary_shard
+from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
 from tests.fast.test_log_probs_parallel import MASK, TEMPERATURE, VOCAB_SIZE, WIDTH, inputs
@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.log_probs import promise, triton_op, triton_promise, triton_statistics
+    from megatron_pg.head import promise, rows_triton, triton_promise, triton_statistics
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -48,9 +48,11 @@ def test_under_the_interpreter() -> None:
 @pytest.fixture(params=[(1, 8), (256, 2048)], ids=["many tiles", "one tile"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles for rows of several of them; the real ones for rows shorter than one."""
-    monkeypatch.setattr(triton_op, "_VECTORS", request.param[0])
-    monkeypatch.setattr(triton_op, "_GRADIENT_TILES", dict.fromkeys((2, 4), (request.param[1], 2)))
-    monkeypatch.setattr(autograd, "row_passes", lambda logits: triton_op)
+    monkeypatch.setattr(rows_triton, "_VECTORS", request.param[0])
+    monkeypatch.setattr(
+        rows_triton, "_GRADIENT_TILES", dict.fromkeys((2, 4), (request.param[1], 2))
+    )
+    monkeypatch.setattr(autograd, "row_passes", lambda logits: rows_triton)
     # The interpreter cuts float32 to bfloat16 where a GPU rounds.
     monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)
 
@@ -115,9 +117,9 @@ class TestKernels:
         self, width: int, dead_rows: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The gradient's tiles begin before such rows: nothing of the row before them may change."""
-        monkeypatch.setattr(triton_op, "_GRADIENT_TILES", {2: (64, 2)})
+        monkeypatch.setattr(rows_triton, "_GRADIENT_TILES", {2: (64, 2)})
         logits, targets = peaked_logits(9, width, dtype=torch.bfloat16)
-        assert triton_op._columns_of_a_line(logits, logits) == 64
+        assert rows_triton._columns_of_a_line(logits, logits) == 64
         targets = targets.clamp(max=width - 8)
         targets[:3] = torch.tensor([0, 1, width - 8])
         gradients = shared.incoming(9)
@@ -125,14 +127,14 @@ class TestKernels:
             gradients = [torch.where(torch.arange(9) % 2 == 0, each, 0.0) for each in gradients]
         shard = VocabularyShard.build(width, width - 7, None)
         temperature = torch.tensor(0.9)
-        statistics = triton_op.row_statistics(logits, targets, shard, temperature)
+        statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
         found = []
         for row_by_row in (True, False):
             out = logits.clone()
             rows = [slice(row, row + 1) for row in range(9)] if row_by_row else [slice(0, 9)]
             for each in rows:
                 of_rows = [gradient[each] for gradient in gradients]
-                triton_op.write_gradient(
+                rows_triton.write_gradient(
                     out[each], targets[each], shard, temperature, statistics.rows(each), *of_rows,
                     out[each],
                 )  # fmt: skip
@@ -169,11 +171,11 @@ def gradient_of(
 ) -> Tensor:
     shard = VocabularyShard.build(logits.shape[1], 33, None)
     temperature = torch.tensor(0.9)
-    statistics = triton_op.row_statistics(logits, targets, shard, temperature)
+    statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
     if out is None:
         out = logits if overlapping else torch.full_like(logits, float("nan"))
     gradients = shared.incoming(len(targets))
-    triton_op.write_gradient(logits, targets, shard, temperature, statistics, *gradients, out)
+    rows_triton.write_gradient(logits, targets, shard, temperature, statistics, *gradients, out)
     return out
 
 
@@ -187,7 +189,7 @@ def gradient_of_shard(
 ) -> Tensor:
     own = logits[:, shard.start : shard.start + width].clone()
     temperature = torch.tensor(TEMPERATURE)
-    triton_op.write_gradient(own, targets, shard, temperature, statistics, *gradients, own, MASK)
+    rows_triton.write_gradient(own, targets, shard, temperature, statistics, *gradients, own, MASK)
     return own
 
 
@@ -210,7 +212,9 @@ def sharded_statistics(
     ]
     for shard in shards:
         own = logits[:, shard.start : shard.start + width]
-        statistics = triton_op.row_statistics(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
+        statistics = rows_triton.row_statistics(
+            own, targets, shard, torch.tensor(TEMPERATURE), MASK
+        )
     return shards, statistics
 
 
@@ -269,9 +273,9 @@ def test_promises(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stride", [1001, 1004, 1012, 1016])
 def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int) -> None:
     logits = torch.zeros((3, stride), dtype=torch.bfloat16)
-    assert triton_op._columns_of_a_line(logits, logits) == 0
+    assert rows_triton._columns_of_a_line(logits, logits) == 0
     aligned = torch.zeros((3, 1008), dtype=torch.bfloat16)
-    assert triton_op._columns_of_a_line(aligned, aligned) == 64
+    assert rows_triton._columns_of_a_line(aligned, aligned) == 64
 
 
 @needs_interpreter
@@ -279,8 +283,8 @@ def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """Mutant: parts merged without moving their dot products to the common maximum."""
     logits, targets = peaked_logits(6, 37)
     shard = VocabularyShard.build(37, None, None)
-    monkeypatch.setattr(triton_op, "_VECTORS", 2)
-    right = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+    monkeypatch.setattr(rows_triton, "_VECTORS", 2)
+    right = rows_triton.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
 
     whole = triton_statistics._rescale
 
@@ -289,7 +293,7 @@ def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return shift * 0.0, shrink
 
     monkeypatch.setattr(triton_statistics, "_rescale", broken)
-    wrong = triton_op.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+    wrong = rows_triton.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
     wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
     torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)
     assert not torch.allclose(wrong.double(), wanted, rtol=1e-3, atol=1e-3)

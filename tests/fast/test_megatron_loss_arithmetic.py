@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import StepTotals, step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import pack
+from megatron_pg.config import PolicyLossConfig, versions
 from megatron_pg.megatron import scale_contract as scale_contract_module
-from megatron_pg.megatron import versions
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients

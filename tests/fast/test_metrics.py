@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.corrections import Corrected, accepted_samples
-from megatron_pg.metrics import (
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.corrections import Corrected, accepted_samples
+from megatron_pg.loss.metrics import (
     EFFECTIVE_SAMPLE_SIZE,
     MicroBatchMetrics,
     metric_names,
@@ -24,9 +22,11 @@ from megatron_pg.metrics import (
     reduce_metrics,
     step_sums,
 )
-from megatron_pg.objectives import OBJECTIVES
-from megatron_pg.policy_loss import policy_loss_from_log_probs
-from megatron_pg.reducers import WeightedSum
+from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import package_config, rank_losses
 from tests.cut_steps import CUTS
@@ -444,7 +444,7 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]
 def test_accepted_denominators_without_accepted_samples_are_noticed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_pg.metrics._warned_of", set())
+    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
     config = PolicyLossConfig(rejection_denominator="accepted", **settings)
@@ -461,7 +461,7 @@ def test_accepted_denominators_without_accepted_samples_are_noticed(
 def test_rejections_that_the_totals_are_to_count_are_no_news(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_pg.metrics._warned_of", set())
+    monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     config = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.objectives import (
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.objectives import (
     OBJECTIVES,
     ObjectiveOutput,
     clipped_log_ratio,
     get_objective,
     has_ratio,
 )
-from megatron_pg.sequence import sequence_log_ratios
+from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.step.batch import PackedBatch, pack
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import (
+from megatron_pg.config import (
     PolicyLossConfig,
     add_policy_loss_args,
     validate_policy_loss_args,
     validation,
 )
-from megatron_pg.batch import pack
-from megatron_pg.log_probs.fused_head import linear_token_loss
-from megatron_pg.megatron import fused_output
+from megatron_pg.head.from_hidden import linear_token_loss
+from megatron_pg.megatron import fused_head
 from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.megatron.output_head import output_head
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import step_totals
 
 
 def validate(line: str, **found: Any) -> argparse.Namespace:
@@ -71,7 +71,7 @@ def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return tokens
 
-    monkeypatch.setattr(fused_output, "supports_output_processor", lambda: True)
+    monkeypatch.setattr(fused_head, "supports_output_processor", lambda: True)
     with pytest.raises(NotImplementedError, match="output_processor.*found Headless"):
         output_head(
             PolicyLossConfig(fused_lm_head=True),
@@ -89,7 +89,7 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int 
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
     layer = SimpleNamespace(weight=weight, bias=None)
     config = SimpleNamespace(mtp_num_layers=mtp_num_layers)
-    found = fused_output._plain_weight(layer, None, config)
+    found = fused_head._plain_weight(layer, None, config)
     targets = torch.tensor([1, 5])
     one = torch.ones(())
     loss, _, _ = linear_token_loss(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.padded import padded_totals, reduce_padded
+from megatron_pg.loss.padded import padded_totals, reduce_padded
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
 from tests.oracle import PlainSample

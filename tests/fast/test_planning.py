@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample, TokenWindow, step_totals
-from megatron_pg.planning import (
+from megatron_pg.step import (
     PlanningConfig,
     add_planning_args,
     assign_to_data_parallel_ranks,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.batch import pack
-from megatron_pg.policy_loss import policy_loss_function
+from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,

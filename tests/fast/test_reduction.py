@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.batch import pack
-from megatron_pg.reducers import Reducer, get_pg_loss_reducer
-from megatron_pg.reduction import policy_gradient_reduction
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
+from megatron_pg.loss.reduction import policy_gradient_reduction
+from megatron_pg.step.batch import pack
+from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.random_steps import package_samples, random_losses, random_step

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_pg import Sample
-from megatron_pg.planning import StepCollector
 from megatron_pg.rollout_files import (
     RolloutFiles,
     RolloutPosition,
@@ -22,6 +21,7 @@ from megatron_pg.rollout_files import (
     validate_rollout_file,
     with_group_advantages,
 )
+from megatron_pg.step import StepCollector
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -504,6 +504,6 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
 
 def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.readers")
+    monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.reader")
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[examples\]'"):
-        importlib.import_module("megatron_pg.rollout_files.readers")
+        importlib.import_module("megatron_pg.rollout_files.reader")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg.batch import PackedBatch, pack
-from megatron_pg.samples import Sample
-from megatron_pg.token_window import TokenWindow
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.token_window import TokenWindow
 from tests import oracle
 from tests.random_steps import package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout

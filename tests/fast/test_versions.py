@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pg.megatron.versions import (
+from megatron_pg.config.versions import (
     UnsupportedMegatronError,
     parse_version,
     require_supported_version,

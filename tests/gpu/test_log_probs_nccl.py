@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from megatron_pg.log_probs import log_probs_and_entropy
-from megatron_pg.log_probs.fused_head import (
+from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.head.from_hidden import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.aggregation import step_totals
-from megatron_pg.arguments import PolicyLossConfig
-from megatron_pg.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.policy_loss import policy_loss_from_log_probs
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.step.totals import step_totals
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -7,7 +7,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pg.megatron.attention import use_packed_core_attention
+from megatron_pg.megatron.cpu.attention import use_packed_core_attention
 
 
 class TorchNorm:

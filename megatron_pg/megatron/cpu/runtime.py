@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_pg.megatron.versions import require_supported_version
+from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.totals import CountedSample, StepTotals
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Aggregation:
     """The objective, for ``--help`` and error messages."""
     divisors: Callable[[Tensor | None, float | None], Tensor | float]
     """(denominators [num_samples] or None, --loss-aggregation-divisor) -> divisor per sample, or one for all."""
-    denominators: Callable[[StepTotals, Sequence[Sample]], Tensor | None]
+    denominators: Callable[[StepTotals, Sequence[CountedSample]], Tensor | None]
     """[num_samples] float64 D or G from the step's totals; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megatron_pg.loss.aggregation import Aggregation, get_aggregation
 from megatron_pg.loss.reducer import WeightedSum, check_divisor
-from megatron_pg.step.counted import CountedSample, counted_denominators, counted_totals
-from megatron_pg.step.integers import as_integer
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.sample import as_integer
+from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 
 def padded_totals(
@@ -50,7 +49,7 @@ def padded_totals(
     """
     _check_mask(mask)
     rows = _counted_rows(mask.sum(dim=1, dtype=torch.int64).tolist(), group_index, rollout_id)
-    return counted_totals(rows, data_parallel_group=data_parallel_group)
+    return step_totals(rows, data_parallel_group=data_parallel_group)
 
 
 def reduce_padded(
@@ -125,7 +124,7 @@ def _row_denominators(
         return mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
     # The modes that are left look totals up by id: no row is counted here, and no device waited for.
     rows = _counted_rows([0] * mask.shape[0], group_index, rollout_id)
-    denominators = counted_denominators(mode, totals, rows)
+    denominators = mode.denominators(totals, rows)
     if denominators is not None and mask.device.type == "cuda":
         return denominators.pin_memory().to(mask.device, non_blocking=True)
     return None if denominators is None else denominators.to(mask.device)
@@ -135,7 +134,7 @@ def _counted_rows(
     active_tokens: Sequence[int],
     group_index: Sequence[int] | None,
     rollout_id: Sequence[int] | None,
-) -> list[CountedSample]:
+) -> list[BareSample]:
     """One counted sample per row."""
     for field, ids in (("group_index", group_index), ("rollout_id", rollout_id)):
         if ids is not None and len(ids) != len(active_tokens):
@@ -143,7 +142,7 @@ def _counted_rows(
                 f"{field} has {len(ids)} ids for {len(active_tokens)} rows: give one per row"
             )
     return [
-        CountedSample(
+        BareSample(
             num_active_tokens=int(count),
             group_index=None if group_index is None else _id("group_index", row, group_index[row]),
             rollout_id=None if rollout_id is None else _id("rollout_id", row, rollout_id[row]),

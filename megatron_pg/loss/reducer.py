@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.loss.aggregation import checked_divisor, get_aggregation
+from megatron_pg.step.batch import to_device
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.transfer import to_device
 
 Reducer = Callable[[Tensor], Tensor]
 """reducer(x): x ``[window]``, the per-token loss of this rank's window -> 0-d inner sum of this rank."""

@@ -43,9 +43,8 @@ from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
-from megatron_pg.step.transfer import to_device
 
 
 class FusedOutput:

@@ -47,7 +47,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     if config.policy_loss in _PROPORTIONAL_TO_ADVANTAGE and not (
         config.kl_loss_coef or config.entropy_coef
     ):
-        advantages = torch.cat(nothing + [torch.as_tensor(s.advantages) for s in batch.samples])
+        advantages = torch.cat(nothing + [sample.advantages for sample in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]

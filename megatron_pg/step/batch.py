@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +66,13 @@ class PackedBatch:
         return dataclasses.replace(self, window=window, **tensors)
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def pack(
     samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
 ) -> PackedBatch:
@@ -110,9 +116,7 @@ def pack(
         logit_rows=window.logit_rows,
         window_segment_ids=window.window_segment_ids,
         loss_mask=loss_mask,
-        advantages=_of_window(
-            [torch.as_tensor(s.advantages) for s in samples], window, torch.float32
-        ),
+        advantages=_of_window([s.advantages for s in samples], window, torch.float32),
         old_log_probs=log_probs.get("old_log_probs"),
         ref_log_probs=log_probs.get("ref_log_probs"),
         rollout_log_probs=log_probs.get("rollout_log_probs"),

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_pg.config.planning import MODES
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.sources import SampleSource
+from megatron_pg.step.totals import AnySample, CountedSample
 
 Key = tuple[str, int]
 """What is kept in one piece: ("prompt group", group_index), ("rollout", rollout_id) or ("sample", sequence)."""
@@ -41,10 +41,10 @@ class _Record(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StepSamples:
+class StepSamples(Generic[AnySample]):
     """The samples of one step."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[AnySample, ...]
     """This rank's, in the order of the stream."""
     num_documents: int
     """The count that was achieved, over all data-parallel ranks; N of the step."""
@@ -53,20 +53,20 @@ class StepSamples:
 
 
 @dataclass(frozen=True, eq=False)
-class CollectorState:
+class CollectorState(Generic[AnySample]):
     """What a checkpoint keeps of one rank's :class:`StepCollector`; picklable."""
 
     source_position: Any
     num_slots: int
     """Slots pulled so far, over all ranks."""
-    carried: tuple[tuple[int, Sample], ...]
+    carried: tuple[tuple[int, AnySample], ...]
     """This rank's samples that were pulled and are in no step yet, each with its place in the stream."""
     latest: dict[int, Key]
     finished: frozenset[Key]
     num_skipped: int
 
 
-class StepCollector:
+class StepCollector(Generic[AnySample]):
     """Collects the samples of one step after the other from a stream that is shared out over data-parallel ranks.
 
     Every data-parallel rank builds one with the same settings and calls :meth:`collect` for every step. Ranks agree by
@@ -91,7 +91,7 @@ class StepCollector:
 
     def __init__(
         self,
-        source: SampleSource,
+        source: SampleSource[AnySample],
         *,
         docs_per_step: int,
         mode: str = "at_least",
@@ -113,7 +113,7 @@ class StepCollector:
         self._group = data_parallel_group
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
-        self._held: dict[int, Sample] = {}
+        self._held: dict[int, AnySample] = {}
         self._pending: list[_Record] = []
         self._latest: dict[
             int, Key
@@ -123,7 +123,7 @@ class StepCollector:
         self._num_skipped = 0
         self._is_exhausted = False
 
-    def collect(self) -> StepSamples | None:
+    def collect(self) -> StepSamples[AnySample] | None:
         """The samples of the next step; the last one may hold fewer documents, and None says that none are left.
 
         Every data-parallel rank must call it.
@@ -139,7 +139,7 @@ class StepCollector:
             return None
         return self._take(chosen)
 
-    def state(self) -> CollectorState:
+    def state(self) -> CollectorState[AnySample]:
         """This rank's state between two steps. A checkpoint keeps those of all data-parallel ranks."""
         return CollectorState(
             source_position=self._source.position,
@@ -150,7 +150,7 @@ class StepCollector:
             num_skipped=self._num_skipped,
         )
 
-    def load_states(self, states: Sequence[CollectorState]) -> None:
+    def load_states(self, states: Sequence[CollectorState[AnySample]]) -> None:
         """Continues where the states of a checkpoint left off, on any number of ranks that the source allows.
 
         Every data-parallel rank must call it: a source that cannot go on ends all of them.
@@ -232,7 +232,7 @@ class StepCollector:
             return None
         return chosen
 
-    def _take(self, chosen: list[_Record]) -> StepSamples:
+    def _take(self, chosen: list[_Record]) -> StepSamples[AnySample]:
         sequences = {record.sequence for record in chosen}
         left = [record for record in self._pending if record.sequence not in sequences]
         boundaries = {self._boundary(record) for record in chosen} - {None}
@@ -317,7 +317,7 @@ class StepCollector:
             num_slots = len(self._pending) / len(units)
         return max(-(-int(num_slots) // self._size), 1)
 
-    def _checked(self, slots: list[Sample | None]) -> list[Sample | None]:
+    def _checked(self, slots: list[AnySample | None]) -> list[AnySample | None]:
         for sample in slots:
             if self._minds_groups and sample is not None and sample.group_index is None:
                 raise ValueError(
@@ -331,5 +331,7 @@ def _num_documents(records: Sequence[_Record]) -> int:
     return len({record.document for record in records})
 
 
-def _describe(slots: Sequence[Sample | None]) -> list[tuple[int | None, int | None] | None]:
+def _describe(
+    slots: Sequence[CountedSample | None],
+) -> list[tuple[int | None, int | None] | None]:
     return [None if sample is None else (sample.group_index, sample.rollout_id) for sample in slots]

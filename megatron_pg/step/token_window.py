@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.step.integers import as_integer
+from megatron_pg.step.sample import as_integer
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +14,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
-from megatron_pg.step.sample import Sample
+
+
+class CountedSample(Protocol):
+    """What the totals of a step and the aggregations ask of a sample: its counts and ids, not its tokens."""
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Response tokens that the loss mask keeps."""
+
+    @property
+    def group_index(self) -> int | None:
+        """The prompt group, any int64."""
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Samples with the same id, any int64, are one rollout; None makes the sample a rollout of its own."""
+
+    @property
+    def name(self) -> str:
+        """How error messages call the sample."""
+
+
+AnySample = TypeVar("AnySample", bound=CountedSample)
+
+
+@dataclass(frozen=True)
+class BareSample:
+    """A :class:`CountedSample` of which nothing more is known: a row of a matrix, a length without tokens."""
+
+    num_active_tokens: int
+    group_index: int | None = None
+    rollout_id: int | None = None
+    name: str = "sample"
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class StepTotals:
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
 
-    def rollout_denominators(self, samples: Sequence[Sample]) -> Tensor:
+    def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """[len(samples)] float64 D: active tokens of each sample's rollout over the step."""
         return torch.tensor(
             [
@@ -51,7 +84,7 @@ class StepTotals:
             dtype=torch.float64,
         )
 
-    def group_denominators(self, samples: Sequence[Sample]) -> Tensor:
+    def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """[len(samples)] float64 G: active tokens of each sample's prompt group over the step."""
         return torch.tensor(
             [_known(self.group_active_tokens, sample, "group_index") for sample in samples],
@@ -59,7 +92,7 @@ class StepTotals:
         )
 
 
-def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
+def _known(totals: Mapping[int, int], sample: CountedSample, field: str) -> int:
     identifier = getattr(sample, field)
     if identifier is None:
         raise ValueError(
@@ -75,7 +108,7 @@ def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
 
 
 def step_totals(
-    samples: Sequence[Sample], *, data_parallel_group: dist.ProcessGroup | None = None
+    samples: Sequence[CountedSample], *, data_parallel_group: dist.ProcessGroup | None = None
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
@@ -107,7 +140,7 @@ class SampleCounts:
     active_tokens: NDArray[np.int64]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleCounts:
+    def of(cls, samples: Sequence[CountedSample]) -> SampleCounts:
         group_index, has_group = _identifiers([sample.group_index for sample in samples])
         rollout_id, has_rollout = _identifiers([sample.rollout_id for sample in samples])
         active_tokens = np.array([sample.num_active_tokens for sample in samples], dtype=np.int64)

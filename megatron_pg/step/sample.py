@@ -69,17 +69,22 @@ class Sample:
 
     def __post_init__(self) -> None:
         self._store("tokens", self._vector("tokens", torch.int64))
-        self._store("response_length", self._integer("response_length"))
-        self._check_lengths()
+        for field in ("response_length", "group_index", "rollout_id"):
+            value = getattr(self, field)
+            if value is not None or field == "response_length":
+                self._store(field, checked_integer(f"{self.name}: {field}", value))
+        check_lengths(
+            (f"{self.name}: response_length", self.response_length),
+            ("total_length", self.total_length),
+        )
         self._check_response_tokens()
-        self._store("loss_mask", self._checked_loss_mask())
+        loss_mask = self._per_response_token("loss_mask", torch.float64)
+        check_mask(f"{self.name}: loss_mask", loss_mask)
+        self._store("loss_mask", loss_mask.bool())
         self._store("advantages", self._checked_advantages())
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
                 self._store(field, self._per_response_token(field, torch.float32))
-        for field in ("group_index", "rollout_id"):
-            if getattr(self, field) is not None:
-                self._store(field, self._integer(field))
 
     @property
     def total_length(self) -> int:
@@ -101,26 +106,23 @@ class Sample:
 
     def _vector(self, field: str, dtype: torch.dtype) -> Tensor:
         """A one-dimensional host tensor of the field, with an error that names it where there is none to be had."""
+        where = f"{self.name}: {field}"
         try:
             vector = torch.as_tensor(getattr(self, field))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{self.name}: {field} is no sequence of numbers ({error})") from error
+            raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
-            raise ValueError(
-                f"{self.name}: {field} has shape {list(vector.shape)}, expected one dimension"
-            )
+            raise ValueError(f"{where} has shape {list(vector.shape)}, expected one dimension")
         if vector.device.type != "cpu":
             raise ValueError(
-                f"{self.name}: {field} is on {vector.device}, expected a host tensor: samples are checked and packed "
-                "on the host, and the packed micro-batch is moved with PackedBatch.to(device)"
+                f"{where} is on {vector.device}, expected a host tensor: samples are checked and packed on the host, "
+                "and the packed micro-batch is moved with PackedBatch.to(device)"
             )
         is_integer = not (vector.is_floating_point() or vector.dtype == torch.bool)
         if dtype == torch.int64 and vector.numel() and not is_integer:
-            raise ValueError(f"{self.name}: {field} has dtype {vector.dtype}, expected integers")
+            raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
         if vector.is_complex():
-            raise ValueError(
-                f"{self.name}: {field} has dtype {vector.dtype}, expected real numbers"
-            )
+            raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
         # A copy: what was checked must not change with a buffer that the caller fills again.
         return vector.detach().to(dtype, copy=True)
 
@@ -133,28 +135,15 @@ class Sample:
             )
         return vector
 
-    def _check_lengths(self) -> None:
-        if not 0 <= self.response_length:
+    def _check_response_tokens(self) -> None:
+        """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
+        negative = (self.tokens[self.prompt_length :] < 0).nonzero()
+        if negative.numel():
+            position = self.prompt_length + int(negative[0])
             raise ValueError(
-                f"{self.name}: response_length is {self.response_length}, expected 0 or more"
+                f"{self.name}: tokens[{position}] is {int(self.tokens[position])}, a response token: expected an id of "
+                "the vocabulary, 0 or more"
             )
-        if self.prompt_length < 1:
-            raise ValueError(
-                f"{self.name}: {self.total_length} tokens with response_length {self.response_length} leave a prompt "
-                f"of {self.prompt_length}: the prompt needs at least one token, whose logit predicts the response's "
-                "first"
-            )
-
-    def _checked_loss_mask(self) -> Tensor:
-        values = self._per_response_token("loss_mask", torch.float64)
-        wrong = ((values != 0) & (values != 1)).nonzero()
-        if wrong.numel():
-            position = int(wrong[0])
-            raise ValueError(
-                f"{self.name}: loss_mask[{position}] is {float(values[position])}, expected 0 or 1 (a mask of "
-                "document ids or weights would be summed as token counts)"
-            )
-        return values.bool()
 
     def _checked_advantages(self) -> Tensor:
         """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
@@ -177,24 +166,6 @@ class Sample:
             )
         return advantages
 
-    def _check_response_tokens(self) -> None:
-        """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
-        negative = (self.tokens[self.prompt_length :] < 0).nonzero()
-        if negative.numel():
-            position = self.prompt_length + int(negative[0])
-            raise ValueError(
-                f"{self.name}: tokens[{position}] is {int(self.tokens[position])}, a response token: expected an id of "
-                "the vocabulary, 0 or more"
-            )
-
-    def _integer(self, field: str) -> int:
-        number = as_integer(getattr(self, field))
-        if number is None:
-            raise ValueError(
-                f"{self.name}: {field} is {getattr(self, field)!r}, expected an integer of 64 bits"
-            )
-        return number
-
 
 def as_integer(value: object) -> int | None:
     """The 64-bit integer that a Python, NumPy or 0-d tensor value is; None for anything else, 3.0 and True included."""
@@ -205,3 +176,34 @@ def as_integer(value: object) -> int | None:
     except TypeError:
         return None
     return number if -(2**63) <= number < 2**63 else None
+
+
+def checked_integer(where: str, value: object) -> int:
+    """:func:`as_integer`, and a ValueError that begins with `where` for what is none."""
+    number = as_integer(value)
+    if number is None:
+        raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")
+    return number
+
+
+def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
+    """Refuses lengths of one sample that leave no prompt; the two are given with what an error calls them."""
+    (response_name, response_length), (total_name, total_length) = response, total
+    if response_length < 0:
+        raise ValueError(f"{response_name} is {response_length}, expected 0 or more")
+    if total_length <= response_length:
+        raise ValueError(
+            f"{response_name} is {response_length} and {total_name} {total_length}, expected at least 1 more: the prompt "
+            "needs at least one token (a beginning-of-sequence token will do), whose logit predicts the response's first"
+        )
+
+
+def check_mask(where: str, mask: Tensor) -> None:
+    """Refuses a host mask of any shape with values other than 0 and 1, naming the first of them."""
+    wrong = ((mask != 0) & (mask != 1)).nonzero()
+    if wrong.numel():
+        index = wrong[0].tolist()
+        raise ValueError(
+            f"{where}{index} is {mask[tuple(index)].item()}, expected 0 or 1 (a mask of document ids or weights would be "
+            "summed as token counts)"
+        )

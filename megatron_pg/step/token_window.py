@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.step.sample import as_integer
+from megatron_pg.step.sample import check_lengths, checked_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +96,7 @@ class TokenWindow:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
                 response token would have no logit), or sizes out of range.
         """
-        total_lengths = _integers("total_lengths", total_lengths)
-        response_lengths = _integers("response_lengths", response_lengths)
-        _check_lengths(total_lengths, response_lengths)
+        total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
         _check_context_parallel(cp_rank, cp_size, pad_to_multiple)
         totals = torch.tensor(total_lengths, dtype=torch.int64)
         responses = torch.tensor(response_lengths, dtype=torch.int64)
@@ -179,39 +177,22 @@ def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor
     return segment_ids, offset + shift
 
 
-def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    numbers = []
-    for sample, length in enumerate(lengths):
-        number = as_integer(length)
-        if number is None:
-            raise ValueError(f"{name}[{sample}] is {length!r}, expected an integer")
-        numbers.append(number)
-    return tuple(numbers)
-
-
-def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> None:
+def _checked_lengths(
+    total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(total_lengths) != len(response_lengths):
         raise ValueError(
             f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
             "give one of each per sample"
         )
-    for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        if response < 0:
-            raise ValueError(f"response_lengths[{sample}] is {response}: expected 0 or more tokens")
-        if total < 1:
-            raise ValueError(f"total_lengths[{sample}] is {total}: expected at least 1 token")
-        if response > total:
-            raise ValueError(
-                f"response_lengths[{sample}] is {response}, more than total_lengths[{sample}] = {total}: the total "
-                "counts prompt and response"
-            )
-        if response == total:
-            raise ValueError(
-                f"sample {sample} has prompt_length 0 (total {total}, response {response}): no logit predicts its "
-                "first response token; give the prompt at least one token (a beginning-of-sequence token will do)"
-            )
+    totals, responses = [], []
+    for sample, lengths in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        names = (f"total_lengths[{sample}]", f"response_lengths[{sample}]")
+        total, response = map(checked_integer, names, lengths)
+        check_lengths((f"sample {sample}: {names[1]}", response), (names[0], total))
+        totals.append(total)
+        responses.append(response)
+    return tuple(totals), tuple(responses)
 
 
 def _check_context_parallel(cp_rank: int, cp_size: int, pad_to_multiple: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import balance, plan_bins
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import packed_multiple, padded_length
-from megatron_pg.step.totals import SampleCounts, StepTotals, totals_of_counts
+from megatron_pg.step.totals import SampleCounts, StepTotals, sample_counts, totals_of_counts
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,16 @@ class StepPlan:
         return len(self.microbatches)
 
 
-@dataclass(frozen=True, eq=False)
-class _RankPlan:
+class _RankPlan(NamedTuple):
     """One rank's own plan, before it has heard of the others."""
 
     microbatches: tuple[tuple[int, ...], ...]
     tokens: tuple[int, ...]
     counts: SampleCounts
 
-
-@dataclass(frozen=True, eq=False)
-class _Announcement:
-    """What a rank tells the others of its plan."""
-
-    num_microbatches: int
-    num_tokens: int
-    counts: SampleCounts
-
-    @classmethod
-    def of(cls, plan: _RankPlan) -> _Announcement:
-        return cls(len(plan.microbatches), sum(plan.tokens), plan.counts)
+    def announcement(self) -> tuple[int, int, SampleCounts]:
+        """What a rank tells the others: its number of micro-batches, their packed tokens, its samples' counts."""
+        return len(self.microbatches), sum(self.tokens), self.counts
 
 
 def plan_step(
@@ -94,32 +85,35 @@ def plan_step(
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a
             rollout over several prompt groups.
     """
-
     multiple = packed_multiple(cp_size, pad_to_multiple)
 
     def plan_rank() -> _RankPlan:
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
-        capacity = _capacity(max_tokens_per_microbatch, multiple)
-        if oversized != "own_microbatch":
-            _refuse_oversized(samples, lengths, capacity, oversized)
+        # Padded tokens of samples that leave room for the padding of the micro-batch itself.
+        capacity = max_tokens_per_microbatch // multiple * multiple
+        _check_budget(samples, lengths, max_tokens_per_microbatch, multiple, oversized)
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
-        tokens = [_packed_tokens([lengths[i] for i in bin_], multiple) for bin_ in microbatches]
-        return _RankPlan(microbatches, tuple(tokens), SampleCounts.of(samples))
+        # An empty one is a dummy segment of the smallest length.
+        tokens = (
+            max(-(-sum(lengths[i] for i in members) // multiple), 1) * multiple
+            for members in microbatches
+        )
+        return _RankPlan(microbatches, tuple(tokens), sample_counts(samples))
 
-    plan, everyone = compute_and_gather(plan_rank, _Announcement.of, data_parallel_group)
-    most = len(plan.microbatches) if ragged else max(rank.num_microbatches for rank in everyone)
-    totals = totals_of_counts([rank.counts for rank in everyone], plan.counts)
-    num_tokens = sum(rank.num_tokens for rank in everyone)
-    if not ragged:
-        num_tokens += multiple * sum(most - rank.num_microbatches for rank in everyone)
+    plan, everyone = compute_and_gather(plan_rank, _RankPlan.announcement, data_parallel_group)
+    numbers, tokens, counts = zip(*everyone, strict=True)
+    most = len(plan.microbatches) if ragged else max(numbers)
+    num_tokens = sum(tokens) + (
+        0 if ragged else multiple * sum(most - number for number in numbers)
+    )
     num_added = most - len(plan.microbatches)
     return StepPlan(
         microbatches=plan.microbatches + ((),) * num_added,
         microbatch_tokens=plan.tokens + (multiple,) * num_added,
-        totals=dataclasses.replace(totals, num_tokens=num_tokens),
+        totals=dataclasses.replace(totals_of_counts(counts, plan.counts), num_tokens=num_tokens),
     )
 
 
@@ -146,30 +140,22 @@ def assign_to_data_parallel_ranks(
     return [members.tolist() for members in balance(lengths, data_parallel_size)]
 
 
-def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
-    """The padded tokens of samples that a micro-batch takes, so that it keeps the budget once it is padded itself."""
-    if max_tokens_per_microbatch < multiple:
-        raise ValueError(
-            f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {multiple}, the multiple "
-            "that context and sequence parallelism pad a micro-batch to"
-        )
-    return max_tokens_per_microbatch // multiple * multiple
-
-
-def _refuse_oversized(
-    samples: Sequence[Sample], lengths: Sequence[int], capacity: int, oversized: str
+def _check_budget(
+    samples: Sequence[Sample], lengths: Sequence[int], budget: int, multiple: int, oversized: str
 ) -> None:
+    """Refuses a budget that no micro-batch keeps, and a sample of which that is true where it is an error."""
+    if budget < multiple:
+        raise ValueError(
+            f"--max-tokens-per-microbatch is {budget}: expected at least {multiple}, the multiple that context and "
+            "sequence parallelism pad a micro-batch to"
+        )
     if oversized not in OVERSIZED:
         raise ValueError(f"oversized is {oversized!r}: expected one of {', '.join(OVERSIZED)}")
+    capacity = budget // multiple * multiple
     for sample, length in zip(samples, lengths, strict=True):
-        if length > capacity:
+        if length > capacity and oversized == "error":
             raise ValueError(
                 f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
                 f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
                 "--oversized-samples own_microbatch"
             )
-
-
-def _packed_tokens(lengths: Sequence[int], multiple: int) -> int:
-    """Tokens of a micro-batch of these padded lengths; an empty one is a dummy segment of the smallest length."""
-    return max(-(-sum(lengths) // multiple), 1) * multiple

@@ -58,7 +58,7 @@ def group_advantages(
     Args:
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
-        method: ``grpo``, ``dr_grpo`` or ``rloo``.
+        method: `grpo`, `dr_grpo` or `rloo`.
 
     Raises:
         ValueError: sizes that differ, a reward that is not finite, rewards whose advantages float32 does not hold, ids

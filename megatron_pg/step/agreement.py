@@ -46,9 +46,9 @@ def compute_and_gather(
     share: Callable[[Value], Shared],
     group: dist.ProcessGroup | None,
 ) -> tuple[Value, list[Shared]]:
-    """This rank's ``compute()``, and ``share()`` of it from every rank, in rank order.
+    """This rank's `compute()`, and `share()` of it from every rank, in rank order.
 
-    Every rank of the group must call it. An error of ``compute`` or ``share`` travels in place of the value, whatever
+    Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, whatever
     its kind, so that no rank is left waiting in the collective: a file may be unreadable on one node alone.
 
     Args:

@@ -1,6 +1,6 @@
-"""``--docs-per-step``: pulls samples until a step holds enough documents, decided alike on every data-parallel rank.
+"""`--docs-per-step`: pulls samples until a step holds enough documents, decided alike on every data-parallel rank.
 
-A document is what N counts: a rollout, be it one sample or several with the same ``rollout_id``. A rollout is never cut
+A document is what N counts: a rollout, be it one sample or several with the same `rollout_id`. A rollout is never cut
 by a step boundary, a prompt group only where that is harmless. Which of them are whole is known from their order: the
 samples of one follow each other in every rank's share of the stream, so one that a rank has moved on from is complete
 there.
@@ -58,7 +58,7 @@ class StepSamples(Generic[AnySample]):
 
 @dataclass(frozen=True, eq=False)
 class CollectorState(Generic[AnySample]):
-    """What a checkpoint keeps of one rank's :class:`StepCollector`; picklable."""
+    """What a checkpoint keeps of one rank's `StepCollector`; picklable."""
 
     source_position: Any
     num_slots: int
@@ -73,24 +73,24 @@ class CollectorState(Generic[AnySample]):
 class StepCollector(Generic[AnySample]):
     """Collects the samples of one step after the other from a stream that is shared out over data-parallel ranks.
 
-    Every data-parallel rank builds one with the same settings and calls :meth:`collect` for every step. Ranks agree by
-    one exchange for every window of samples that they pull, most often one or two a step. In ``exact`` mode a source
+    Every data-parallel rank builds one with the same settings and calls `collect` for every step. Ranks agree by
+    one exchange for every window of samples that they pull, most often one or two a step. In `exact` mode a source
     that can be resharded gives the same steps at every data-parallel size.
 
     Args:
         source: this rank's share of the stream. Samples of one rollout, and of one prompt group where groups are kept
             whole or must not be cut, follow each other in it.
         docs_per_step: n, over all data-parallel ranks.
-        mode: ``at_least`` keeps what the last window brought beyond n in the step; ``exact`` carries it into the next,
+        mode: `at_least` keeps what the last window brought beyond n in the step; `exact` carries it into the next,
             so that every step but the last holds n.
         keep_prompt_groups: steps end between prompt groups. A step then holds at least n, and less than one group
-            beyond n in ``exact`` mode.
-        refuse_cut_groups: a step that would end inside a prompt group is an error: ``prompt_mean`` has no denominator
+            beyond n in `exact` mode.
+        refuse_cut_groups: a step that would end inside a prompt group is an error: `prompt_mean` has no denominator
             for a part of a group.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
 
     Raises:
-        ValueError: ``docs_per_step`` below 1 or an unknown mode.
+        ValueError: `docs_per_step` below 1 or an unknown mode.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StepCollector(Generic[AnySample]):
         Every data-parallel rank must call it.
 
         Raises:
-            ValueError: a prompt group or rollout is cut by the end of the step, a sample lacks the ``group_index``
+            ValueError: a prompt group or rollout is cut by the end of the step, a sample lacks the `group_index`
                 that the settings need, or the source raised one; on all ranks alike.
             RuntimeError: the source of another rank raised an error that is no ValueError; that rank raises it as it is.
         """

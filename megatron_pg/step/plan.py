@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_pg.config.planning import OVERSIZED
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.bins import balance, plan_bins
+from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import packed_multiple, padded_length
 from megatron_pg.step.totals import SampleCounts, StepTotals, sample_counts, totals_of_counts
@@ -19,7 +19,7 @@ from megatron_pg.step.totals import SampleCounts, StepTotals, sample_counts, tot
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by :func:`plan_step`."""
+    """How one data-parallel rank runs a step. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending; longest micro-batch first. An empty one is legal: pack()
@@ -27,11 +27,11 @@ class StepPlan:
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
-    """The totals of the step over all data-parallel ranks, ``num_tokens`` included."""
+    """The totals of the step over all data-parallel ranks, `num_tokens` included."""
 
     @property
     def num_microbatches(self) -> int:
-        """M, as the schedule and ``megatron_loss`` take it."""
+        """M, as the schedule and `megatron_loss` take it."""
         return len(self.microbatches)
 
 
@@ -62,24 +62,24 @@ def plan_step(
     """Packs the samples of one optimizer step into micro-batches and counts the step.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
-    ``step_totals``; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
+    `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
     and get the same plan. One exchange over the data-parallel group. Samples whose masks a correction shrinks
-    (``accepted_samples``) must have been shrunk before.
+    (`accepted_samples`) must have been shrunk before.
 
     Args:
         samples: this data-parallel rank's samples of the step. None at all is legal.
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
-            included; a rank holds ``1 / cp_size`` of them.
+            included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: as given to ``pack``.
-        pad_to_multiple: as given to ``pack``.
+        cp_size: as given to `pack`.
+        pad_to_multiple: as given to `pack`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
-            needs ``config.microbatch_group_size_per_vp_stage``.
+            needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
             ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
-        oversized: ``error``, or ``own_microbatch`` for a micro-batch of its own, above the budget.
-        seed: see :func:`megatron_pg.step.plan_bins`.
+        oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
+        seed: see `plan_bins`.
 
     Raises:
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a
@@ -128,16 +128,17 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: as given to ``pack``.
+        cp_size: as given to `pack`.
 
     Returns:
         Per rank the indices of its samples, ascending; empty where there are too few samples.
 
     Raises:
-        ValueError: ``data_parallel_size`` is below 1.
+        ValueError: `data_parallel_size` is below 1.
     """
     lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
-    return [members.tolist() for members in balance(lengths, data_parallel_size)]
+    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size)
+    return [members.tolist() for members in bins]
 
 
 def _check_budget(

@@ -179,7 +179,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked_integer(where: str, value: object) -> int:
-    """:func:`as_integer`, and a ValueError that begins with `where` for what is none."""
+    """`as_integer`, and a ValueError that begins with `where` for what is none."""
     number = as_integer(value)
     if number is None:
         raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")

@@ -13,8 +13,8 @@ def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
     """The error of rollout files that give no step: a run of none would look like one that went well.
 
     Args:
-        paths: as given by ``--rollout-files``.
-        num_skipped: bad rows that ``--on-bad-row skip`` has passed over.
+        paths: as given by `--rollout-files`.
+        num_skipped: bad rows that `--on-bad-row skip` has passed over.
     """
     found = "no rows"
     if num_skipped:

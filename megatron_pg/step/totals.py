@@ -40,7 +40,7 @@ AnySample = TypeVar("AnySample", bound=CountedSample)
 
 @dataclass(frozen=True)
 class BareSample:
-    """A :class:`CountedSample` of which nothing more is known: a row of a matrix, a length without tokens."""
+    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens."""
 
     num_active_tokens: int
     group_index: int | None = None
@@ -50,13 +50,13 @@ class BareSample:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks. Built by :func:`step_totals`; equal on every rank
+    """Counts of one optimizer step over all data-parallel ranks. Built by `step_totals`; equal on every rank
     but for the two mappings, which hold the ids of this rank's samples."""
 
     num_rollouts: int
     """N: rollouts, those without an active token included."""
     num_prompt_groups: int | None
-    """P: prompt groups, those without an active token included; None where samples lack a ``group_index``."""
+    """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
     num_active_tokens: int
     """T: active tokens."""
     num_active_rollouts: int
@@ -64,9 +64,9 @@ class StepTotals:
     num_active_prompt_groups: int | None
     """Prompt groups with at least one active token."""
     rollout_active_tokens: Mapping[int, int]
-    """D by ``rollout_id``."""
+    """D by `rollout_id`."""
     group_active_tokens: Mapping[int, int]
-    """G by ``group_index``."""
+    """G by `group_index`."""
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
@@ -113,7 +113,7 @@ def step_totals(
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
     differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of
-    ``(group_index, rollout_id, active tokens)`` per sample over the group; none where it is None or of size 1.
+    `(group_index, rollout_id, active tokens)` per sample over the group; none where it is None or of size 1.
 
     Args:
         samples: this data-parallel rank's samples of the step, over all its micro-batches.
@@ -157,7 +157,7 @@ def totals_of_counts(everyone: Sequence[SampleCounts], local: SampleCounts) -> S
     """The totals of a step from the counts of every data-parallel rank; `local` is this rank's own.
 
     Raises:
-        ValueError: see :func:`step_totals`.
+        ValueError: see `step_totals`.
     """
     step = np.concatenate(everyone)
     _check_rollouts_have_one_group(step)

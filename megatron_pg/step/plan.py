@@ -31,7 +31,7 @@ class StepPlan:
 
     @property
     def num_microbatches(self) -> int:
-        """M, as the schedule and `megatron_loss` take it."""
+        """M, as Megatron's schedule takes it."""
         return len(self.microbatches)
 
 
@@ -89,9 +89,9 @@ def plan_step(
 
     def plan_rank() -> _RankPlan:
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
-        # Padded tokens of samples that leave room for the padding of the micro-batch itself.
-        capacity = max_tokens_per_microbatch // multiple * multiple
-        _check_budget(samples, lengths, max_tokens_per_microbatch, multiple, oversized)
+        capacity = _capacity(max_tokens_per_microbatch, multiple)
+        if oversized != "own_microbatch":
+            _refuse_oversized(samples, lengths, capacity, oversized)
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
@@ -106,9 +106,9 @@ def plan_step(
     plan, everyone = compute_and_gather(plan_rank, _RankPlan.announcement, data_parallel_group)
     numbers, tokens, counts = zip(*everyone, strict=True)
     most = len(plan.microbatches) if ragged else max(numbers)
-    num_tokens = sum(tokens) + (
-        0 if ragged else multiple * sum(most - number for number in numbers)
-    )
+    num_tokens = sum(tokens)
+    if not ragged:
+        num_tokens += multiple * sum(most - number for number in numbers)
     num_added = most - len(plan.microbatches)
     return StepPlan(
         microbatches=plan.microbatches + ((),) * num_added,
@@ -141,20 +141,23 @@ def assign_to_data_parallel_ranks(
     return [members.tolist() for members in bins]
 
 
-def _check_budget(
-    samples: Sequence[Sample], lengths: Sequence[int], budget: int, multiple: int, oversized: str
-) -> None:
-    """Refuses a budget that no micro-batch keeps, and a sample of which that is true where it is an error."""
-    if budget < multiple:
+def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
+    """The padded tokens of samples that a micro-batch takes, so that it keeps the budget once it is padded itself."""
+    if max_tokens_per_microbatch < multiple:
         raise ValueError(
-            f"--max-tokens-per-microbatch is {budget}: expected at least {multiple}, the multiple that context and "
-            "sequence parallelism pad a micro-batch to"
+            f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {multiple}, the multiple "
+            "that context and sequence parallelism pad a micro-batch to"
         )
+    return max_tokens_per_microbatch // multiple * multiple
+
+
+def _refuse_oversized(
+    samples: Sequence[Sample], lengths: Sequence[int], capacity: int, oversized: str
+) -> None:
     if oversized not in OVERSIZED:
         raise ValueError(f"oversized is {oversized!r}: expected one of {', '.join(OVERSIZED)}")
-    capacity = budget // multiple * multiple
     for sample, length in zip(samples, lengths, strict=True):
-        if length > capacity and oversized == "error":
+        if length > capacity:
             raise ValueError(
                 f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
                 f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "

@@ -14,7 +14,7 @@ from typing import Any, Generic
 
 import torch.distributed as dist
 
-from megatron_pg.config.planning import MODES
+from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sources import SampleSource
 from megatron_pg.step.totals import AnySample, CountedSample
@@ -103,12 +103,10 @@ class StepCollector(Generic[AnySample]):
         refuse_cut_groups: bool = False,
         data_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if docs_per_step < 1:
-            raise ValueError(f"--docs-per-step is {docs_per_step}: expected 1 or more")
-        if mode not in MODES:
-            raise ValueError(
-                f"--docs-per-step-mode is {mode!r}: expected one of {', '.join(MODES)}"
-            )
+        # The rules of these flags are its; the budget is none of the collector's.
+        PlanningConfig(
+            max_tokens_per_microbatch=1, docs_per_step=docs_per_step, docs_per_step_mode=mode
+        )
         self._source = source
         self._docs_per_step = docs_per_step
         self._is_exact = mode == "exact"

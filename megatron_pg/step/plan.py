@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_pg.config.planning import OVERSIZED
+from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
@@ -88,10 +88,11 @@ def plan_step(
     multiple = packed_multiple(cp_size, pad_to_multiple)
 
     def plan_rank() -> _RankPlan:
+        PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
-        if oversized != "own_microbatch":
-            _refuse_oversized(samples, lengths, capacity, oversized)
+        if oversized == "error":
+            _refuse_oversized(samples, lengths, capacity)
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
@@ -151,11 +152,7 @@ def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
     return max_tokens_per_microbatch // multiple * multiple
 
 
-def _refuse_oversized(
-    samples: Sequence[Sample], lengths: Sequence[int], capacity: int, oversized: str
-) -> None:
-    if oversized not in OVERSIZED:
-        raise ValueError(f"oversized is {oversized!r}: expected one of {', '.join(OVERSIZED)}")
+def _refuse_oversized(samples: Sequence[Sample], lengths: Sequence[int], capacity: int) -> None:
     for sample, length in zip(samples, lengths, strict=True):
         if length > capacity:
             raise ValueError(

@@ -22,15 +22,14 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.totals import CountedSample, StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
     """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
 
-    denominator: Callable[[StepTotals, Sequence[Sample]], Tensor] | None = None
+    denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """(totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""
@@ -42,7 +41,7 @@ class Aggregation(Row):
     defaults_to_own_tokens: bool = False
     """Whether a sample's own active tokens are its denominator where none is given."""
 
-    def denominators(self, totals: StepTotals, samples: Sequence[Sample]) -> Tensor | None:
+    def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
         """[num_samples] float64 D or G from the step's totals; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 

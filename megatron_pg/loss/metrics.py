@@ -23,9 +23,8 @@ from megatron_pg.loss.corrections import Corrected, correction_metric_names
 from megatron_pg.loss.masking import masked
 from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
 from megatron_pg.loss.reducer import Reduction, token_weights
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.transfer import to_device
 
 logger = logging.getLogger("megatron_pg")
 

@@ -18,10 +18,9 @@ from megatron_pg.config.custom import (
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals
-from megatron_pg.step.transfer import to_device
 
 Reducer = Callable[[Tensor], Tensor]
 """reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""

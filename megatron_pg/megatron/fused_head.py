@@ -32,8 +32,7 @@ from megatron_pg.loss.policy_loss import (
     leaves_out_zero_advantages,
 )
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.transfer import to_device
+from megatron_pg.step.batch import PackedBatch, to_device
 
 
 class FusedHead:
@@ -190,7 +189,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
     if leaves_out_zero_advantages(config):
-        advantages = torch.cat(nothing + [torch.as_tensor(s.advantages) for s in batch.samples])
+        advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]

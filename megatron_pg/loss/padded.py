@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import get_aggregation
-from megatron_pg.loss.reducer import WeightedSum, check_divisor
+from megatron_pg.loss.aggregation import checked_aggregation
+from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step.batch import to_device
 from megatron_pg.step.sample import as_integer, check_mask, checked_integer
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
@@ -87,7 +87,7 @@ def reduce_padded(
     Raises:
         ValueError: shapes, ids or a divisor that do not fit, or ids that are not in the totals.
     """
-    check_divisor(aggregation, divisor)
+    mode = checked_aggregation(aggregation, divisor)
     _check_mask(mask)
     if loss.shape != mask.shape:
         raise ValueError(
@@ -103,9 +103,8 @@ def reduce_padded(
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )
-    mode = get_aggregation(aggregation)
     denominators: Tensor | None
-    if mode.name == "sample_mean" and rollout_id is None:
+    if mode.defaults_to_own_tokens and rollout_id is None:
         denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
     else:
         # Looked up by id: no row is counted here, and no device waited for.

@@ -14,7 +14,7 @@ from typing import Any, Generic
 
 import torch.distributed as dist
 
-from megatron_pg.config.planning import PlanningConfig
+from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sources import SampleSource
 from megatron_pg.step.totals import AnySample, CountedSample
@@ -98,7 +98,7 @@ class StepCollector(Generic[AnySample]):
         source: SampleSource[AnySample],
         *,
         docs_per_step: int,
-        mode: str = "at_least",
+        mode: DocsPerStepMode = "at_least",
         keep_prompt_groups: bool = False,
         refuse_cut_groups: bool = False,
         data_parallel_group: dist.ProcessGroup | None = None,

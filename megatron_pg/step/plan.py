@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_pg.config.planning import PlanningConfig
+from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
@@ -43,7 +43,7 @@ def plan_step(
     pad_to_multiple: int = 1,
     microbatch_group_size: int = 1,
     ragged: bool = False,
-    oversized: str = "error",
+    oversized: OversizedSamples = "error",
     seed: int | None = None,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches and counts the step.

@@ -28,7 +28,7 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.head.from_hidden import (
+from megatron_pg.head import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,

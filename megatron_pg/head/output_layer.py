@@ -1,9 +1,14 @@
-"""The three matrix products of the output layer, and where the gradient of its weight goes."""
+"""The output layer over chunks of tokens: its three matrix products, and where its gradients go."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from megatron_pg.head.from_logits import row_passes
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
 _CHUNK_MULTIPLE = 256
@@ -25,11 +30,6 @@ def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int
     return max(rounded if rounded <= largest else equal, 1)
 
 
-def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
-    """[begin, end) in slices of at most `size` rows."""
-    return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
-
-
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """`out = left @ right`, accumulated in float32, with `out` possibly wider than the operands."""
     if out.dtype == left.dtype:
@@ -48,6 +48,35 @@ def add_product(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(left.to(out.dtype), right.to(out.dtype))
+
+
+@dataclass(frozen=True)
+class ChunkedHead:
+    """The output layer's settings, worked out for one call."""
+
+    shard: VocabularyShard
+    temperature: Tensor
+    fp32_logits: bool
+    chunk_tokens: int
+
+    def new_logits(self, rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Uninitialised logits [rows, v/tp] in the dtype they are computed in."""
+        dtype = hidden.dtype
+        if self.fp32_logits:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return torch.empty((rows, weight.shape[0]), dtype=dtype, device=hidden.device)
+
+    def chunk(self, rows: slice, targets: Tensor, buffer: Tensor) -> LogitRows:
+        """The logits of some rows, at the front of `buffer`, and what they are scored against."""
+        logits = buffer[: rows.stop - rows.start]
+        return LogitRows(logits, targets[rows], self.shard, self.temperature)
+
+
+def score(chunk: LogitRows, hidden: Tensor, weight: Tensor) -> RowStatistics:
+    """Computes the logits of a chunk from its hidden states, and returns their statistics."""
+    multiply(hidden, weight.t(), chunk.logits)
+    statistics: RowStatistics = row_passes(chunk.logits).row_statistics(chunk)
+    return statistics
 
 
 def accumulates_into_main_grad(weight: Tensor) -> bool:
@@ -121,3 +150,58 @@ class WeightGradient:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         stand_in = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
         return stand_in(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+class FactorGradients:
+    """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [v/tp, hidden].
+        needed: which of the two gradients are wanted.
+        final: see `WeightGradient`.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool], *, final: bool
+    ) -> None:
+        self.hidden: Tensor | None = None
+        if needed[0]:
+            self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        self.weight = WeightGradient(weight, final=final) if needed[1] else None
+        self._weight_values = weight
+
+    def add(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        chunk: LogitRows,
+        statistics: RowStatistics,
+        incoming: tuple[Tensor | None, ...],
+    ) -> None:
+        """Overwrites the logits of a chunk with their gradient, and multiplies that by both factors.
+
+        Args:
+            rows: where the chunk is in `hidden`, which is [tokens, hidden].
+            chunk: where its logits are wider than the hidden states, their gradient takes the front of each row,
+                in the dtype of the hidden states.
+            statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
+        """
+        if self.hidden is None and self.weight is None:
+            return
+        gradient = chunk.logits
+        if gradient.dtype != hidden.dtype:
+            gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
+        row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
+        if self.hidden is not None:
+            multiply(gradient, self._weight_values, self.hidden[rows])
+        if self.weight is not None:
+            self.weight.add(gradient, hidden[rows])
+
+    def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Both gradients, times `scale`, as autograd gets them."""
+        hidden = self.hidden
+        if hidden is not None and scale is not None:
+            # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
+            hidden = hidden.to(scale.dtype).mul_(scale).to(hidden.dtype)
+        return hidden, None if self.weight is None else self.weight.finish(scale)

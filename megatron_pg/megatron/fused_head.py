@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head.from_hidden import (
+from megatron_pg.head import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,

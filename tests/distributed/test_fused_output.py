@@ -114,16 +114,16 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 def private_buffers() -> list[bool]:
     """Whether each weight gradient made from here on waits in a buffer of its own; filled as they are made."""
-    from megatron_pg.head import forward_gradients
+    from megatron_pg.head import output_layer
 
     made: list[bool] = []
-    plain = forward_gradients.WeightGradient
+    plain = output_layer.WeightGradient
 
     def recorded(weight: Any, *, final: bool) -> Any:
         made.append(not final)
         return plain(weight, final=final)
 
-    forward_gradients.WeightGradient = recorded
+    output_layer.WeightGradient = recorded
     return made
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron_pg.head.from_hidden import (
+from megatron_pg.head import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,

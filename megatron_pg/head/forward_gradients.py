@@ -36,10 +36,8 @@ class ForwardGradients(FactorGradients):
     """Gradients of hidden states and weight that grow chunk by chunk during forward.
 
     Args:
-        hidden: [tokens, hidden], of which the rows from `gradient_rows` on get a gradient of 0.
-        weight: [v/tp, hidden].
-        needed: which of the two gradients are wanted.
-        gradient_rows: how many rows of `hidden` get one.
+        hidden, weight, needed: as for `FactorGradients`.
+        gradient_rows: rows of `hidden` from this one on get a gradient of 0.
         loss_scale: the gradient that backward will hand to the loss, or None where it is not known. What is added
             carries it already.
     """
@@ -59,12 +57,14 @@ class ForwardGradients(FactorGradients):
         if loss_scale is not None:
             # A copy: what the caller does to its own by then must not change what was promised.
             self._promised = loss_scale.detach().reshape(()).to(hidden.device, copy=True)
-        self._watch: tuple[Tensor, Tensor, weakref.finalize[..., object]] | None = None
+        self._watch: tuple[Tensor, Tensor, weakref.finalize[[Tensor], ForwardGradients]] | None = (
+            None
+        )
 
     @property
-    def _main_grad(self) -> Tensor | None:
-        """`main_grad`, if something was added to it in forward."""
-        return None if self.weight is None else self.weight.added_to
+    def _early_sum(self) -> Tensor | None:
+        """`main_grad`, once something was added to it."""
+        return self.weight.total if self.weight is not None and self.weight.is_direct else None
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
@@ -72,13 +72,13 @@ class ForwardGradients(FactorGradients):
         try:
             yield
         except BaseException:  # an interruption leaves as wrong a sum as an error does
-            if self._main_grad is not None:
-                _spoil(self._main_grad)
+            if self._early_sum is not None:
+                _spoil(self._early_sum)
             raise
-        if self._main_grad is not None:
-            awaited = weakref.finalize(self, _never_differentiated, self._main_grad)
+        if self._early_sum is not None:
+            awaited = weakref.finalize(self, _never_differentiated, self._early_sum)
             awaited.atexit = False
-            self._watch = self._main_grad, holds_anything(self._main_grad), awaited
+            self._watch = self._early_sum, holds_anything(self._early_sum), awaited
 
     def settle(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight for the gradient that arrives in backward."""
@@ -112,10 +112,8 @@ def spoil_unless_kept(
 
     Nothing that is summed over rows stays clean, and no pass over the others is needed.
     """
-    if not gradients:
-        return
-    penalty = row_passes(gradients[0]).nan_unless_kept(arrived, promised, held)
     for gradient in gradients:
+        penalty = row_passes(gradient).nan_unless_kept(arrived, promised, held)
         gradient[:1].add_(penalty)  # not +=, which would copy the row onto itself besides
 
 

@@ -172,23 +172,18 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        head: ChunkedHead,
-        keep_logits: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: ChunkedHead, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         tokens = hidden.shape[0]
-        size = tokens if keep_logits else min(head.chunk_tokens, tokens)
+        size = tokens if keep else min(head.chunk_tokens, tokens)
         logits = head.new_logits(size, hidden, weight)
         parts = [
             score(head.chunk(rows, targets, logits), hidden[rows], weight)
             for rows in chunk_slices(0, tokens, max(size, 1))
         ]
         statistics = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.head, ctx.kept, ctx.overwritten = head, logits if keep_logits else None, False
+        ctx.head, ctx.kept, ctx.overwritten = head, logits if keep else None, False
         ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
 

@@ -67,10 +67,8 @@ def log_probs_and_entropy(
         check_vector("row_mask", row_mask, torch.bool, "logits", logits)
     shard = VocabularyShard.build(logits.shape[1], vocab_size, tensor_parallel_group)
     scale = rows_torch.temperature_tensor(temperature, logits)
-    log_probs, entropy = LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, scale, row_mask, shard, with_entropy
-    )
-    return log_probs, entropy
+    rows = LogitRows(logits, targets, shard, scale, row_mask)
+    return LogProbsAndEntropy.apply(logits, rows, with_entropy)  # type: ignore
 
 
 def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix: Tensor) -> None:
@@ -116,33 +114,28 @@ class LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        row_mask: Tensor | None,
-        shard: VocabularyShard,
-        with_entropy: bool,
+        ctx: Any, logits: Tensor, rows: LogitRows, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        rows = LogitRows(logits, targets, shard, temperature, row_mask)
         statistics = row_passes(logits).row_statistics(rows)
-        ctx.shard = shard
+        ctx.shard = rows.shard
         # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
         ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
-        ctx.save_for_backward(logits, targets, temperature, row_mask, *statistics.kept())
+        ctx.save_for_backward(
+            logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()
+        )
         return statistics.log_probs, statistics.entropy if with_entropy else None
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("log_probs_and_entropy")
         if all(gradient is None for gradient in incoming):
-            return (None,) * 6
-        logits, targets, temperature, row_mask, *statistics = ctx.saved_tensors
+            return (None,) * 3
+        logits, targets, row_mask, temperature, *statistics = ctx.saved_tensors
         logits = logits.detach()
         out = logits if ctx.in_place else torch.empty_like(logits)
         rows = LogitRows(logits, targets, ctx.shard, temperature, row_mask)
         row_passes(logits).write_gradient(rows, RowStatistics(*statistics), incoming, out)
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
-        return (out,) + (None,) * 5
+        return out, None, None

@@ -95,22 +95,11 @@ def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
 
 @triton.jit
 def statistics_kernel(
-    logits,
-    row_stride,
-    targets,
-    row_mask,
-    temperature,
-    shard_out,
-    maximum_out,
-    log_sum_out,
-    log_probs_out,
-    entropy_out,
-    columns,
-    start,
-    vocab_size,
-    VECTORS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    logits, row_stride, targets, row_mask, temperature,
+    shard_out, maximum_out, log_sum_out, log_probs_out, entropy_out,
+    columns, start, vocab_size,
+    VECTORS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Writes the final statistics of one row, or to `shard_out` [tokens, 4], where given, those of its local columns."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
@@ -140,18 +129,11 @@ def statistics_kernel(
 
 @triton.jit
 def combine_kernel(
-    gathered,
-    row_mask,
-    temperature,
-    maximum_out,
-    log_sum_out,
-    log_probs_out,
-    entropy_out,
-    tokens,
-    shards,
-    ROWS: tl.constexpr,
-    SHARDS: tl.constexpr,
-):
+    gathered, row_mask, temperature,
+    maximum_out, log_sum_out, log_probs_out, entropy_out,
+    tokens, shards,
+    ROWS: tl.constexpr, SHARDS: tl.constexpr,
+):  # fmt: skip
     """Writes the final statistics of ROWS rows from those of all shards, [shards, tokens, 4]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tokens
@@ -226,27 +208,11 @@ def _incoming(gradients, row):
 
 @triton.jit
 def gradient_kernel(
-    logits,
-    row_stride,
-    out,
-    out_stride,
-    targets,
-    row_mask,
-    temperature,
-    maximum,
-    log_sum,
-    entropy,
-    grad_log_probs,
-    grad_entropy,
-    columns,
-    padded_columns,
-    start,
-    segments,
-    segment,
-    ORDERED: tl.constexpr,
-    LINE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits, row_stride, out, out_stride, targets, row_mask, temperature,
+    maximum, log_sum, entropy, grad_log_probs, grad_entropy,
+    columns, padded_columns, start, segments, segment,
+    ORDERED: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Writes the gradient to a segment of one row of logits; `out` may be the logits themselves.
 
     Programs begin with the last row, which the statistics kernel read last and the cache still holds.

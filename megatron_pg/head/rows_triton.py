@@ -30,34 +30,21 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     mask = None if rows.row_mask is None else rows.row_mask.contiguous()
     own = None if shard.group is None else temperature.new_empty((tokens, 4))
     kernels.statistics_kernel[(tokens,)](
-        rows.logits,
-        rows.logits.stride(0),
-        rows.targets.contiguous(),
-        mask,
-        temperature,
-        own,
-        *outputs,
-        shard.columns,
-        shard.start,
-        shard.vocab_size,
-        VECTORS=_VECTORS,
-        VECTOR=_VECTOR,
-        num_warps=_STATISTICS_WARPS,
-    )
+        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
+        own, *outputs,
+        shard.columns, shard.start, shard.vocab_size,
+        VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
+    )  # fmt: skip
     if own is None:
         return outputs
     gathered = shard.gather(own)
     shards = gathered.shape[0]
     kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
-        gathered,
-        mask,
-        temperature,
+        gathered, mask, temperature,
         *outputs,
-        tokens,
-        shards,
-        ROWS=_COMBINED_ROWS,
-        SHARDS=triton.next_power_of_2(shards),
-    )
+        tokens, shards,
+        ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
+    )  # fmt: skip
     return outputs
 
 
@@ -71,10 +58,11 @@ def write_gradient(
 
     `out` may be the logits, or a view of the front of each of their rows in a narrower dtype.
     """
-    logits, mask = rows.logits, rows.row_mask
+    logits = rows.logits
     tokens, width = logits.shape
     if tokens == 0:
         return
+    mask = None if rows.row_mask is None else rows.row_mask.contiguous()
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
@@ -84,27 +72,12 @@ def write_gradient(
         tiles = triton.cdiv(reach, tile)
     segments = triton.cdiv(reach, tiles * tile)
     kernels.gradient_kernel[(tokens * segments,)](
-        logits,
-        logits.stride(0),
-        out,
-        out.stride(0),
-        rows.targets.contiguous(),
-        None if mask is None else mask.contiguous(),
-        rows.temperature,
-        statistics.maximum,
-        statistics.log_sum,
-        statistics.entropy,
+        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), mask, rows.temperature,
+        statistics.maximum, statistics.log_sum, statistics.entropy,
         *(None if each is None else each.to(torch.float32).contiguous() for each in incoming),
-        rows.shard.columns,
-        width,
-        rows.shard.start,
-        segments,
-        tiles * tile,
-        ORDERED=overlaps,
-        LINE=line,
-        TILE=tile,
-        num_warps=_GRADIENT_WARPS,
-    )
+        rows.shard.columns, width, rows.shard.start, segments, tiles * tile,
+        ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,
+    )  # fmt: skip
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:

@@ -32,11 +32,9 @@ class VocabularyShard:
         Raises:
             ValueError: `vocab_size` is not in [1, local_columns * tensor-parallel size].
         """
-        size, rank = 1, 0
-        if group is not None and dist.get_world_size(group) > 1:
-            size, rank = dist.get_world_size(group), dist.get_rank(group)
-        else:
+        if group is not None and dist.get_world_size(group) == 1:
             group = None
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
         padded_size = local_columns * size
         if vocab_size is None:
             vocab_size = padded_size
@@ -51,7 +49,7 @@ class VocabularyShard:
 
     def gather(self, local: Tensor) -> Tensor:
         """[tokens, 4] of this shard -> [shards, tokens, 4] on every rank; every rank of the group must call."""
-        shards = 1 if self.group is None else dist.get_world_size(self.group)
+        shards = dist.get_world_size(self.group)
         gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
         if len(local) > 0:
             dist.all_gather_into_tensor(gathered, local.contiguous(), group=self.group)

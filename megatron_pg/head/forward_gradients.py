@@ -57,9 +57,7 @@ class ForwardGradients(FactorGradients):
         if loss_scale is not None:
             # A copy: what the caller does to its own by then must not change what was promised.
             self._promised = loss_scale.detach().reshape(()).to(hidden.device, copy=True)
-        self._watch: tuple[Tensor, Tensor, weakref.finalize[[Tensor], ForwardGradients]] | None = (
-            None
-        )
+        self._held: Tensor | None = None
 
     @property
     def _early_sum(self) -> Tensor | None:
@@ -76,23 +74,20 @@ class ForwardGradients(FactorGradients):
                 _spoil(self._early_sum)
             raise
         if self._early_sum is not None:
-            awaited = weakref.finalize(self, _never_differentiated, self._early_sum)
-            awaited.atexit = False
-            self._watch = self._early_sum, holds_anything(self._early_sum), awaited
+            self._held = holds_anything(self._early_sum)
+            self._awaited = weakref.finalize(self, _never_differentiated, self._early_sum)
+            self._awaited.atexit = False
 
     def settle(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of hidden states and weight for the gradient that arrives in backward."""
         if self._promised is None:
             return self.finish(grad_loss)
         held = None
-        if self._watch is not None:
-            main_grad, after_forward, awaited = self._watch
-            awaited.detach()
-            held = after_forward, holds_anything(main_grad)
-        sums = self.hidden, None if self.weight is None else self.weight.total
-        spoil_unless_kept(
-            grad_loss, self._promised, held, [each for each in sums if each is not None]
-        )
+        if self._held is not None and self._early_sum is not None:
+            self._awaited.detach()
+            held = self._held, holds_anything(self._early_sum)
+        weight_sum = None if self.weight is None else self.weight.total
+        spoil_unless_kept(grad_loss, self._promised, held, self.hidden, weight_sum)
         return self.finish()
 
 
@@ -106,15 +101,16 @@ def spoil_unless_kept(
     arrived: Tensor,
     promised: Tensor,
     held: tuple[Tensor, Tensor] | None,
-    gradients: list[Tensor],
+    *gradients: Tensor | None,
 ) -> None:
     """Turns a row of each gradient into NaN unless the promise was kept (see `rows_torch.nan_unless_kept`).
 
     Nothing that is summed over rows stays clean, and no pass over the others is needed.
     """
     for gradient in gradients:
-        penalty = row_passes(gradient).nan_unless_kept(arrived, promised, held)
-        gradient[:1].add_(penalty)  # not +=, which would copy the row onto itself besides
+        if gradient is not None:
+            penalty = row_passes(gradient).nan_unless_kept(arrived, promised, held)
+            gradient[:1].add_(penalty)  # not +=, which would copy the row onto itself besides
 
 
 def _spoil(gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,9 @@ def linear_log_probs_and_entropy(
     options = options or HeadOptions()
     head = _chunked_head(hidden, weight, targets, options)
     if keep_logits is None:
-        keep_logits = hidden.shape[0] <= head.chunk_tokens
+        keep_logits = len(hidden) <= head.chunk_tokens
+    if keep_logits:
+        head = replace(head, chunk_tokens=max(len(hidden), 1))
     return LinearLogProbs.apply(hidden, weight, targets, head, keep_logits)  # type: ignore
 
 
@@ -153,16 +155,18 @@ def _chunked_head(
             f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
         )
     check_vector("targets", targets, torch.int64, "hidden", hidden)
-    tokens, columns = hidden.shape[0], weight.shape[0]
-    chunk = options.chunk_tokens
+    dtype = (
+        torch.promote_types(hidden.dtype, torch.float32) if options.fp32_logits else hidden.dtype
+    )
+    columns, chunk = weight.shape[0], options.chunk_tokens
     if chunk is None:
-        chunk = default_chunk_tokens(tokens, columns, hidden.device)
+        chunk = default_chunk_tokens(len(hidden), columns, hidden.device)
     elif chunk < 1:
         raise ValueError(f"chunk_tokens must be at least 1, found {chunk}")
     return ChunkedHead(
         shard=VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group),
         temperature=temperature_tensor(options.temperature, hidden),
-        fp32_logits=options.fp32_logits,
+        logits_dtype=dtype,
         chunk_tokens=chunk,
     )
 
@@ -175,15 +179,13 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: ChunkedHead, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        tokens = hidden.shape[0]
-        size = tokens if keep else min(head.chunk_tokens, tokens)
-        logits = head.new_logits(size, hidden, weight)
+        logits = head.new_logits(len(hidden), weight)
         parts = [
             score(head.chunk(rows, targets, logits), hidden[rows], weight)
-            for rows in chunk_slices(0, tokens, max(size, 1))
+            for rows in chunk_slices(0, len(hidden), head.chunk_tokens)
         ]
         statistics = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.head, ctx.kept, ctx.overwritten = head, logits if keep else None, False
+        ctx.head, ctx.keep, ctx.logits = head, keep, logits if keep else None
         ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
 
@@ -191,20 +193,18 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_log_probs_and_entropy")
         hidden, weight, targets, *saved = ctx.saved_tensors
-        head, tokens, logits = ctx.head, hidden.shape[0], ctx.kept
         if all(gradient is None for gradient in incoming):
             return (None,) * 5
-        if ctx.overwritten:
+        head: ChunkedHead = ctx.head
+        logits = ctx.logits if ctx.keep else head.new_logits(len(hidden), weight)
+        if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
-        recompute = logits is None
-        if recompute:
-            logits = head.new_logits(min(head.chunk_tokens, tokens), hidden, weight)
-        ctx.kept, ctx.overwritten = None, not recompute
+        ctx.logits = None
         gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
-        for rows in chunk_slices(0, tokens, max(len(logits), 1)):
+        for rows in chunk_slices(0, len(hidden), head.chunk_tokens):
             chunk = head.chunk(rows, targets, logits)
-            if recompute:
+            if not ctx.keep:
                 multiply(hidden[rows], weight.t(), chunk.logits)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
             gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
@@ -231,7 +231,7 @@ class LinearTokenLoss(torch.autograd.Function):
         gradients = ForwardGradients(
             hidden, weight, ctx.needs_input_grad[:2], gradient_rows, loss_scale
         )
-        logits = head.new_logits(min(size, tokens), hidden, weight)
+        logits = head.new_logits(tokens, weight)
         values, parts = [], []
         scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
         with gradients.filled():

@@ -51,15 +51,13 @@ class ChunkedHead:
 
     shard: VocabularyShard
     temperature: Tensor
-    fp32_logits: bool
+    logits_dtype: torch.dtype
     chunk_tokens: int
 
-    def new_logits(self, rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Uninitialised logits [rows, v/tp] in the dtype they are computed in."""
-        dtype = hidden.dtype
-        if self.fp32_logits:
-            dtype = torch.promote_types(dtype, torch.float32)
-        return torch.empty((rows, weight.shape[0]), dtype=dtype, device=hidden.device)
+    def new_logits(self, tokens: int, weight: Tensor) -> Tensor:
+        """Uninitialised logits [rows, v/tp] of the chunks that `tokens` rows come in."""
+        rows = min(self.chunk_tokens, tokens)
+        return weight.new_empty((rows, weight.shape[0]), dtype=self.logits_dtype)
 
     def chunk(self, rows: slice, targets: Tensor, buffer: Tensor) -> LogitRows:
         """The logits of some rows, at the front of `buffer`, and what they are scored against."""
@@ -108,9 +106,9 @@ class WeightGradient:
         is_new = total is None
         if total is None:
             dtype = torch.promote_types(self._weight.dtype, torch.float32)
-            total = torch.empty(self._weight.shape, dtype=dtype, device=self._weight.device)
+            total = self._weight.new_empty(self._weight.shape, dtype=dtype)
         multiply(logits_gradient.t(), hidden, total, add=not is_new)
-        self.total = total
+        self.total = total  # only now: an error in the product adds nothing
 
     def finish(self, scale: Tensor | None = None) -> Tensor:
         """Settles the sum, times `scale`, and returns what autograd gets for the weight.

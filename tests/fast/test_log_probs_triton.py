@@ -258,13 +258,13 @@ def test_promises(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     for passes in (rows_torch, rows_triton):
         monkeypatch.setattr(forward_gradients, "row_passes", lambda _, passes=passes: passes)
         gradients = [torch.ones(3, 1100, dtype=dtype), torch.ones(7, 1100)]
-        forward_gradients.spoil_unless_kept(*scales, held, gradients)
+        forward_gradients.spoil_unless_kept(*scales, held, *gradients)
         for gradient in gradients:
             assert gradient[:1].isnan().all() == (not kept) and (gradient[1:] == 1).all()
             assert kept == bool((gradient == 1).all())
         alone = torch.ones(2, 3)
-        forward_gradients.spoil_unless_kept(*scales, held, [alone])
-        forward_gradients.spoil_unless_kept(*scales, held, [torch.ones(0, 3)])
+        forward_gradients.spoil_unless_kept(*scales, held, alone)
+        forward_gradients.spoil_unless_kept(*scales, held, torch.ones(0, 3))
         assert alone[:1].isnan().all() == (not kept)
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import Aggregation, get_aggregation
-from megatron_pg.loss.reducer import WeightedSum, check_divisor
+from megatron_pg.loss.aggregation import Aggregation, checked_aggregation
+from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step.counted import CountedSample, counted_denominators, counted_totals
 from megatron_pg.step.integers import as_integer
 from megatron_pg.step.totals import StepTotals
@@ -87,7 +87,7 @@ def reduce_padded(
     Raises:
         ValueError: shapes, ids or a divisor that do not fit, or ids that are not in the totals.
     """
-    check_divisor(aggregation, divisor)
+    mode = checked_aggregation(aggregation, divisor)
     _check_mask(mask)
     if loss.shape != mask.shape:
         raise ValueError(
@@ -103,7 +103,6 @@ def reduce_padded(
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )
-    mode = get_aggregation(aggregation)
     divisors = mode.divisors(
         _row_denominators(mode, mask, totals, group_index, rollout_id), divisor
     )

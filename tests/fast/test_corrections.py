@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import (
     Corrected,
+    CorrectionInputs,
     accepted_samples,
     apply_corrections,
     correction_metric_names,
@@ -210,7 +211,11 @@ def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(config, batch, sequence_log_ratios(config, batch, log_probs))
+    weights = importance_weights(
+        CorrectionInputs(
+            config, batch, log_probs, log_probs, sequence_log_ratios(config, batch, log_probs)
+        )
+    )
     expected = []
     for s in sequences:
         total = sum(oracle.mismatches(s))

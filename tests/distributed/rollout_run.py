@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import socket
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300.0
@@ -76,8 +77,7 @@ def start(
         flags: after FLAGS or ONLINE, so that a later one wins.
         prepare: called with the rank, in its process, before the script.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload_script"])
+    context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

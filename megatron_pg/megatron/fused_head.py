@@ -19,11 +19,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.policy_loss import (
     MicroBatchLoss,

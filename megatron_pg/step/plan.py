@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,7 +13,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import packed_multiple, padded_length
-from megatron_pg.step.totals import SampleCounts, StepTotals, sample_counts, totals_of_counts
+from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,6 @@ class StepPlan:
     def num_microbatches(self) -> int:
         """M, as Megatron's schedule takes it."""
         return len(self.microbatches)
-
-
-class _RankPlan(NamedTuple):
-    """One rank's own plan, before it has heard of the others."""
-
-    microbatches: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]
-    counts: SampleCounts
-
-    def announcement(self) -> tuple[int, int, SampleCounts]:
-        """What a rank tells the others: its number of micro-batches, their packed tokens, its samples' counts."""
-        return len(self.microbatches), sum(self.tokens), self.counts
 
 
 def plan_step(
@@ -87,7 +74,7 @@ def plan_step(
     """
     multiple = packed_multiple(cp_size, pad_to_multiple)
 
-    def plan_rank() -> _RankPlan:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
@@ -98,23 +85,27 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         # An empty one is a dummy segment of the smallest length.
-        tokens = (
+        tokens = tuple(
             max(-(-sum(lengths[i] for i in members) // multiple), 1) * multiple
             for members in microbatches
         )
-        return _RankPlan(microbatches, tuple(tokens), sample_counts(samples))
+        return microbatches, tokens
 
-    plan, everyone = compute_and_gather(plan_rank, _RankPlan.announcement, data_parallel_group)
-    numbers, tokens, counts = zip(*everyone, strict=True)
-    most = len(plan.microbatches) if ragged else max(numbers)
-    num_tokens = sum(tokens)
+    (microbatches, tokens), everyone = compute_and_gather(
+        plan_rank,
+        lambda plan: (len(plan[0]), sum(plan[1]), sample_counts(samples)),
+        data_parallel_group,
+    )
+    numbers, tokens_of_ranks, counts = zip(*everyone, strict=True)
+    most = len(microbatches) if ragged else max(numbers)
+    num_tokens = sum(tokens_of_ranks)
     if not ragged:
         num_tokens += multiple * sum(most - number for number in numbers)
-    num_added = most - len(plan.microbatches)
+    num_added = most - len(microbatches)
     return StepPlan(
-        microbatches=plan.microbatches + ((),) * num_added,
-        microbatch_tokens=plan.tokens + (multiple,) * num_added,
-        totals=dataclasses.replace(totals_of_counts(counts, plan.counts), num_tokens=num_tokens),
+        microbatches=microbatches + ((),) * num_added,
+        microbatch_tokens=tokens + (multiple,) * num_added,
+        totals=dataclasses.replace(totals_of_counts(counts, samples), num_tokens=num_tokens),
     )
 
 

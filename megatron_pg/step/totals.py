@@ -122,8 +122,7 @@ def step_totals(
     Raises:
         ValueError: a rollout whose samples belong to different prompt groups, or to one and to none.
     """
-    local = sample_counts(samples)
-    return totals_of_counts(gather(local, data_parallel_group), local)
+    return totals_of_counts(gather(sample_counts(samples), data_parallel_group), samples)
 
 
 SAMPLE_COUNTS = np.dtype(
@@ -153,8 +152,10 @@ def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     return counts
 
 
-def totals_of_counts(everyone: Sequence[SampleCounts], local: SampleCounts) -> StepTotals:
-    """The totals of a step from the counts of every data-parallel rank; `local` is this rank's own.
+def totals_of_counts(
+    everyone: Sequence[SampleCounts], samples: Sequence[CountedSample]
+) -> StepTotals:
+    """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
     Raises:
         ValueError: see `step_totals`.
@@ -171,9 +172,11 @@ def totals_of_counts(everyone: Sequence[SampleCounts], local: SampleCounts) -> S
         num_active_rollouts=int(np.count_nonzero(alone)) + sum(map(bool, rollouts.values())),
         num_active_prompt_groups=sum(map(bool, groups.values())) if is_grouped else None,
         rollout_active_tokens={
-            id_: rollouts[id_] for id_ in _active_tokens_by("rollout_id", local)
+            id_: rollouts[id_] for s in samples if (id_ := s.rollout_id) is not None
         },
-        group_active_tokens={id_: groups[id_] for id_ in _active_tokens_by("group_index", local)},
+        group_active_tokens={
+            id_: groups[id_] for s in samples if (id_ := s.group_index) is not None
+        },
     )
 
 

@@ -116,17 +116,18 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 
 def private_buffers() -> list[bool]:
-    """Whether each weight gradient made from here on waits in a buffer of its own; filled as they are made."""
-    from megatron_pg.head import forward_gradients
+    """Whether each weight gradient made in forward from here on waits in a buffer of its own; filled as they are made."""
+    from megatron_pg.head import from_hidden
 
     made: list[bool] = []
-    plain = forward_gradients.WeightGradient
+    plain = from_hidden.ForwardGradients
 
-    def recorded(weight: Any, *, final: bool) -> Any:
-        made.append(not final)
-        return plain(weight, final=final)
+    def recorded(*arguments: Any) -> Any:
+        gradients = plain(*arguments)
+        made.append(not gradients.weight.is_direct)
+        return gradients
 
-    forward_gradients.WeightGradient = recorded
+    from_hidden.ForwardGradients = recorded
     return made
 
 

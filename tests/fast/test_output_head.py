@@ -15,7 +15,7 @@ from megatron_pg.config import (
     validate_policy_loss_args,
     validation,
 )
-from megatron_pg.head.from_hidden import linear_token_loss
+from megatron_pg.head import linear_token_loss
 from megatron_pg.megatron import fused_head
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.totals import step_totals

@@ -2,9 +2,7 @@
 
 import gc
 import logging
-import sys
 import warnings
-from pathlib import Path
 
 warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, deprecated collectives
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -13,17 +11,10 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime  # noqa: E402
 
 enable_cpu_runtime()
 
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt  # noqa: E402, F401
-import megatron.core.pipeline_parallel  # noqa: E402, F401
 import pytest  # noqa: E402, F401
-
-import megatron_pg.megatron.cpu.layer_spec  # noqa: E402, F401
-from megatron_pg.config.versions import has_megatron_training  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 import train_grpo  # noqa: E402, F401
+
+from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():
     import megatron.training.arguments  # noqa: F401

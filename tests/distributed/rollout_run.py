@@ -125,7 +125,6 @@ def _run_rank(
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     sys.argv = ["train_grpo.py", *arguments]
-    sys.path.insert(0, str(ROOT / "examples"))
     if prepare is not None:
         prepare(int(environment["RANK"]))
     import train_grpo

@@ -20,21 +20,18 @@ from typing import Any
 
 import pytest
 import torch
+from quickstart.arguments import parse_arguments
+from quickstart.errors import RunError
+from quickstart.identity import identity_of
+from quickstart.run_directory import RunDirectory, die_with_launcher
+
+from megatron_pg import PolicyLossConfig
+from megatron_pg.config.versions import has_megatron_training
+from tests.distributed.launch import fork_server, run_ranks
+from tests.distributed.rollout_run import output_of, start_script, steps_of, wait
+from tests.lanes import in_one_lane
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from quickstart.arguments import parse_arguments  # noqa: E402
-from quickstart.errors import RunError  # noqa: E402
-from quickstart.identity import identity_of  # noqa: E402
-from quickstart.run_directory import RunDirectory, die_with_launcher  # noqa: E402
-
-from megatron_pg import PolicyLossConfig  # noqa: E402
-from megatron_pg.config.versions import has_megatron_training  # noqa: E402
-from tests.distributed.launch import fork_server, run_ranks  # noqa: E402
-from tests.distributed.rollout_run import output_of, start_script, steps_of, wait  # noqa: E402
-from tests.lanes import in_one_lane  # noqa: E402
-
 SHORT = (
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
     "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "

@@ -205,7 +205,7 @@ def importance_weights(
 ) -> Tensor:
     """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
     if config.tis_level == "sequence":
-        mismatch = masked(_given(sequence).mismatch_sum_of_tokens(), batch.loss_mask)
+        mismatch = masked(_given(sequence).sum_of_tokens("mismatch"), batch.loss_mask)
     else:
         mismatch = rollout_mismatch(batch)
     return clamped_log_ratio(mismatch).exp().float()
@@ -333,7 +333,7 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
 )
 def geometric_rejection(given: CorrectionInputs) -> Corrected:
     """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = _given(given.sequence).mismatch_mean_of_tokens()
+    mean_mismatch = _given(given.sequence).mean_of_tokens("mismatch")
     kept = given.batch.loss_mask & ~_is_geometric_outlier(given.config, mean_mismatch)
     return Corrected(given.pg_loss, kept, {})
 
@@ -349,7 +349,7 @@ def geometric_rejection(given: CorrectionInputs) -> Corrected:
 def opsm(given: CorrectionInputs) -> Corrected:
     """Drops the tokens of negative advantage of sequences that the policy has left behind."""
     batch = given.batch
-    is_off_policy = -_given(given.sequence).policy_mean_of_tokens() > given.config.opsm_delta
+    is_off_policy = -_given(given.sequence).mean_of_tokens("policy") > given.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
     return Corrected(given.pg_loss, kept, {})
 

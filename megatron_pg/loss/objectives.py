@@ -160,7 +160,7 @@ def gspo(
             "--policy-loss gspo: pass sequence=sequence_log_ratios(config, batch, ...)"
         )
     log_probs = masked(log_probs, batch.loss_mask)
-    sequence_log_ratio = masked(sequence.policy_mean_of_tokens(), batch.loss_mask)
+    sequence_log_ratio = masked(sequence.mean_of_tokens("policy"), batch.loss_mask)
     log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
     return _clipped_surrogate(config, batch, log_ratio)
 

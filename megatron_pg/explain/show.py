@@ -1,212 +1,237 @@
-"""The report as tables: rich in a terminal, plain when piped."""
+"""The report as text (drawn with rich in a terminal, plain when piped), as JSON and as a picture."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from megatron_pg.config import PolicyLossConfig
-from megatron_pg.explain.options import ExplainOptions, Parallelism
-from megatron_pg.explain.report import AggregationReport
-from megatron_pg.explain.step import ExplainedStep
+from megatron_pg.explain.report import StepReport
+from megatron_pg.explain.step import ExplainedStep, ExplainOptions
+from megatron_pg.megatron.scale_contract import FACTORS
 
 MAX_ROWS = 12
 """Samples or groups shown one by one; of more, some are picked over the range."""
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A titled table of text cells; the first column is left-aligned, the others right."""
+class TextTable(NamedTuple):
+    """A titled table; the first column is left-aligned, the others right."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-def print_report(
-    step: ExplainedStep,
-    reports: Mapping[str, AggregationReport],
-    reasons: Mapping[str, str],
-    warnings: Sequence[str],
-    options: ExplainOptions,
-) -> None:
-    """Prints every table, then the warnings."""
-    tables = [
-        objective_table(step, reports, options.config),
-        token_table(step, reports),
-        quantile_table(reports),
-        group_table(reports),
-        megatron_table(reports, options.parallelism, options.config),
-    ]
-    notes = [f"{name} is not shown: {reason}" for name, reason in reasons.items()]
+def print_report(step: ExplainedStep, report: StepReport, options: ExplainOptions) -> None:
+    """Prints every table, then what is not shown, not used, or likely not meant."""
+    notes = [f"{name} is not shown: {reason}" for name, reason in report.unavailable.items()]
     if step.num_skipped:
         notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
-    notes += [f"warning: {warning}" for warning in warnings]
-    shown = [table for table in tables if table.rows]
-    if sys.stdout.isatty() and _print_rich(shown, notes):
+    notes += [f"warning: {warning}" for warning in report.warnings]
+    tables = [_objectives(step, report, options), *_shares(step, report), _scale(report, options)]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        _print_rich(tables, notes)
         return
-    for table in shown:
-        print(plain(table), end="\n\n")
+    for table in tables:
+        lines = [table.columns, *table.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(table.title)
+        for first, *others in lines:
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+        print()
     for note in notes:
         print(note)
 
 
-def objective_table(
-    step: ExplainedStep, reports: Mapping[str, AggregationReport], config: PolicyLossConfig
-) -> TextTable:
+def _objectives(step: ExplainedStep, report: StepReport, options: ExplainOptions) -> TextTable:
     """The counts, and each aggregation's size against sample_mean."""
-    totals = step.totals
-    groups = "?" if totals.num_prompt_groups is None else str(totals.num_prompt_groups)
+    totals, config = step.totals, options.config
+    groups = "?" if totals.num_prompt_groups is None else totals.num_prompt_groups
     rows = []
-    for report in reports.values():
-        chosen = "*" if report.name == config.loss_aggregation else " "
-        divisor = "" if report.divisor is None else f", L = {report.divisor:g}"
-        assumed = report.name == "constant" and config.loss_aggregation_divisor is None
+    for name, each in report.aggregations.items():
+        objective = (
+            each.formula if each.divisor is None else f"{each.formula}, L = {each.divisor:g}"
+        )
+        if each.divisor is not None and config.loss_aggregation_divisor is None:
+            objective += " (the longest)"
+        ratio = each.learning_rate_ratio
         rows.append(
-            [
-                f"{chosen} {report.name}",
-                report.formula + divisor + (" (the longest)" if assumed else ""),
-                str(report.outer_count),
-                _number(report.total_weight),
-                "-" if report.learning_rate_ratio is None else _number(report.learning_rate_ratio),
-            ]
+            (
+                f"{'*' if name == config.loss_aggregation else ' '} {name}",
+                objective,
+                str(each.outer_count),
+                f"{each.total_weight:.4g}",
+                "-" if ratio is None else f"{ratio:.4g}",
+            )
         )
     return TextTable(
         f"Objectives (* of the flags): N = {totals.num_rollouts} rollouts, P = {groups} prompt groups, "
         f"T = {totals.num_active_tokens} active tokens",
-        ["aggregation", "objective", "outer count", "total weight", "learning rate ratio"],
+        ("aggregation", "objective", "outer count", "total weight", "learning rate ratio"),
         rows,
     )
 
 
-def token_table(step: ExplainedStep, reports: Mapping[str, AggregationReport]) -> TextTable:
-    """Weight and coefficient of one token of the samples."""
-    order = sorted(range(len(step.samples)), key=lambda i: step.samples[i].num_active_tokens)
-    picked = _picked(order) if len(order) > MAX_ROWS else list(range(len(order)))
-    rows = []
-    for index in picked:
-        sample = step.samples[index]
-        cells = [
-            f"{_number(report.token_weight[index])} -> {_number(report.token_coefficient[index])}"
-            for report in reports.values()
-        ]
-        group = "-" if sample.group_index is None else str(sample.group_index)
-        rows.append([sample.name, group, str(sample.num_active_tokens), *cells])
-    shown = "" if len(order) <= MAX_ROWS else f" ({len(picked)} of {len(order)} samples, by length)"
-    return TextTable(
-        f"One token of each sample{shown}: weight -> coefficient in the gradient (weight / outer count)",
-        ["sample", "group", "tokens", *reports],
-        rows,
+def _shares(step: ExplainedStep, report: StepReport) -> Iterator[TextTable]:
+    """One column for each aggregation: of one token of a sample, of the samples by length, of the prompt groups."""
+    each, samples = report.aggregations.values(), step.samples
+    picked = _picked(range(len(samples)), lambda index: samples[index].num_active_tokens)
+    some = f" ({len(picked)} of {len(samples)} samples, by length)"
+    yield TextTable(
+        f"One token of each sample{some if len(picked) < len(samples) else ''}: "
+        "weight -> coefficient in the gradient (weight / outer count)",
+        ("sample", "group", "tokens", *report.aggregations),
+        [
+            (
+                samples[index].name,
+                "-" if samples[index].group_index is None else str(samples[index].group_index),
+                str(samples[index].num_active_tokens),
+                *(f"{a.token_weight[index]:.4g} -> {a.token_coefficient[index]:.4g}" for a in each),
+            )
+            for index in picked
+        ],
     )
+    yield TextTable(
+        "Share of the weight by length",
+        ("tokens", "samples", *report.aggregations),
+        [
+            (
+                f"{parts[0].shortest} to {parts[0].longest}",
+                str(parts[0].num_samples),
+                *(_percent(part.share) for part in parts),
+            )
+            for parts in zip(*(a.quantile_shares for a in each), strict=True)
+        ],
+    )
+    by_tokens = report.aggregations["token_mean"].group_shares
+    groups = _picked(list(by_tokens), lambda group: (by_tokens[group], group))
+    some = f" ({len(groups)} of {len(by_tokens)}, by tokens)"
+    if len(groups) > 1:
+        yield TextTable(
+            f"Share of the weight by prompt group{some if len(groups) < len(by_tokens) else ''}",
+            ("group", *report.aggregations),
+            [(str(g), *(_percent(a.group_shares[g]) for a in each)) for g in groups],
+        )
 
 
-def quantile_table(reports: Mapping[str, AggregationReport]) -> TextTable:
-    """Share of the weight of each quarter of the samples, by length."""
-    columns = [report.quantile_shares for report in reports.values()]
-    rows = [
-        [f"{parts[0].shortest} to {parts[0].longest}", str(parts[0].num_samples)]
-        + [_percent(part.share) for part in parts]
-        for parts in zip(*columns, strict=True)
-    ]
-    return TextTable("Share of the weight by length", ["tokens", "samples", *reports], rows)
-
-
-def group_table(reports: Mapping[str, AggregationReport]) -> TextTable:
-    """Share of the weight of each prompt group."""
-    shares = [report.group_shares for report in reports.values()]
-    if not shares or len(shares[0]) < 2:
-        return TextTable("", [], [])
-    groups = list(shares[0])
-    by_tokens = sorted(groups, key=lambda g: (reports["token_mean"].group_shares[g], g))
-    picked = _picked(by_tokens) if len(groups) > MAX_ROWS else groups
-    shown = "" if len(groups) <= MAX_ROWS else f" ({len(picked)} of {len(groups)}, by tokens)"
-    rows = [[str(group)] + [_percent(share[group]) for share in shares] for group in picked]
-    return TextTable(f"Share of the weight by prompt group{shown}", ["group", *reports], rows)
-
-
-def megatron_table(
-    reports: Mapping[str, AggregationReport], parallelism: Parallelism, config: PolicyLossConfig
-) -> TextTable:
+def _scale(report: StepReport, options: ExplainOptions) -> TextTable:
     """From the local loss to the gradient."""
-    sizes = (
-        f"DP = {parallelism.data_size}, CP = {parallelism.context_size}, "
-        f"M = {parallelism.num_microbatches}"
-    )
-    scale = next(iter(reports.values())).scale
-    names = ("DP M", "CP / M", "1 / (DP CP)")
-    if config.calculate_per_token_loss:
-        names = ("sum of n", "1", "1 / sum of n")
+    per_token, scale = options.config.calculate_per_token_loss, report.scale
     factors = (scale.returned, scale.schedule, scale.gradients)
-    cells = [
-        name if name == "1" else f"{name} = {_number(factor)}"
-        for name, factor in zip(names, factors, strict=True)
-    ]
-    mode = "on" if config.calculate_per_token_loss else "off"
     return TextTable(
-        f"What happens to the loss of a micro-batch, the same for every aggregation ({sizes}, "
-        f"calculate_per_token_loss {mode})",
-        ["returned: times", "schedule: times", "sum of gradients: times", "net"],
-        [[*cells, _number(scale.net)]],
+        "What happens to the loss of a micro-batch, the same for every aggregation "
+        f"(DP = {options.data_parallel_size}, CP = {options.context_parallel_size}, M = {options.num_microbatches}, "
+        f"calculate_per_token_loss {'on' if per_token else 'off'})",
+        ("returned: times", "schedule: times", "sum of gradients: times", "net"),
+        [
+            (
+                *(
+                    name if name == "1" else f"{name} = {factor:.4g}"
+                    for name, factor in zip(FACTORS[per_token], factors, strict=True)
+                ),
+                f"{scale.net:.4g}",
+            )
+        ],
     )
 
 
-def plain(table: TextTable) -> str:
-    """Columns aligned with spaces."""
-    rows = [list(table.columns), *(list(row) for row in table.rows)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([table.title, *lines])
+def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> bool:
-    """Prints with rich; False where it is not installed."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
     console = Console()
     for table in tables:
         # 80 columns are enough: no frame, and a cell's second half goes below its first one. All of it is Text: of a
         # str, rich would take what a file name has in brackets or between colons for markup.
-        drawn = Table(
-            title=Text(table.title, style="table.title"),
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            padding=(0, 0, 0, 1),
-        )
-        for index, column in enumerate(table.columns):
-            drawn.add_column(
-                Text(column), justify="left" if index == 0 else "right", overflow="fold"
-            )
+        title = Text(table.title, style="table.title")
+        drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for column in table.columns:
+            is_first = column == table.columns[0]
+            drawn.add_column(Text(column), justify="left" if is_first else "right", overflow="fold")
         for first, *others in table.rows:
             drawn.add_row(Text(first), *(Text(cell.replace(" -> ", "\n")) for cell in others))
         console.print(drawn)
     for note in notes:
         console.print(Text(note, style="yellow" if note.startswith("warning") else ""))
-    return True
 
 
-def _picked(items: Sequence[int]) -> list[int]:
-    """Some of the items, evenly over their order, the first and the last among them."""
-    last = len(items) - 1
-    return [items[round(last * part / (MAX_ROWS - 1))] for part in range(MAX_ROWS)]
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+def _picked(items: Sequence[int], key: Callable[[int], Any] | None = None) -> Sequence[int]:
+    """Some of many items, evenly over their order by `key`, the first and the last among them; all of a few."""
+    if len(items) <= MAX_ROWS:
+        return items
+    ordered, last = sorted(items, key=key), len(items) - 1
+    return [ordered[round(last * part / (MAX_ROWS - 1))] for part in range(MAX_ROWS)]
 
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 or share == 0 else f"{100 * share:.2g}%"
+
+
+def print_json(step: ExplainedStep, report: StepReport, options: ExplainOptions) -> None:
+    """Prints the whole report as one object, every sample in it."""
+    totals, samples = step.totals, step.samples
+    whole = {
+        "step": {
+            "num_samples": len(samples),
+            "num_rollouts": totals.num_rollouts,
+            "num_prompt_groups": totals.num_prompt_groups,
+            "num_active_tokens": totals.num_active_tokens,
+            "num_skipped": step.num_skipped,
+            "active_tokens": [sample.num_active_tokens for sample in samples],
+            "group_index": [sample.group_index for sample in samples],
+            "rollout_id": [sample.rollout_id for sample in samples],
+        },
+        "parallelism": {
+            "data_parallel_size": options.data_parallel_size,
+            "context_parallel_size": options.context_parallel_size,
+            "num_microbatches": options.num_microbatches,
+            "calculate_per_token_loss": options.config.calculate_per_token_loss,
+        },
+        "loss_aggregation": options.config.loss_aggregation,
+        "aggregations": report.aggregations,
+        "unavailable": report.unavailable,
+        "warnings": report.warnings,
+        "unused_flags": options.unused_flags,
+    }
+    print(json.dumps(whole, indent=2, default=vars))
+
+
+def plot(step: ExplainedStep, report: StepReport, path: str) -> None:
+    """Draws the coefficient of a token against the length of its sample, one set of points for each aggregation.
+
+    Raises:
+        ValueError: no sample has an active token, matplotlib is not installed, or it does not know the file's type.
+    """
+    if not step.totals.num_active_tokens:
+        raise ValueError(
+            f"--plot {path}: no sample of the step has an active token, so there is no point to draw; drop --plot, or "
+            "give lengths above 0"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    lengths = [sample.num_active_tokens for sample in step.samples]
+    for marker, (name, each) in zip("osD^vP", report.aggregations.items(), strict=False):
+        points = [(n, y) for n, y in zip(lengths, each.token_coefficient, strict=True) if n]
+        label = name if each.divisor is None else f"{name}, L = {each.divisor:g}"
+        axes.plot(*zip(*points, strict=True), marker, markersize=3, alpha=0.6, label=label)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="active tokens of the sample",
+        ylabel="coefficient of one token's loss",
+        title=f"{len(lengths)} samples, {step.totals.num_active_tokens} active tokens",
+    )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=150)

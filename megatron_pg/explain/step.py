@@ -1,59 +1,85 @@
 """The step to explain: which samples it holds, of how many active tokens, in which prompt groups.
 
-It is the first that training would take with the same flags: ``StepCollector`` takes it here too.
+It is the first that training would take with the same flags: `StepCollector` takes it here too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
-from megatron_pg.explain.files import CountedFiles, FileSample
-from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
-from megatron_pg.explain.options import ExplainOptions, LengthSource
-from megatron_pg.step import IteratorSource, SampleSource, StepCollector
-from megatron_pg.step.counted import CountedSample, counted_totals
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.step import IteratorSource, PlanningConfig, SampleSource, StepCollector
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.sources import no_sample_in
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.totals import StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
-
 MAX_SAMPLES = 2**20
-"""Of a step that is not read from files: far beyond any, and quickly made."""
+"""The most samples of a step that is not read from files: far beyond any, and quickly made."""
+MAX_TOKENS = 2**40
+"""The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
+MAX_COUNT = 2**31 - 1
+WINDOW_ROWS = 256
+"""Rows of rollout files whose tokens are held at a time."""
 
-CHUNK = 1024
-"""Lengths drawn at a time."""
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What to explain, and how to show it."""
+
+    config: PolicyLossConfig
+    """The validated flags."""
+    planning: PlanningConfig
+    """The validated flags that say what a step holds; the rollout files are among them."""
+    lengths: tuple[int, ...] | None
+    """Active tokens of the samples, in order; None where they are drawn or those of files."""
+    log_normal: tuple[float, float] | None
+    """(median in tokens, sigma of the logarithm) of drawn lengths."""
+    group_size: int
+    """Samples that in order form a prompt group."""
+    seed: int
+    data_parallel_size: int
+    """DP, without context parallelism."""
+    context_parallel_size: int
+    num_microbatches: int
+    """M of a data-parallel rank."""
+    vocab_size: int | None
+    """Token ids of the rollout files are below it; None leaves them unchecked."""
+    unused_flags: tuple[str, ...]
+    as_json: bool
+    plot_path: str | None
+
+
+@dataclass(frozen=True)
+class ExplainedSample:
+    """What an aggregation asks of a sample, and what its row does not have."""
+
+    num_active_tokens: int
+    group_index: int | None
+    rollout_id: int | None
+    name: str
+    missing_fields: tuple[str, ...] = ()
+    """Fields of `Sample` that the flags ask for and the row of a file does not have."""
 
 
 @dataclass(frozen=True)
 class ExplainedStep:
     """The samples of one step, and what is known of the groups that it was cut from."""
 
-    samples: tuple[CountedSample, ...]
+    samples: tuple[ExplainedSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
     """Samples in the step and samples in all, of each prompt group that the step's end cuts."""
-    num_skipped: int = 0
+    num_skipped: int
     """Bad rows that were passed on the way."""
-
-    @property
-    def group_sizes(self) -> Counter[int]:
-        """Samples of each prompt group in the step."""
-        return Counter(s.group_index for s in self.samples if s.group_index is not None)
-
-    @property
-    def missing_fields(self) -> Counter[str]:
-        """By field of ``Sample`` that the flags ask for: how many samples of the files have none."""
-        of_files = (sample for sample in self.samples if isinstance(sample, FileSample))
-        return Counter(field for sample in of_files for field in sample.missing_fields)
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
@@ -65,7 +91,7 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
         FileNotFoundError: a rollout file that does not exist.
     """
     planning = options.planning
-    source = _source(options)
+    source = _CountedFiles(options) if planning.rollout_files else _lengths(options)
     collector = StepCollector(
         source,
         docs_per_step=planning.docs_per_step or MAX_COUNT,
@@ -73,86 +99,102 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
         keep_prompt_groups=planning.keep_prompt_groups,
         refuse_cut_groups=options.config.loss_aggregation == "prompt_mean",
     )
-    collected = collector.collect()
-    if collected is None:
-        # Lengths always give a step.
-        raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
-    samples = cast(tuple[CountedSample, ...], collected.samples)
-    carried = [sample for _, sample in collector.state().carried]
-    return ExplainedStep(
-        samples,
-        counted_totals(samples),
-        _cut_groups(samples, cast(list[CountedSample], carried), source),
-        collected.num_skipped,
+    collected, state = collector.collect(), collector.state()
+    if collected is None:  # lengths always give a step
+        raise no_sample_in(planning.rollout_files, state.num_skipped)
+    samples = collected.samples
+    cut_groups = _cut_groups(samples, [sample for _, sample in state.carried], source)
+    return ExplainedStep(samples, step_totals(samples), cut_groups, collected.num_skipped)
+
+
+def _lengths(options: ExplainOptions) -> SampleSource:
+    count, group_size = options.planning.docs_per_step, options.group_size
+    lengths = options.lengths or ()
+    default = math.lcm(len(lengths), group_size) if lengths else DEFAULT_NUM_GROUPS * group_size
+    wanted = count or default
+    if max(wanted, group_size) > MAX_SAMPLES:
+        raise ValueError(
+            f"--group-size {group_size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; "
+            "give a smaller --group-size or --docs-per-step"
+        )
+    # Endless with --docs-per-step: training reads on, to see whether a prompt group goes on.
+    endless = itertools.cycle(lengths) if lengths else _drawn(options)
+    return IteratorSource(
+        ExplainedSample(length, index // group_size, None, f"sample {index}")
+        for index, length in enumerate(itertools.islice(endless, None if count else wanted))
     )
 
 
-def _source(options: ExplainOptions) -> SampleSource:
-    if options.planning.rollout_files:
-        return CountedFiles(options.planning, options.config, options.vocab_size)
-    source, count = options.source, options.planning.docs_per_step
-    wanted = count or _default_count(source)
-    if max(wanted, source.group_size) > MAX_SAMPLES:
-        raise ValueError(
-            f"--group-size {source.group_size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; "
-            "give a smaller --group-size or --docs-per-step"
-        )
-    # Without --docs-per-step the step ends where the lengths do.
-    samples = itertools.islice(_samples(source), None if count else wanted)
-    return IteratorSource(cast(Iterator[Sample], samples))
-
-
-def _default_count(source: LengthSource) -> int:
-    if source.lengths is None:
-        return DEFAULT_NUM_GROUPS * source.group_size
-    return math.lcm(len(source.lengths), source.group_size)
-
-
-def _samples(source: LengthSource) -> Iterator[CountedSample]:
-    """Endless: training reads on beyond a step, to see whether a prompt group goes on."""
-    lengths = _drawn(source) if source.lengths is None else itertools.cycle(source.lengths)
-    for index, length in enumerate(lengths):
-        yield CountedSample(length, index // source.group_size, name=f"sample {index}")
-
-
-def _drawn(source: LengthSource) -> Iterator[int]:
-    median, sigma = source.log_normal or (1.0, 0.0)
-    generator = np.random.default_rng(source.seed)
+def _drawn(options: ExplainOptions) -> Iterator[int]:
+    median, sigma = options.log_normal or (1.0, 0.0)
+    generator = np.random.default_rng(options.seed)
     while True:
-        drawn = generator.lognormal(math.log(median), sigma, size=CHUNK)
-        for length in np.maximum(np.rint(drawn), 1).tolist():
-            if length > MAX_TOKENS:
-                raise ValueError(
-                    f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: "
-                    "sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
-                )
-            yield int(length)
+        length = max(round(generator.lognormal(math.log(median), sigma)), 1)
+        if length > MAX_TOKENS:
+            raise ValueError(
+                f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: "
+                "sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
+            )
+        yield length
+
+
+class _CountedFiles:
+    """The rollout files of the launch line, read as training reads them, without keeping tokens; a `SampleSource`.
+
+    A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
+    training script may compute them itself.
+    """
+
+    can_reshard = False
+    position = None
+
+    def __init__(self, options: ExplainOptions) -> None:
+        from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
+
+        self._required = options.config.required_sample_fields
+        self._files = RolloutFiles(
+            options.planning.rollout_files,
+            on_bad_row=options.planning.on_bad_row,
+            required_fields={"group_index"}.intersection(self._required),
+            vocab_size=options.vocab_size,
+        )
+
+    def seek(self, position: None) -> None:
+        """Does nothing: there is one step, and none is resumed."""
+
+    def pull(self, count: int) -> list[ExplainedSample | None]:
+        """The next rows, fewer than `count` at the end of the files; None for a bad row."""
+        pulled: list[ExplainedSample | None] = []
+        while len(pulled) < count:
+            wanted = min(count - len(pulled), WINDOW_ROWS)
+            window = self._files.pull(wanted)
+            pulled += [sample and self._counted(sample) for sample in window]
+            if len(window) < wanted:
+                break
+        return pulled
+
+    def _counted(self, sample: Sample) -> ExplainedSample:
+        return ExplainedSample(
+            sample.num_active_tokens,
+            sample.group_index,
+            sample.rollout_id,
+            sample.name,
+            tuple(field for field in self._required if getattr(sample, field) is None),
+        )
 
 
 def _cut_groups(
-    samples: Sequence[CountedSample], carried: Sequence[CountedSample], source: SampleSource
+    samples: Sequence[ExplainedSample], carried: Sequence[ExplainedSample], source: SampleSource
 ) -> dict[int, tuple[int, int]]:
     """The groups that go on after the step: in what was pulled with it, and in what comes next."""
-    inside = Counter(sample.group_index for sample in samples)
-    beyond = Counter(sample.group_index for sample in carried)
+    inside = Counter(s.group_index for s in samples if s.group_index is not None)
+    beyond = Counter(s.group_index for s in carried)
     latest = (carried or samples)[-1].group_index
-    if latest is not None and latest in inside:
-        beyond[latest] += _num_following(source, latest)
+    with contextlib.suppress(ValueError):  # a bad row after the step is none of it
+        while latest in inside and (slots := source.pull(1)):
+            if slots[0] is not None and slots[0].group_index != latest:
+                break
+            beyond[latest] += slots[0] is not None
     return {
-        group: (inside[group], inside[group] + count)
-        for group, count in beyond.items()
-        if group is not None and group in inside and count
+        group: (count, count + beyond[group]) for group, count in inside.items() if beyond[group]
     }
-
-
-def _num_following(source: SampleSource, group: int) -> int:
-    """The samples of a group that come next."""
-    count = 0
-    while True:
-        try:
-            slots = source.pull(1)
-        except ValueError:  # a bad row after the step is nothing of it
-            return count
-        if not slots or (slots[0] is not None and slots[0].group_index != group):
-            return count
-        count += slots[0] is not None

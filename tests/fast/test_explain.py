@@ -18,13 +18,11 @@ import torch
 import megatron_pg
 from megatron_pg import cli
 from megatron_pg.config import add_policy_loss_args, validation
+from megatron_pg.config import planning as planning_arguments
+from megatron_pg.explain import build_parser, parse_options, show
 from megatron_pg.explain import main as explain
-from megatron_pg.explain import text
-from megatron_pg.explain.flags import build_parser
-from megatron_pg.explain.options import parse_options
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector
-from megatron_pg.step import arguments as planning_arguments
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -442,9 +440,9 @@ def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
 
 
 def test_many_samples_are_picked_over_the_range():
-    assert text._picked(list(range(100)))[0] == 0
-    assert text._picked(list(range(100)))[-1] == 99
-    assert len(text._picked(list(range(100)))) == text.MAX_ROWS
+    assert show._picked(list(range(100)))[0] == 0
+    assert show._picked(list(range(100)))[-1] == 99
+    assert len(show._picked(list(range(100)))) == show.MAX_ROWS
 
 
 def test_plot_writes_a_picture(tmp_path: Path, capsys):

@@ -497,7 +497,7 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
 
 def test_it_is_of_use_in_training_alone() -> None:
     """None where no backward follows, or where `main_grad` holds parameters until then."""
-    contract = ScaleContract(True, 3.0, 1, schedule_factor=1.0)
+    contract = ScaleContract(True, 3.0, 1, schedule_factor=1.0, gradient_factor=1 / 3)
     scale = MicroBatchScale(groups=None, contract=contract, step_share=1.0)  # type: ignore[arg-type]
 
     def found(training: bool = True, reuses_buffer: bool = False) -> Tensor | None:

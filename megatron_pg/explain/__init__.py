@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.explain.report import explain_step
-from megatron_pg.explain.show import plot, print_json, print_report
+from megatron_pg.explain.show import plot, print_report
 from megatron_pg.explain.step import MAX_COUNT, MAX_TOKENS, ExplainOptions, explained_step
 from megatron_pg.step import add_planning_args, validate_planning_args
 
@@ -57,8 +58,11 @@ def main(arguments: Sequence[str]) -> int:
         step = explained_step(options)
         report = explain_step(step, options)
         if options.plot_path is not None:
-            plot(step, report, options.plot_path)
-        (print_json if options.as_json else print_report)(step, report, options)
+            plot(report, options.plot_path)
+        if options.as_json:
+            print(json.dumps(report, indent=2))
+        else:
+            print_report(step, report, options)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"megatron-pg explain: {error}", file=sys.stderr)
         return 2

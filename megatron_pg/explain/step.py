@@ -81,6 +81,11 @@ class ExplainedStep:
     num_skipped: int
     """Bad rows that were passed on the way."""
 
+    @property
+    def lengths(self) -> list[int]:
+        """Active tokens of each sample."""
+        return [sample.num_active_tokens for sample in self.samples]
+
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
     """The step that the options describe.
@@ -102,25 +107,24 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     collected, state = collector.collect(), collector.state()
     if collected is None:  # lengths always give a step
         raise no_sample_in(planning.rollout_files, state.num_skipped)
-    samples = collected.samples
-    cut_groups = _cut_groups(samples, [sample for _, sample in state.carried], source)
+    samples, carried = collected.samples, [sample for _, sample in state.carried]
+    cut_groups = _cut_groups(samples, carried, source)
     return ExplainedStep(samples, step_totals(samples), cut_groups, collected.num_skipped)
 
 
 def _lengths(options: ExplainOptions) -> SampleSource:
-    count, group_size = options.planning.docs_per_step, options.group_size
+    count, size = options.planning.docs_per_step, options.group_size
     lengths = options.lengths or ()
-    default = math.lcm(len(lengths), group_size) if lengths else DEFAULT_NUM_GROUPS * group_size
-    wanted = count or default
-    if max(wanted, group_size) > MAX_SAMPLES:
+    wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
+    if max(wanted, size) > MAX_SAMPLES:
         raise ValueError(
-            f"--group-size {group_size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; "
-            "give a smaller --group-size or --docs-per-step"
+            f"--group-size {size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; give a "
+            "smaller --group-size or --docs-per-step"
         )
     # Endless with --docs-per-step: training reads on, to see whether a prompt group goes on.
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
     return IteratorSource(
-        ExplainedSample(length, index // group_size, None, f"sample {index}")
+        ExplainedSample(length, index // size, None, f"sample {index}")
         for index, length in enumerate(itertools.islice(endless, None if count else wanted))
     )
 
@@ -164,23 +168,14 @@ class _CountedFiles:
 
     def pull(self, count: int) -> list[ExplainedSample | None]:
         """The next rows, fewer than `count` at the end of the files; None for a bad row."""
-        pulled: list[ExplainedSample | None] = []
-        while len(pulled) < count:
-            wanted = min(count - len(pulled), WINDOW_ROWS)
-            window = self._files.pull(wanted)
-            pulled += [sample and self._counted(sample) for sample in window]
-            if len(window) < wanted:
-                break
-        return pulled
+        sizes = (min(count - done, WINDOW_ROWS) for done in range(0, count, WINDOW_ROWS))
+        windows = itertools.takewhile(bool, map(self._files.pull, sizes))
+        return [sample and self._counted(sample) for window in windows for sample in window]
 
     def _counted(self, sample: Sample) -> ExplainedSample:
-        return ExplainedSample(
-            sample.num_active_tokens,
-            sample.group_index,
-            sample.rollout_id,
-            sample.name,
-            tuple(field for field in self._required if getattr(sample, field) is None),
-        )
+        missing = tuple(field for field in self._required if getattr(sample, field) is None)
+        ids = (sample.group_index, sample.rollout_id)
+        return ExplainedSample(sample.num_active_tokens, *ids, sample.name, missing)
 
 
 def _cut_groups(

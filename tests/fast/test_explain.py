@@ -440,9 +440,9 @@ def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
 
 
 def test_many_samples_are_picked_over_the_range():
-    assert show._picked(list(range(100)))[0] == 0
-    assert show._picked(list(range(100)))[-1] == 99
-    assert len(show._picked(list(range(100)))) == show.MAX_ROWS
+    picked, how_many = show._picked(range(100), None, ", by length")
+    assert (picked[0], picked[-1], len(picked)) == (0, 99, show.MAX_ROWS)
+    assert how_many == f" ({show.MAX_ROWS} of 100, by length)"
 
 
 def test_plot_writes_a_picture(tmp_path: Path, capsys):

@@ -18,14 +18,10 @@ __all__ = ["build_parser", "main", "parse_options"]
 
 EPILOG = """\
 examples:
-  Three lengths, eight samples a prompt, Dr.GRPO's constant:
-    megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
-  Log-normal lengths (median 2000 tokens, sigma 1), 512 rollouts a step, on 8 x 2 ranks with 4 micro-batches each:
-    megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --loss-aggregation prompt_mean \\
-        --data-parallel-size 8 --context-parallel-size 2 --num-microbatches 4 --plot weights.png
-  The first step of a file, of 512 rollouts:
-    megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups \\
-        --loss-aggregation prompt_mean
+  megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
+  megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --data-parallel-size 8 \\
+      --context-parallel-size 2 --num-microbatches 4 --loss-aggregation prompt_mean --plot weights.png
+  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups
 
 The rest of a launch line may be left in: what is no flag of this command is listed as not used.
 """
@@ -57,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         options = parse_options(arguments)
         step = explained_step(options)
         report = explain_step(step, options)
-        if options.plot_path is not None:
-            plot(report, options.plot_path)
-        if options.as_json:
+        if options.plot is not None:
+            plot(report, options.plot)
+        if options.json:
             print(json.dumps(report, indent=2))
         else:
             print_report(step, report, options)
@@ -87,8 +83,8 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
     return ExplainOptions(
         config=PolicyLossConfig.from_args(args),
         planning=planning,
-        lengths=args.lengths,
-        log_normal=args.log_normal,
+        lengths=args.lengths or (),
+        log_normal=args.log_normal or (),
         group_size=args.group_size,
         seed=args.seed,
         data_parallel_size=args.data_parallel_size,
@@ -96,8 +92,8 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
         num_microbatches=args.num_microbatches,
         vocab_size=args.vocab_size,
         unused_flags=tuple(unused),
-        as_json=args.json,
-        plot_path=args.plot,
+        json=args.json,
+        plot=args.plot,
     )
 
 

@@ -68,16 +68,16 @@ def _aggregation_report(
     """One aggregation over the step; lists are in the order of its samples."""
     outer_count = mode.outer_count(step.totals)
     lengths = torch.tensor(step.lengths, dtype=torch.float64)
-    divisors = mode.divisors(mode.denominators(step.totals, step.samples), divisor)
-    weights = torch.ones_like(lengths) / divisors
+    denominators = mode.denominators(step.totals, step.samples)
+    weights = torch.ones_like(lengths) / mode.divisors(denominators, divisor)
     total = mode.inner_weight(step.totals, divisor)
     shares: list[float] = (weights * lengths / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
             group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
-    # The total weight of sample_mean: 1, but for rollouts without an active token.
-    reference = step.totals.num_active_rollouts / max(step.totals.num_rollouts, 1)
+    sample_mean = AGGREGATIONS["sample_mean"]
+    reference = sample_mean.inner_weight(step.totals, 1.0) / sample_mean.outer_count(step.totals)
     return {
         "formula": mode.formula,
         "divisor": divisor,

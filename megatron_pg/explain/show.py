@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_pg.explain.report import Report
 from megatron_pg.explain.step import ExplainedStep, ExplainOptions
@@ -15,12 +16,8 @@ MAX_ROWS = 12
 """Samples or groups shown one by one; of more, some are picked over the range."""
 
 
-class TextTable(NamedTuple):
-    """A titled table; the first column is left-aligned, the others right."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+TextTable = tuple[str, list[tuple[str, ...]]]
+"""A title, and the rows below it, of which the first names the columns; all but the first column are right-aligned."""
 
 
 def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
@@ -35,10 +32,10 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _print_rich(tables, notes)
         return
-    for table in tables:
-        widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-        print(table.title)
-        for first, *others in (table.columns, *table.rows):
+    for title, rows in tables:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print(title)
+        for first, *others in rows:
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
             print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         print()
@@ -53,41 +50,39 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
 
     # No markup: a file name may have it in brackets or between colons.
     console = Console(markup=False, emoji=False, highlight=False)
-    for table in tables:
+    for title, (names, *rows) in tables:
         # 80 columns are enough: no frame, and a cell's second half goes below its first one.
-        columns = [Column(name, justify="right", overflow="fold") for name in table.columns]
+        columns = [Column(name, justify="right", overflow="fold") for name in names]
         columns[0].justify = "left"
-        style = {"title_justify": "left", "box": SIMPLE_HEAD, "padding": (0, 0, 0, 1)}
-        drawn = Table(*columns, title=table.title, **style)
-        for first, *others in table.rows:
-            drawn.add_row(first, *(cell.replace(" -> ", "\n") for cell in others))
-        console.print(drawn)
+        table = Table(
+            *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+        )
+        for first, *others in rows:
+            table.add_row(first, *(cell.replace(" -> ", "\n") for cell in others))
+        console.print(table)
     for note in notes:
         console.print(note, style="yellow" if note.startswith("warning") else None)
 
 
 def _objectives(report: Report, options: ExplainOptions) -> TextTable:
     """The counts, and each aggregation's size against sample_mean."""
-    step, rows = report["step"], []
-    assumed = " (the longest)" if options.config.loss_aggregation_divisor is None else ""
+    step, chosen = report["step"], report["loss_aggregation"]
+    columns = ("aggregation", "objective", "outer count", "total weight", "learning rate ratio")
+    rows: list[tuple[str, ...]] = [columns]
     for name, each in report["aggregations"].items():
-        divisor, ratio = each["divisor"], each["learning_rate_ratio"]
-        rows.append(
-            (
-                f"{'*' if name == report['loss_aggregation'] else ' '} {name}",
-                each["formula"] + ("" if divisor is None else f", L = {divisor:g}{assumed}"),
-                str(each["outer_count"]),
-                f"{each['total_weight']:.4g}",
-                "-" if ratio is None else f"{ratio:.4g}",
-            )
-        )
-    groups = step["num_prompt_groups"]
-    return TextTable(
-        f"Objectives (* of the flags): N = {step['num_rollouts']} rollouts, P = {'?' if groups is None else groups} "
-        f"prompt groups, T = {step['num_active_tokens']} active tokens",
-        ("aggregation", "objective", "outer count", "total weight", "learning rate ratio"),
-        rows,
+        ratio, objective = each["learning_rate_ratio"], each["formula"]
+        if each["divisor"] is not None:
+            is_assumed = options.config.loss_aggregation_divisor is None
+            objective += f", L = {each['divisor']:g}{' (the longest)' if is_assumed else ''}"
+        size = (f"{each['total_weight']:.4g}", "-" if ratio is None else f"{ratio:.4g}")
+        star = "*" if name == chosen else " "
+        rows.append((f"{star} {name}", objective, str(each["outer_count"]), *size))
+    groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
+    title = (
+        f"Objectives (* of the flags): N = {step['num_rollouts']} rollouts, P = {groups} prompt groups, "
+        f"T = {step['num_active_tokens']} active tokens"
     )
+    return title, rows
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
@@ -96,29 +91,26 @@ def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
     picked, some = _picked(
         range(len(step.samples)), step.lengths.__getitem__, " samples, by length"
     )
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [("sample", "group", "tokens", *names)]
     for index in picked:
         sample = step.samples[index]
         group = "-" if sample.group_index is None else str(sample.group_index)
         pairs = [(a["token_weight"][index], a["token_coefficient"][index]) for a in each]
         cells = [f"{weight:.4g} -> {coefficient:.4g}" for weight, coefficient in pairs]
         rows.append((sample.name, group, str(sample.num_active_tokens), *cells))
-    yield TextTable(
-        f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer count)",
-        ("sample", "group", "tokens", *names),
-        rows,
-    )
-    rows = []
+    title = f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer count)"
+    yield title, rows
+    rows = [("tokens", "samples", *names)]
     for parts in zip(*(a["quantile_shares"] for a in each), strict=True):
-        part, shares = parts[0], [_percent(part["share"]) for part in parts]
-        first = f"{part['shortest']} to {part['longest']}"
-        rows.append((first, str(part["num_samples"]), *shares))
-    yield TextTable("Share of the weight by length", ("tokens", "samples", *names), rows)
+        first = f"{parts[0]['shortest']} to {parts[0]['longest']}"
+        shares = [_percent(part["share"]) for part in parts]
+        rows.append((first, str(parts[0]["num_samples"]), *shares))
+    yield "Share of the weight by length", rows
     by_tokens = report["aggregations"]["token_mean"]["group_shares"]
     picked, some = _picked(list(by_tokens), lambda group: (by_tokens[group], group), ", by tokens")
     rows = [(str(g), *(_percent(a["group_shares"][g]) for a in each)) for g in picked]
     if len(rows) > 1:
-        yield TextTable(f"Share of the weight by prompt group{some}", ("group", *names), rows)
+        yield f"Share of the weight by prompt group{some}", [("group", *names), *rows]
 
 
 def _scale(report: Report) -> TextTable:
@@ -127,12 +119,12 @@ def _scale(report: Report) -> TextTable:
     *factors, net = report["aggregations"]["token_mean"]["megatron_scale"].values()
     named = zip(FACTORS[per_token], factors, strict=True)
     cells = [name if name == "1" else f"{name} = {factor:.4g}" for name, factor in named]
-    return TextTable(
+    title = (
         f"What happens to the loss of a micro-batch, the same for every aggregation (DP = {data_size}, "
-        f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss {'on' if per_token else 'off'})",
-        ("returned: times", "schedule: times", "sum of gradients: times", "net"),
-        [(*cells, f"{net:.4g}")],
+        f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss {'on' if per_token else 'off'})"
     )
+    columns = ("returned: times", "schedule: times", "sum of gradients: times", "net")
+    return title, [columns, (*cells, f"{net:.4g}")]
 
 
 def _picked(
@@ -169,11 +161,11 @@ def plot(report: Report, path: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     active = [index for index, length in enumerate(lengths) if length]
-    for marker, (name, each) in zip("osD^vP", report["aggregations"].items(), strict=False):
+    for marker, (name, each) in zip(itertools.cycle("osD^vP"), report["aggregations"].items()):
         coefficients = [each["token_coefficient"][index] for index in active]
         label = name if each["divisor"] is None else f"{name}, L = {each['divisor']:g}"
-        style = {"markersize": 3, "alpha": 0.6, "label": label}
-        axes.plot([lengths[index] for index in active], coefficients, marker, **style)
+        points = ([lengths[index] for index in active], coefficients)
+        axes.plot(*points, marker, markersize=3, alpha=0.6, label=label)
     axes.set(xscale="log", xlabel="active tokens of the sample")
     axes.set(yscale="log", ylabel="coefficient of one token's loss")
     axes.set_title(f"{len(lengths)} samples, {num_tokens} active tokens")

@@ -9,14 +9,13 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.step import IteratorSource, PlanningConfig, SampleSource, StepCollector
-from megatron_pg.step.sample import Sample
+from megatron_pg.step import IteratorSource, PlanningConfig, StepCollector
 from megatron_pg.step.sources import no_sample_in
 from megatron_pg.step.totals import StepTotals, step_totals
 
@@ -27,8 +26,6 @@ MAX_SAMPLES = 2**20
 MAX_TOKENS = 2**40
 """The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
 MAX_COUNT = 2**31 - 1
-WINDOW_ROWS = 256
-"""Rows of rollout files whose tokens are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,9 @@ class ExplainOptions:
     """The validated flags."""
     planning: PlanningConfig
     """The validated flags that say what a step holds; the rollout files are among them."""
-    lengths: tuple[int, ...] | None
-    """Active tokens of the samples, in order; None where they are drawn or those of files."""
-    log_normal: tuple[float, float] | None
+    lengths: tuple[int, ...]
+    """Active tokens of the samples, in order; none where they are drawn or those of files."""
+    log_normal: tuple[float, ...]
     """(median in tokens, sigma of the logarithm) of drawn lengths."""
     group_size: int
     """Samples that in order form a prompt group."""
@@ -54,8 +51,8 @@ class ExplainOptions:
     vocab_size: int | None
     """Token ids of the rollout files are below it; None leaves them unchecked."""
     unused_flags: tuple[str, ...]
-    as_json: bool
-    plot_path: str | None
+    json: bool
+    plot: str | None
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,9 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
         FileNotFoundError: a rollout file that does not exist.
     """
     planning = options.planning
-    source = _CountedFiles(options) if planning.rollout_files else _lengths(options)
+    stream = _rows(options) if planning.rollout_files else _generated(options)
     collector = StepCollector(
-        source,
+        IteratorSource(stream),
         docs_per_step=planning.docs_per_step or MAX_COUNT,
         mode=planning.docs_per_step_mode,
         keep_prompt_groups=planning.keep_prompt_groups,
@@ -108,88 +105,71 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     if collected is None:  # lengths always give a step
         raise no_sample_in(planning.rollout_files, state.num_skipped)
     samples, carried = collected.samples, [sample for _, sample in state.carried]
-    cut_groups = _cut_groups(samples, carried, source)
+    cut_groups = _cut_groups(samples, carried, stream)
     return ExplainedStep(samples, step_totals(samples), cut_groups, collected.num_skipped)
 
 
-def _lengths(options: ExplainOptions) -> SampleSource:
-    count, size = options.planning.docs_per_step, options.group_size
-    lengths = options.lengths or ()
+def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
+    """The rollout files, read as training reads them, without keeping tokens; None for a bad row.
+
+    A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
+    training script may compute them itself.
+    """
+    from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
+
+    required, planning = options.config.required_sample_fields, options.planning
+    files = RolloutFiles(
+        planning.rollout_files,
+        on_bad_row=planning.on_bad_row,
+        required_fields={"group_index"}.intersection(required),
+        vocab_size=options.vocab_size,
+    )
+    while pulled := files.pull(1):
+        if row := pulled[0]:
+            missing = tuple(field for field in required if getattr(row, field) is None)
+            ids = (row.group_index, row.rollout_id)
+            yield ExplainedSample(row.num_active_tokens, *ids, row.name, missing)
+        else:
+            yield None
+
+
+def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
+    """Samples of given or drawn lengths; endless with --docs-per-step, as training reads on beyond a step."""
+    count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
         raise ValueError(
             f"--group-size {size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; give a "
             "smaller --group-size or --docs-per-step"
         )
-    # Endless with --docs-per-step: training reads on, to see whether a prompt group goes on.
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
-    return IteratorSource(
-        ExplainedSample(length, index // size, None, f"sample {index}")
-        for index, length in enumerate(itertools.islice(endless, None if count else wanted))
-    )
+    for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
+        yield ExplainedSample(length, index // size, None, f"sample {index}")
 
 
 def _drawn(options: ExplainOptions) -> Iterator[int]:
-    median, sigma = options.log_normal or (1.0, 0.0)
+    median, sigma = options.log_normal
     generator = np.random.default_rng(options.seed)
-    while True:
-        length = max(round(generator.lognormal(math.log(median), sigma)), 1)
-        if length > MAX_TOKENS:
-            raise ValueError(
-                f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: "
-                "sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
-            )
+    while (length := max(round(generator.lognormal(math.log(median), sigma)), 1)) <= MAX_TOKENS:
         yield length
-
-
-class _CountedFiles:
-    """The rollout files of the launch line, read as training reads them, without keeping tokens; a `SampleSource`.
-
-    A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
-    training script may compute them itself.
-    """
-
-    can_reshard = False
-    position = None
-
-    def __init__(self, options: ExplainOptions) -> None:
-        from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
-
-        self._required = options.config.required_sample_fields
-        self._files = RolloutFiles(
-            options.planning.rollout_files,
-            on_bad_row=options.planning.on_bad_row,
-            required_fields={"group_index"}.intersection(self._required),
-            vocab_size=options.vocab_size,
-        )
-
-    def seek(self, position: None) -> None:
-        """Does nothing: there is one step, and none is resumed."""
-
-    def pull(self, count: int) -> list[ExplainedSample | None]:
-        """The next rows, fewer than `count` at the end of the files; None for a bad row."""
-        sizes = (min(count - done, WINDOW_ROWS) for done in range(0, count, WINDOW_ROWS))
-        windows = itertools.takewhile(bool, map(self._files.pull, sizes))
-        return [sample and self._counted(sample) for window in windows for sample in window]
-
-    def _counted(self, sample: Sample) -> ExplainedSample:
-        missing = tuple(field for field in self._required if getattr(sample, field) is None)
-        ids = (sample.group_index, sample.rollout_id)
-        return ExplainedSample(sample.num_active_tokens, *ids, sample.name, missing)
+    raise ValueError(
+        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: sigma is "
+        "of the logarithm and not in tokens; give a smaller one, such as 1"
+    )
 
 
 def _cut_groups(
-    samples: Sequence[ExplainedSample], carried: Sequence[ExplainedSample], source: SampleSource
+    samples: Sequence[ExplainedSample],
+    carried: Sequence[ExplainedSample],
+    following: Iterable[ExplainedSample | None],
 ) -> dict[int, tuple[int, int]]:
     """The groups that go on after the step: in what was pulled with it, and in what comes next."""
     inside = Counter(s.group_index for s in samples if s.group_index is not None)
     beyond = Counter(s.group_index for s in carried)
     latest = (carried or samples)[-1].group_index
-    with contextlib.suppress(ValueError):  # a bad row after the step is none of it
-        while latest in inside and (slots := source.pull(1)):
-            if slots[0] is not None and slots[0].group_index != latest:
-                break
-            beyond[latest] += slots[0] is not None
-    return {
-        group: (count, count + beyond[group]) for group, count in inside.items() if beyond[group]
-    }
+    if latest in inside:
+        with contextlib.suppress(ValueError):  # a bad row after the step is none of it
+            goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
+            for sample in goes_on:
+                beyond[latest] += sample is not None
+    return {group: (n, n + beyond[group]) for group, n in inside.items() if beyond[group]}

@@ -30,7 +30,7 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     reasons: dict[str, str] = {}
     for name, mode in AGGREGATIONS.items():
         try:
-            found = _aggregation_report(mode, step, constant if name == "constant" else None)
+            found = _aggregation_report(mode, step, constant if mode.needs else None)
             reports[name] = found | {"megatron_scale": _megatron_scale(step, options)}
         except ValueError as error:
             reasons[name] = str(error)
@@ -70,7 +70,7 @@ def _aggregation_report(
     lengths = torch.tensor(step.lengths, dtype=torch.float64)
     denominators = mode.denominators(step.totals, step.samples)
     weights = torch.ones_like(lengths) / mode.divisors(denominators, divisor)
-    total = mode.inner_weight(step.totals, divisor)
+    total = mode.inner_weight(step.totals, divisor or 1.0)
     shares: list[float] = (weights * lengths / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
@@ -120,8 +120,6 @@ def _megatron_scale(step: ExplainedStep, options: ExplainOptions) -> dict[str, f
         data_parallel_size=options.data_parallel_size,
         context_parallel_size=options.context_parallel_size,
         num_microbatches=options.num_microbatches,
-        num_active_tokens=step.totals.num_active_tokens,
-        num_local_tokens=step.totals.num_active_tokens,
     )
     factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
     names = ("returned", "schedule", "gradients", "net")

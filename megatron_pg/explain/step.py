@@ -5,19 +5,22 @@ It is the first that training would take with the same flags: `StepCollector` ta
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from megatron_pg.config import PolicyLossConfig
-from megatron_pg.step import IteratorSource, PlanningConfig, StepCollector
+from megatron_pg.config import PlanningConfig, PolicyLossConfig
+from megatron_pg.config.fields import PYTHON_ONLY, Parsed
+from megatron_pg.step import IteratorSource, StepCollector
 from megatron_pg.step.sources import no_sample_in
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
@@ -26,43 +29,80 @@ MAX_SAMPLES = 2**20
 MAX_TOKENS = 2**40
 """The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
 MAX_COUNT = 2**31 - 1
+MAX_SIGMA = 10.0
+"""The largest sigma: a factor of 22026; more is a number of tokens given by mistake."""
+
+
+def _integer(lowest: int, highest: int = MAX_COUNT) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if lowest <= int(text) <= highest:
+                return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected an integer from {lowest} to {highest}"
+        )
+
+    return parse
+
+
+def _list_of_lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(_integer(0, MAX_TOKENS), text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give token counts such as 200,4000") from None
+
+
+def _median_and_sigma(text: str) -> tuple[float, ...]:
+    with contextlib.suppress(ValueError):
+        median, sigma = map(float, text.split(","))
+        if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:
+            return median, sigma
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and a sigma from 0 to "
+        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for lengths of which two thirds "
+        "are between 2000 / e and 2000 e"
+    )
+
+
+COUNT = Parsed(_integer(1), "N")
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What to explain, and how to show it."""
+    """What to explain, and how to show it. The docstring under a field is its flag's help text."""
 
-    config: PolicyLossConfig
-    """The validated flags."""
-    planning: PlanningConfig
-    """The validated flags that say what a step holds; the rollout files are among them."""
-    lengths: tuple[int, ...]
-    """Active tokens of the samples, in order; none where they are drawn or those of files."""
-    log_normal: tuple[float, ...]
-    """(median in tokens, sigma of the logarithm) of drawn lengths."""
-    group_size: int
-    """Samples that in order form a prompt group."""
-    seed: int
-    data_parallel_size: int
+    config: Annotated[PolicyLossConfig, PYTHON_ONLY]
+    planning: Annotated[PlanningConfig, PYTHON_ONLY]
+    vocab_size: Annotated[int | None, PYTHON_ONLY]
+    unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
+    lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
+    """Active tokens of the samples, in order; repeated until the step is full."""
+    log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()
+    """Draw the lengths: median in tokens and sigma of the logarithm."""
+    rollout_files: tuple[str, ...] = ()
+    """Parquet or JSON Lines files of samples, or folders of them; needs pyarrow."""
+    group_size: Annotated[int, COUNT] = 1
+    """Samples of a prompt; that many in order form a prompt group. Rollout files name their own."""
+    docs_per_step: Annotated[int | None, COUNT] = None
+    """Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn groups; all of the files."""
+    seed: Annotated[int, Parsed(_integer(0, 2**63 - 1), "N")] = 0
+    """Seed of --log-normal."""
+    data_parallel_size: Annotated[int, COUNT] = 1
     """DP, without context parallelism."""
-    context_parallel_size: int
-    num_microbatches: int
-    """M of a data-parallel rank."""
-    vocab_size: int | None
-    """Token ids of the rollout files are below it; None leaves them unchecked."""
-    unused_flags: tuple[str, ...]
-    json: bool
-    plot: str | None
+    context_parallel_size: Annotated[int, COUNT] = 1
+    """CP."""
+    num_microbatches: Annotated[int, COUNT] = 1
+    """M, micro-batches of a data-parallel rank in the step."""
+    json: bool = False
+    """Print one JSON object, every sample in it."""
+    plot: str | None = None
+    """Draw the coefficient of a token against length."""
 
 
 @dataclass(frozen=True)
-class ExplainedSample:
+class ExplainedSample(BareSample):
     """What an aggregation asks of a sample, and what its row does not have."""
 
-    num_active_tokens: int
-    group_index: int | None
-    rollout_id: int | None
-    name: str
     missing_fields: tuple[str, ...] = ()
     """Fields of `Sample` that the flags ask for and the row of a file does not have."""
 
@@ -144,7 +184,7 @@ def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
         )
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
     for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
-        yield ExplainedSample(length, index // size, None, f"sample {index}")
+        yield ExplainedSample(length, index // size, name=f"sample {index}")
 
 
 def _drawn(options: ExplainOptions) -> Iterator[int]:

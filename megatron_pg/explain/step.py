@@ -72,9 +72,13 @@ class ExplainOptions:
     """What to explain, and how to show it. The docstring under a field is its flag's help text."""
 
     config: Annotated[PolicyLossConfig, PYTHON_ONLY]
+    """The validated flags of the policy loss."""
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
+    """The validated flags that say what a step holds."""
     vocab_size: Annotated[int | None, PYTHON_ONLY]
+    """Token ids of the rollout files are below it; None leaves them unchecked."""
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
+    """What the command line has beyond the flags of this command."""
     lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
     """Active tokens of the samples, in order; repeated until the step is full."""
     log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()

@@ -7,13 +7,12 @@ and a writer's default row group has a million rows.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ END_BYTES = 1 << 16
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
 
 FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
@@ -58,23 +58,51 @@ def is_json_lines(path: Path) -> bool:
     return path.suffix.lower() in JSON_SUFFIXES
 
 
-def open_rows(path: Path, start: int, stack: contextlib.ExitStack) -> Iterator[ParseRow]:
-    """The rows of a file from row `start` on, one function each.
+def files_of(paths: Sequence[str | Path]) -> list[Path]:
+    """The files named, and of a directory the rollout files in it, by name."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"--rollout-files: {path} does not exist")
+        listed = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = [file for file in listed if _is_rollout_file(file)]
+        if not found:
+            problem = "holds no rollout file that ends" if path.is_dir() else "does not end"
+            kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
+            raise ValueError(f"--rollout-files: {path} {problem} in one of {kinds}")
+        files += found
+    if not files:
+        raise ValueError("--rollout-files: give at least one file")
+    return files
 
-    Args:
-        path: a file with a rollout file's name.
-        start: so many rows are passed.
-        stack: closes the file.
+
+def _is_rollout_file(path: Path) -> bool:
+    """Whether the name is that of a rollout file; what looks like one and cannot be read is not passed over."""
+    name = path
+    while name.suffix.lower() in COMPRESSED_SUFFIXES:
+        name = name.with_suffix("")
+    if name.suffix.lower() not in JSON_SUFFIXES + PARQUET_SUFFIXES:
+        return False
+    if name != path:
+        raise ValueError(
+            f"{path} is compressed ({path.suffix}), expected a plain file: decompress it (Parquet is compressed within "
+            "the file), or move it elsewhere"
+        )
+    if path.is_dir():
+        raise ValueError(
+            f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the files "
+            "in it, or move it elsewhere"
+        )
+    return True
+
+
+def open_rows(path: Path, start: int) -> AbstractContextManager[Iterator[ParseRow]]:
+    """The rows of a file with a rollout file's name, from row `start` on.
 
     Raises:
         ValueError: the file is not what its name says, or has fewer rows.
     """
-    passed, rows = (_json_lines if is_json_lines(path) else _parquet_rows)(path, start, stack)
-    if passed < start:
-        raise ValueError(
-            f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
-        )
-    return rows
+    return _json_lines(path, start) if is_json_lines(path) else _parquet_rows(path, start)
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:
@@ -87,14 +115,20 @@ def account_of(path: Path, limit: int | None = None) -> FileAccount:
     return path.name, size, hashlib.sha256(ends).hexdigest()[:16]
 
 
-def _json_lines(
-    path: Path, start: int, stack: contextlib.ExitStack
-) -> tuple[int, Iterator[ParseRow]]:
+@contextmanager
+def _json_lines(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     """One JSON object a line; blank lines are no rows."""
-    file = stack.enter_context(path.open("rb"))
-    lines = (line for line in file if not line.isspace())
-    passed = sum(1 for _ in itertools.islice(lines, start))
-    return passed, (functools.partial(_parsed, line) for line in lines)
+    with path.open("rb") as file:
+        lines = (line for line in file if not line.isspace())
+        _check_number_of_rows(path, sum(1 for _ in itertools.islice(lines, start)), start)
+        yield (functools.partial(_parsed, line) for line in lines)
+
+
+def _check_number_of_rows(path: Path, found: int, start: int) -> None:
+    if found < start:
+        raise ValueError(
+            f"{path} has {found} rows and the checkpoint stopped after {start}: the file has changed"
+        )
 
 
 def _parsed(line: bytes) -> Row:
@@ -108,28 +142,27 @@ def _parsed(line: bytes) -> Row:
     return row
 
 
-def _parquet_rows(
-    path: Path, start: int, stack: contextlib.ExitStack
-) -> tuple[int, Iterator[ParseRow]]:
+@contextmanager
+def _parquet_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     try:
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
         file = pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: expected a Parquet file ({error})") from error
-    stack.callback(file.close)
-    counts = Counter(name for name in file.schema_arrow.names if name in COLUMNS)
-    for name, count in counts.items():
-        if count > 1:
-            raise ValueError(
-                f"{path} has {count} columns {name}, expected one: write the file anew with one of them"
-            )
-    left, groups = start, list(range(file.num_row_groups))
-    while groups and (num_rows := file.metadata.row_group(groups[0]).num_rows) <= left:
-        left -= num_rows
-        groups.pop(0)
-    batches = file.iter_batches(BATCH_ROWS, groups, list(counts), use_threads=False)
-    rows = itertools.chain.from_iterable(map(_rows_of, batches))
-    return min(start, file.metadata.num_rows), itertools.islice(rows, left, None)
+    with file:
+        _check_number_of_rows(path, file.metadata.num_rows, start)
+        names = [name for name in file.schema_arrow.names if name in COLUMNS]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
+                )
+        groups = list(range(file.num_row_groups))
+        while groups and (num_rows := file.metadata.row_group(groups[0]).num_rows) <= start:
+            start -= num_rows
+            groups.pop(0)
+        batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+        yield itertools.islice(itertools.chain.from_iterable(map(_rows_of, batches)), start, None)
 
 
 def _rows_of(batch: Any) -> Iterator[ParseRow]:

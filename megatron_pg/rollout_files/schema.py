@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.integers import as_integer
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"
@@ -39,16 +39,8 @@ COLUMNS: Mapping[str, str] = {
 }
 """What each column holds; every other column is ignored."""
 
-OPTIONAL_FIELDS = (
-    "old_log_probs",
-    "rollout_log_probs",
-    "ref_log_probs",
-    "group_index",
-    "rollout_id",
-)
+OPTIONAL_FIELDS = (*LOG_PROB_FIELDS, "group_index", "rollout_id")
 """Optional fields of `Sample` that a column of the same name fills, `log_probs` that of `old_log_probs`."""
-
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, any Python value, or None where the row has no value."""
@@ -143,7 +135,7 @@ def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
     if column == "reward":
         return _finite(column, value, sys.float_info.max, "finite")
     if column == "advantages" and not isinstance(value, (list, np.ndarray)):
-        return _finite(column, value, LARGEST_FLOAT32, "finite in float32")
+        return _finite(column, value, float(np.finfo(np.float32).max), "finite in float32")
     values = _vector(column, value, is_active.size)
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
@@ -233,11 +225,8 @@ def with_group_advantages(
     step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)
     first = sum(len(part) for part in everyone[:rank])
     mine = step.advantages[first : first + len(samples)].tolist()
-    replaced = [
-        dataclasses.replace(sample, advantages=advantage)
-        for sample, advantage in zip(samples, mine, strict=True)
-    ]
-    return replaced, step
+    pairs_of_mine = zip(samples, mine, strict=True)
+    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs_of_mine], step
 
 
 def _reward_and_group(sample: Sample) -> tuple[float, int]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.config.planning import ON_BAD_ROW
 from megatron_pg.rollout_files.reader import (
-    JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
     FileAccount,
     ParseRow,
     account_of,
+    files_of,
     is_json_lines,
     open_rows,
 )
@@ -23,7 +22,6 @@ from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
 
-COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
 NUM_LOGGED = 10
 """Skipped rows that are logged one by one; the count goes on."""
 
@@ -88,16 +86,15 @@ class RolloutFiles:
                 )
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
-        self._paths = _files_of(paths)
+        self._paths = files_of(paths)
         # Now, and not at the first checkpoint: of what is read, not of what may lie there then.
         self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
         self._required_fields, self._vocab_size = required_fields, vocab_size
         self._file = self._row = 0
-        self._rows: Iterator[ParseRow] | None = None
-        self._stack = contextlib.ExitStack()
         self._num_skipped = 0
+        self._rows = self._read()
 
     @property
     def num_skipped(self) -> int:
@@ -118,11 +115,12 @@ class RolloutFiles:
         Raises:
             ValueError: the files are not those that the position is of; the first that differs is named.
         """
-        self.close()
         self._check_files(position)
+        self.close()
         self._file, self._row = position.file, position.row
-        if position.row:
-            self._rows = open_rows(self._paths[position.file], position.row, self._stack)
+        if position.row:  # now, and not at the first pull, is said that the file has fewer
+            with open_rows(self._paths[self._file], self._row):
+                pass
 
     def pull(self, count: int) -> list[Sample | None]:
         """The next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
@@ -133,29 +131,57 @@ class RolloutFiles:
             ValueError: a file is not what its name says.
         """
         samples: list[Sample | None] = []
-        for index in range(count * self._size):
-            parse = self._next_row()
-            if parse is None:
-                break
-            if index % self._size == self._rank:
-                samples.append(self._sample(parse, self._row - 1))
+        for index, parse in enumerate(itertools.islice(self._rows, count * self._size)):
+            if index % self._size != self._rank:
+                continue
+            try:
+                samples.append(self._sample(parse))
+            except RowError as error:
+                if not self._skips_bad_rows:
+                    raise
+                samples.append(None)
+                self._num_skipped += 1
+                if self._num_skipped <= NUM_LOGGED:
+                    logger.warning("--on-bad-row skip: %s", error)
         return samples
 
     def close(self) -> None:
         """Closes the file being read; the position stays."""
-        self._stack.close()
-        self._rows = None
+        self._rows.close()
+        self._rows = self._read()
+
+    def _read(self) -> Generator[ParseRow, None, None]:
+        """The rows from the position on, which follows them."""
+        try:
+            while self._file < len(self._paths):
+                with open_rows(self._paths[self._file], self._row) as rows:
+                    for parse in rows:
+                        self._row += 1
+                        yield parse
+                self._file, self._row = self._file + 1, 0
+        finally:  # after an error a pull begins here again, as one that has ended would look like the end of the files
+            self._rows = self._read()
+
+    def _sample(self, parse: ParseRow) -> Sample:
+        """The sample of the row that was passed last."""
+        path, row = self._paths[self._file], self._row - 1
+        try:
+            return sample_of_row(
+                parse(), f"{path.name} row {row}", self._required_fields, self._vocab_size
+            )
+        except RowError as error:
+            error.file, error.row = str(path), row
+            raise
 
     def _check_files(self, position: RolloutPosition) -> None:
         """Refuses other files than those of the position, but for rows that were added after the last."""
+        last = len(position.files) - 1
         for index, then in enumerate(position.files):
             now = "is missing"
             if index < len(self._paths):
                 path, account = self._paths[index], self._accounts[index]
-                is_open_end = position.file <= index == len(position.files) - 1 and is_json_lines(
-                    path
-                )
-                if account == then or (is_open_end and account_of(path, then[1]) == then):
+                may_grow = position.file <= index == last and is_json_lines(path)
+                if account == then or (may_grow and account_of(path, then[1]) == then):
                     continue
                 now = f"had other contents than {path}"
                 if account[0] != then[0]:
@@ -163,36 +189,9 @@ class RolloutFiles:
                 elif account[1] != then[1]:
                     now = f"had {then[1]} bytes and {path} has {account[1]}"
             raise ValueError(
-                f"--rollout-files: file {index + 1} of the {len(position.files)} that the checkpoint is of, "
-                f"{then[0]!r}, {now}: give the same files in the same order (further ones may follow them), or start "
-                "anew"
+                f"--rollout-files: file {index + 1} of the {last + 1} that the checkpoint is of, {then[0]!r}, {now}: "
+                "give the same files in the same order (further ones may follow them), or start anew"
             )
-
-    def _next_row(self) -> ParseRow | None:
-        """Passes a row, in the next file where this one has ended; None at the end of all."""
-        while self._file < len(self._paths):
-            if self._rows is None:
-                self._rows = open_rows(self._paths[self._file], self._row, self._stack)
-            for parse in self._rows:
-                self._row += 1
-                return parse
-            self.close()
-            self._file, self._row = self._file + 1, 0
-        return None
-
-    def _sample(self, parse: ParseRow, row: int) -> Sample | None:
-        path = self._paths[self._file]
-        name = f"{path.name} row {row}"
-        try:
-            return sample_of_row(parse(), name, self._required_fields, self._vocab_size)
-        except RowError as error:
-            error.file, error.row = str(path), row
-            if not self._skips_bad_rows:
-                raise
-            self._num_skipped += 1
-            if self._num_skipped <= NUM_LOGGED:
-                logger.warning("--on-bad-row skip: %s", error)
-            return None
 
 
 @dataclass
@@ -230,55 +229,15 @@ def validate_rollout_file(
     """
     files = RolloutFiles([path], required_fields=required_fields, vocab_size=vocab_size)
     report = RolloutFileReport(str(path))
-    with contextlib.closing(files):
-        while True:
-            try:
-                sample = next(iter(files.pull(1)), None)
-            except RowError as error:
-                report.num_bad_rows += 1
-                if report.num_bad_rows <= max_errors:
-                    report.errors.append(error)
-            else:
-                if sample is None:
-                    return report
-                report.num_tokens += sample.total_length
-                report.num_active_tokens += sample.num_active_tokens
-            report.num_rows += 1
-
-
-def _files_of(paths: Sequence[str | Path]) -> list[Path]:
-    """The files named, and of a directory the rollout files in it, by name."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise FileNotFoundError(f"--rollout-files: {path} does not exist")
-        listed = sorted(path.iterdir()) if path.is_dir() else [path]
-        found = [file for file in listed if _is_rollout_file(file)]
-        if not found:
-            problem = "holds no rollout file that ends" if path.is_dir() else "does not end"
-            kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
-            raise ValueError(f"--rollout-files: {path} {problem} in one of {kinds}")
-        files += found
-    if not files:
-        raise ValueError("--rollout-files: give at least one file")
-    return files
-
-
-def _is_rollout_file(path: Path) -> bool:
-    """Whether the name is that of a rollout file; what looks like one and cannot be read is not passed over."""
-    name = path
-    while name.suffix.lower() in COMPRESSED_SUFFIXES:
-        name = name.with_suffix("")
-    if name.suffix.lower() not in JSON_SUFFIXES + PARQUET_SUFFIXES:
-        return False
-    if name != path:
-        raise ValueError(
-            f"{path} is compressed ({path.suffix}), expected a plain file: decompress it (Parquet is compressed within "
-            "the file), or move it elsewhere"
-        )
-    if path.is_dir():
-        raise ValueError(
-            f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the files "
-            "in it, or move it elsewhere"
-        )
-    return True
+    for parse in files._read():
+        report.num_rows += 1
+        try:
+            sample = files._sample(parse)
+        except RowError as error:
+            report.num_bad_rows += 1
+            if len(report.errors) < max_errors:
+                report.errors.append(error)
+        else:
+            report.num_tokens += sample.total_length
+            report.num_active_tokens += sample.num_active_tokens
+    return report

@@ -11,20 +11,12 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.rollout_files.schema import (
-    COLUMNS,
-    INTEGERS,
-    NUMBER_OR_NUMBERS,
-    NUMBERS,
-    Row,
-    RowError,
-    shown,
-)
+from megatron_pg.rollout_files.schema import COLUMNS, Row, RowError, shown
 
 try:
     import pyarrow as pa
@@ -162,29 +154,28 @@ def _parquet_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
             start -= num_rows
             groups.pop(0)
         batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
-        yield itertools.islice(itertools.chain.from_iterable(map(_rows_of, batches)), start, None)
+        yield itertools.islice(_rows_of(batches), start, None)
 
 
-def _rows_of(batch: Any) -> Iterator[ParseRow]:
-    values = {name: _values_of(batch.column(name), COLUMNS[name]) for name in batch.schema.names}
-
-    def row(index: int) -> Row:
-        return {name: value(index) for name, value in values.items()}
-
-    return (functools.partial(row, index) for index in range(batch.num_rows))
+def _rows_of(batches: Iterable[Any]) -> Iterator[ParseRow]:
+    for batch in batches:
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for index in range(batch.num_rows):
+            yield functools.partial(_decoded, columns, index)
 
 
-def _values_of(column: Any, expected: str) -> Callable[[int], Any]:
-    """The value of each row: a slice of one array where the type of the column settles that of all elements.
+def _decoded(columns: Mapping[str, Any], index: int) -> Row:
+    return {name: _value_of(column[index]) for name, column in columns.items()}
 
-    Elsewhere it is a Python value, to be looked at element by element: among integers, null makes a float column.
-    """
-    kinds = {INTEGERS: "i", NUMBERS: "ifb", NUMBER_OR_NUMBERS: "ifb"}.get(expected, "")
-    if kinds and isinstance(column, (pa.ListArray, pa.LargeListArray)):
-        elements = column.values.to_numpy(zero_copy_only=False)
-        if elements.dtype.kind in kinds:
-            offsets, is_valid = column.offsets.to_numpy(), column.is_valid()
-            return lambda row: (
-                elements[offsets[row] : offsets[row + 1]] if is_valid[row].as_py() else None
-            )
-    return lambda row: column[row].as_py()
+
+def _value_of(scalar: Any) -> Any:
+    """A list of numbers as an array, in which null is NaN; other values and null among integers as Python has them."""
+    if scalar.is_valid and isinstance(scalar, pa.ListScalar):
+        elements = scalar.values
+        if pa.types.is_floating(elements.type) or not (
+            elements.null_count or pa.types.is_nested(elements.type)
+        ):
+            array = elements.to_numpy(zero_copy_only=False)
+            if array.dtype.kind in "iufb":
+                return array
+    return scalar.as_py()

@@ -39,8 +39,10 @@ COLUMNS: Mapping[str, str] = {
 }
 """What each column holds; every other column is ignored."""
 
-OPTIONAL_FIELDS = (*LOG_PROB_FIELDS, "group_index", "rollout_id")
-"""Optional fields of `Sample` that a column of the same name fills, `log_probs` that of `old_log_probs`."""
+OPTIONAL_FIELDS: Mapping[str, str] = {
+    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, "group_index", "rollout_id")
+}
+"""Optional fields of `Sample`, and the column that fills each of them."""
 
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, any Python value, or None where the row has no value."""
@@ -70,20 +72,20 @@ class RewardedSample(Sample):
 
 
 def sample_of_row(
-    row: Row, name: str, required_fields: Collection[str], vocab_size: int | None
+    row: Row, name: str, required_columns: Collection[str], vocab_size: int | None
 ) -> RewardedSample:
     """The sample that a row holds. It shares no memory with the row.
 
     Args:
         row: as the reader gives it.
         name: how error messages call the sample.
-        required_fields: some of `OPTIONAL_FIELDS`, which the row must fill.
+        required_columns: optional ones that the row must fill.
         vocab_size: token ids must be below it; None leaves them unchecked.
 
     Raises:
         RowError: a value is missing, of the wrong type or length, or out of range.
     """
-    for column in ("prompt_ids", "response_ids", *map(column_of, required_fields)):
+    for column in ("prompt_ids", "response_ids", *required_columns):
         if row.get(column) is None:
             raise RowError(column, "missing", COLUMNS[column])
     if row.get("reward") is None and row.get("advantages") is None:
@@ -97,24 +99,20 @@ def sample_of_row(
         mask = _vector("loss_mask", row["loss_mask"], response.size)
         _check("loss_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
         is_active = mask.astype(np.bool_)
-    fields = {
-        field: _value(column_of(field), row[column_of(field)], is_active)
-        for field in (*OPTIONAL_FIELDS, "reward", "advantages")
-        if row.get(column_of(field)) is not None
+    values = {
+        column: _value(column, row[column], is_active)
+        for column in (*OPTIONAL_FIELDS.values(), "reward", "advantages")
+        if row.get(column) is not None
     }
     return RewardedSample(
         tokens=torch.from_numpy(np.concatenate([prompt, response])),
         response_length=response.size,
         loss_mask=torch.from_numpy(is_active),
-        has_advantages="advantages" in fields,
+        has_advantages="advantages" in values,
+        old_log_probs=values.pop("log_probs", None),
         name=name,
-        **fields,
+        **values,
     )
-
-
-def column_of(field: str) -> str:
-    """The column that fills a field of `RewardedSample`."""
-    return field.removeprefix("old_")
 
 
 def _token_ids(field: str, value: Any, vocab_size: int | None) -> NDArray[Any]:
@@ -156,29 +154,27 @@ def _finite(column: str, value: Any, limit: float, expected: str) -> float:
 
 
 def _vector(field: str, value: Any, size: int | None = None) -> NDArray[Any]:
-    """[size] integers or numbers, as the column holds."""
-    if not isinstance(value, (np.ndarray, list)):
-        raise RowError(field, shown(value), COLUMNS[field])
-    vector = _typed(field, value) if isinstance(value, list) else value
-    if size not in (None, vector.size):
-        raise RowError(field, f"of {vector.size} values", f"{size}, one per token of response_ids")
-    return vector
-
-
-def _typed(field: str, values: list[Any]) -> NDArray[Any]:
-    """An array of Python values, all of them of the right type; null among numbers becomes NaN."""
+    """[size] integers or numbers, as the column holds; null among numbers becomes NaN."""
     is_integers = COLUMNS[field] == INTEGERS
-    types = {int} if is_integers else {int, float, bool, type(None)}
-    if types.issuperset(map(type, values)):
+    if isinstance(value, np.ndarray) and value.dtype.kind not in ("i" if is_integers else "iufb"):
+        value = value.tolist()
+    if isinstance(value, list):
+        value = _typed(field, value, INTEGER if is_integers else NUMBER)
+    if not isinstance(value, np.ndarray):
+        raise RowError(field, shown(value), COLUMNS[field])
+    if size not in (None, value.size):
+        raise RowError(field, f"of {value.size} values", f"{size}, one per token of response_ids")
+    return value
+
+
+def _typed(field: str, values: list[Any], expected: str) -> NDArray[Any]:
+    others = () if expected == INTEGER else (float, bool, type(None))
+    if {int, *others}.issuperset(map(type, values)):
         with contextlib.suppress(OverflowError):
-            return np.array(values, np.int64 if is_integers else np.float64)
-    is_wrong = (
-        type(value) not in types or (type(value) is int and as_integer(value) is None)
-        for value in values
-    )
-    at = list(is_wrong).index(True)
-    expected = f"{INTEGER if is_integers else NUMBER} of 64 bits"
-    raise RowError(f"{field}[{at}]", shown(values[at]), expected)
+            return np.array(values, np.int64 if expected == INTEGER else np.float64)
+    is_right = [isinstance(value, others) or as_integer(value) is not None for value in values]
+    at = is_right.index(False)
+    raise RowError(f"{field}[{at}]", shown(values[at]), f"{expected} of 64 bits")
 
 
 def _check(field: str, values: NDArray[Any], is_right: NDArray[Any], expected: str) -> None:

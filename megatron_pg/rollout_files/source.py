@@ -91,15 +91,12 @@ class RolloutFiles:
         self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
-        self._required_fields, self._vocab_size = required_fields, vocab_size
+        self._required_columns = [OPTIONAL_FIELDS[name] for name in required_fields]
+        self._vocab_size = vocab_size
         self._file = self._row = 0
-        self._num_skipped = 0
-        self._rows = self._read()
-
-    @property
-    def num_skipped(self) -> int:
+        self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
-        return self._num_skipped
+        self._rows = self._read()
 
     @property
     def position(self) -> RolloutPosition:
@@ -140,8 +137,8 @@ class RolloutFiles:
                 if not self._skips_bad_rows:
                     raise
                 samples.append(None)
-                self._num_skipped += 1
-                if self._num_skipped <= NUM_LOGGED:
+                self.num_skipped += 1
+                if self.num_skipped <= NUM_LOGGED:
                     logger.warning("--on-bad-row skip: %s", error)
         return samples
 
@@ -167,7 +164,7 @@ class RolloutFiles:
         path, row = self._paths[self._file], self._row - 1
         try:
             return sample_of_row(
-                parse(), f"{path.name} row {row}", self._required_fields, self._vocab_size
+                parse(), f"{path.name} row {row}", self._required_columns, self._vocab_size
             )
         except RowError as error:
             error.file, error.row = str(path), row

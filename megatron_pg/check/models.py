@@ -91,14 +91,14 @@ class LogitTable(torch.nn.Module):
         """The schedule's hook: what the stage before has sent."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-        """tokens [1, local_tokens] -> logits [1, local_tokens, v/tp], or the hidden state of an earlier stage."""
-        hidden = self.untouched.repeat(tokens.shape[1], 1, 1)
+    def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """input_ids [1, local_tokens] -> logits [1, local_tokens, v/tp], or the hidden state of an earlier stage."""
+        hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
         if self.input_tensor is not None:
             hidden = hidden + self.input_tensor
         if not self.post_process:
             return hidden
-        return self.table[tokens] + 0.0 * hidden.sum()
+        return self.table[input_ids] + 0.0 * hidden.sum()
 
 
 @dataclass(frozen=True)

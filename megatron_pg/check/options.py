@@ -10,12 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron_pg.config.custom import (
-    POLICY_LOSS_PARAMETERS,
-    REDUCER_KEYWORDS,
-    REDUCER_PARAMETERS,
-    load_function,
-)
+from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_custom_function
 from megatron_pg.config.versions import supports_output_processor
 
 
@@ -195,15 +190,9 @@ def _check(options: CheckOptions) -> None:
             raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
     _check_hardware(options)
     _check_experts(options)
-    if path := options.custom_pg_loss_reducer_function_path:
-        load_function(
-            path,
-            flag="--custom-pg-loss-reducer-function-path",
-            positional=REDUCER_PARAMETERS,
-            keywords=REDUCER_KEYWORDS,
-        )
-    if path := options.custom_policy_loss_path:
-        load_function(path, flag="--custom-policy-loss-path", positional=POLICY_LOSS_PARAMETERS)
+    for name in CUSTOM_FUNCTIONS:
+        if path := getattr(options, name, None):
+            load_custom_function(name, path)
     if options.fused_lm_head and not supports_output_processor():
         raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
     chunks = options.pipeline_model_parallel_size * options.num_chunks

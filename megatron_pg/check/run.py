@@ -29,11 +29,10 @@ from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.sharded_parameters import gradient_slices
 from megatron_pg.check.steps import CUSTOM, config_of, cut, make_samples, with_log_probs
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.metrics import CHECKSUM, reduce_metrics
+from megatron_pg.loss.metrics import CHECKSUM
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.output_head import output_head
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -213,20 +212,13 @@ def train_step(
         ).to(options.device)
         for each in micro_batches
     ]
+    step = PolicyStep(config, totals=totals, num_microbatches=len(batches), model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(iterator)
-        head = output_head(config, batch, totals, num_microbatches=len(batches), model=model)
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            **head.model_arguments,
-        )
-        return output, head.loss_func
+        head = step.head(next(iterator))
+        return model(**head.model_inputs), head.loss_func
 
     metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -237,5 +229,4 @@ def train_step(
         micro_batch_size=1,
         forward_only=False,
     )
-    contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
-    return reduce_metrics(config, metrics, contributes=contributes, device=options.device)
+    return step.metrics(metrics)

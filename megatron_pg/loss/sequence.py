@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import TABLES
 from megatron_pg.loss.masking import masked, required_log_probs
-
-if TYPE_CHECKING:
-    from megatron_pg.config import PolicyLossConfig
-    from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch
 
 
 class SequenceReduction:
@@ -69,22 +68,26 @@ class SequenceLogRatios:
     reduction: SequenceReduction
     active_tokens: Tensor
     """[samples] float64."""
-    policy_sum: Tensor
-    """[samples] float64: sum of log_prob - old_log_prob; 0 where no setting asks for it."""
-    mismatch_sum: Tensor
-    """[samples] float64: sum of old_log_prob - rollout_log_prob; 0 where no setting asks for it."""
+    sums: Mapping[str, Tensor]
+    """[samples] float64 each: "policy", of log_prob - old_log_prob, and "mismatch", of old_log_prob - rollout_log_prob; those
+    that a row asks for."""
 
-    def policy_mean_of_tokens(self) -> Tensor:
-        """[window] float64: the mean of log_prob - old_log_prob over the token's sample."""
-        return self.reduction.to_tokens(self.policy_sum / self.active_tokens.clamp(min=1))
+    def sum_of_tokens(self, name: str) -> Tensor:
+        """[window] float64: the sum over the token's sample.
 
-    def mismatch_sum_of_tokens(self) -> Tensor:
-        """[window] float64: the sum of old_log_prob - rollout_log_prob over the token's sample."""
-        return self.reduction.to_tokens(self.mismatch_sum)
+        Raises:
+            ValueError: no row that is on asks for it.
+        """
+        if name not in self.sums:
+            raise ValueError(
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sums_over_sequences()"
+            )
+        return self.reduction.to_tokens(self.sums[name])
 
-    def mismatch_mean_of_tokens(self) -> Tensor:
-        """[window] float64: the mean of old_log_prob - rollout_log_prob over its sample."""
-        return self.reduction.to_tokens(self.mismatch_sum / self.active_tokens.clamp(min=1))
+    def mean_of_tokens(self, name: str) -> Tensor:
+        """[window] float64: the mean over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
+        active_tokens = self.reduction.to_tokens(self.active_tokens)
+        return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
 
 
 def sequence_log_ratios(
@@ -94,7 +97,7 @@ def sequence_log_ratios(
     *,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> SequenceLogRatios | None:
-    """What gspo and the sequence-level corrections need of a micro-batch, in one all-reduce.
+    """What the rows that are on need of whole sequences, in one all-reduce.
 
     Whether there is an all-reduce depends on the config alone: either every rank of the
     context-parallel group joins it or none does.
@@ -111,22 +114,22 @@ def sequence_log_ratios(
     Raises:
         ValueError: the batch lacks log-probs that a setting needs.
     """
-    needs_policy, needs_mismatch = _needs_policy(config), _needs_mismatch(config)
-    if not needs_policy and not needs_mismatch:
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    sums = {name for row in rows_on for name in row.sums_over_sequences()}
+    if not sums:
         return None
-    loss_mask, nothing = batch.loss_mask, torch.zeros_like(batch.loss_mask, dtype=torch.float64)
-    policy = mismatch = nothing
-    if needs_policy:
+    rows = {"active": batch.loss_mask.double()}
+    if "policy" in sums:
         old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
-        policy = masked(log_probs, loss_mask).double() - masked(old_log_probs, loss_mask)
-    if needs_mismatch:
-        mismatch = rollout_mismatch(batch).double()
+        new = masked(log_probs.detach(), batch.loss_mask).double()
+        rows["policy"] = new - masked(old_log_probs, batch.loss_mask)
+    if "mismatch" in sums:
+        rows["mismatch"] = rollout_mismatch(batch).double()
     reduction = SequenceReduction(
         batch.window_segment_ids, batch.window.num_samples, context_parallel_group
     )
-    rows = torch.stack([loss_mask.double(), policy.detach(), mismatch])
-    active_tokens, policy_sum, mismatch_sum = reduction.sums(rows)
-    return SequenceLogRatios(reduction, active_tokens, policy_sum, mismatch_sum)
+    made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
+    return SequenceLogRatios(reduction, made.pop("active"), made)
 
 
 def rollout_mismatch(batch: PackedBatch) -> Tensor:
@@ -139,15 +142,3 @@ def rollout_mismatch(batch: PackedBatch) -> Tensor:
     rollout_log_probs = required_log_probs(batch, "rollout_log_probs", "a rollout correction")
     old_log_probs = masked(old_log_probs.detach(), batch.loss_mask)
     return old_log_probs - masked(rollout_log_probs.detach(), batch.loss_mask)
-
-
-def _needs_policy(config: PolicyLossConfig) -> bool:
-    is_gspo = config.policy_loss == "gspo" and config.custom_policy_loss_path is None
-    return is_gspo or config.use_opsm
-
-
-def _needs_mismatch(config: PolicyLossConfig) -> bool:
-    weights_sequences = config.use_tis and config.tis_level == "sequence"
-    return config.use_geometric_rejection or (
-        weights_sequences and config.custom_tis_function_path is None
-    )

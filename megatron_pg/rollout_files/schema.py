@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.integers import as_integer
-from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
+from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"

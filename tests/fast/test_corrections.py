@@ -255,7 +255,7 @@ def test_means_over_a_fully_masked_sequence_are_zero() -> None:
     sequences = random_sequences(14)
     config = PolicyLossConfig(**GEOMETRIC, **OPSM)
     ratios = sequence_log_ratios(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (ratios.policy_mean_of_tokens(), ratios.mismatch_mean_of_tokens())
+    means = (ratios.mean_of_tokens("policy"), ratios.mean_of_tokens("mismatch"))
     assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
     assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
 

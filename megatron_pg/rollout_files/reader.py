@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,21 @@ def _is_rollout_file(path: Path) -> bool:
     return True
 
 
-def open_rows(path: Path, start: int) -> AbstractContextManager[Iterator[ParseRow]]:
+@contextmanager
+def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     """The rows of a file with a rollout file's name, from row `start` on.
 
     Raises:
         ValueError: the file is not what its name says, or has fewer rows.
     """
-    return _json_lines(path, start) if is_json_lines(path) else _parquet_rows(path, start)
+    with path.open("rb") if is_json_lines(path) else _parquet_file(path) as file:
+        passed, rows = (_json_lines if is_json_lines(path) else _parquet_rows)(file, start)
+        passed += sum(1 for _ in itertools.islice(rows, start - passed))
+        if passed < start:
+            raise ValueError(
+                f"{path} has {passed} rows and the checkpoint stopped after {start}: the file has changed"
+            )
+        yield rows
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:
@@ -107,20 +115,9 @@ def account_of(path: Path, limit: int | None = None) -> FileAccount:
     return path.name, size, hashlib.sha256(ends).hexdigest()[:16]
 
 
-@contextmanager
-def _json_lines(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
+def _json_lines(file: Any, _: int) -> tuple[int, Iterator[ParseRow]]:
     """One JSON object a line; blank lines are no rows."""
-    with path.open("rb") as file:
-        lines = (line for line in file if not line.isspace())
-        _check_number_of_rows(path, sum(1 for _ in itertools.islice(lines, start)), start)
-        yield (functools.partial(_parsed, line) for line in lines)
-
-
-def _check_number_of_rows(path: Path, found: int, start: int) -> None:
-    if found < start:
-        raise ValueError(
-            f"{path} has {found} rows and the checkpoint stopped after {start}: the file has changed"
-        )
+    return 0, (functools.partial(_parsed, line) for line in file if not line.isspace())
 
 
 def _parsed(line: bytes) -> Row:
@@ -134,27 +131,30 @@ def _parsed(line: bytes) -> Row:
     return row
 
 
-@contextmanager
-def _parquet_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
+def _parquet_file(path: Path) -> Any:
     try:
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
         file = pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: expected a Parquet file ({error})") from error
-    with file:
-        _check_number_of_rows(path, file.metadata.num_rows, start)
-        names = [name for name in file.schema_arrow.names if name in COLUMNS]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
-                )
-        groups = list(range(file.num_row_groups))
-        while groups and (num_rows := file.metadata.row_group(groups[0]).num_rows) <= start:
-            start -= num_rows
-            groups.pop(0)
-        batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
-        yield itertools.islice(_rows_of(batches), start, None)
+    names = file.schema_arrow.names
+    for name in COLUMNS:
+        if names.count(name) > 1:
+            file.close()
+            raise ValueError(
+                f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
+            )
+    return file
+
+
+def _parquet_rows(file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
+    """The rows from the row group of row `start` on, and how many there are before it."""
+    passed, groups = 0, list(range(file.num_row_groups))
+    while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
+        passed += size
+        groups.pop(0)
+    names = [name for name in file.schema_arrow.names if name in COLUMNS]
+    return passed, _rows_of(file.iter_batches(BATCH_ROWS, groups, names, use_threads=False))
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[ParseRow]:
@@ -171,11 +171,8 @@ def _decoded(columns: Mapping[str, Any], index: int) -> Row:
 def _value_of(scalar: Any) -> Any:
     """A list of numbers as an array, in which null is NaN; other values and null among integers as Python has them."""
     if scalar.is_valid and isinstance(scalar, pa.ListScalar):
-        elements = scalar.values
-        if pa.types.is_floating(elements.type) or not (
-            elements.null_count or pa.types.is_nested(elements.type)
-        ):
-            array = elements.to_numpy(zero_copy_only=False)
-            if array.dtype.kind in "iufb":
-                return array
+        elements, kind = scalar.values, scalar.values.type
+        is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+        if pa.types.is_floating(kind) or (is_whole and not elements.null_count):
+            return elements.to_numpy(zero_copy_only=False)
     return scalar.as_py()

@@ -73,13 +73,7 @@ class RewardedSample(Sample):
 def sample_of_row(
     row: Row, name: str, required_columns: Collection[str], vocab_size: int | None
 ) -> RewardedSample:
-    """The sample that a row holds. It shares no memory with the row.
-
-    Args:
-        row: as the reader gives it.
-        name: how error messages call the sample.
-        required_columns: optional ones that the row must fill.
-        vocab_size: token ids must be below it; None leaves them unchecked.
+    """The sample that a row holds, if it fills the required columns and has token ids below the size of the vocabulary.
 
     Raises:
         RowError: a value is missing, of the wrong type or length, or out of range.

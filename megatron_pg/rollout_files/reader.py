@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ try:
     import pyarrow as pa
     import pyarrow.parquet
 except ImportError as error:
-    raise ImportError(
-        "rollout files are read with pyarrow, which is not installed: pip install 'megatron_pg[examples]', or "
-        "pip install 'pyarrow>=15'"
-    ) from error
+    remedy = "pip install 'megatron_pg[examples]', or pip install 'pyarrow>=15'"
+    raise ImportError(f"rollout files need pyarrow, which is not installed: {remedy}") from error
 
 BATCH_ROWS = 256
 """Rows of Parquet that are decoded at a time."""
@@ -154,25 +152,26 @@ def _parquet_rows(file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
         passed += size
         groups.pop(0)
     names = [name for name in file.schema_arrow.names if name in COLUMNS]
-    return passed, _rows_of(file.iter_batches(BATCH_ROWS, groups, names, use_threads=False))
+    batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+    return passed, itertools.chain.from_iterable(map(_rows_of, batches))
 
 
-def _rows_of(batches: Iterable[Any]) -> Iterator[ParseRow]:
-    for batch in batches:
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        for index in range(batch.num_rows):
-            yield functools.partial(_decoded, columns, index)
+def _rows_of(batch: Any) -> Iterator[ParseRow]:
+    values = {name: _values_of(batch.column(name)) for name in batch.schema.names}
+
+    def row(index: int) -> Row:
+        return {name: value(index) for name, value in values.items()}
+
+    return (functools.partial(row, index) for index in range(batch.num_rows))
 
 
-def _decoded(columns: Mapping[str, Any], index: int) -> Row:
-    return {name: _value_of(column[index]) for name, column in columns.items()}
-
-
-def _value_of(scalar: Any) -> Any:
-    """A list of numbers as an array, in which null is NaN; other values and null among integers as Python has them."""
-    if scalar.is_valid and isinstance(scalar, pa.ListScalar):
-        elements, kind = scalar.values, scalar.values.type
+def _values_of(column: Any) -> Callable[[int], Any]:
+    """The value of each row: a list of numbers as a slice of one array, where null is NaN; others as Python has them."""
+    if isinstance(column, (pa.ListArray, pa.LargeListArray)):
+        elements, kind = column.values, column.values.type
         is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
         if pa.types.is_floating(kind) or (is_whole and not elements.null_count):
-            return elements.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+            array, ends = elements.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+            is_valid = column.is_valid().to_numpy(zero_copy_only=False)
+            return lambda row: array[ends[row] : ends[row + 1]] if is_valid[row] else None
+    return lambda row: column[row].as_py()

@@ -35,14 +35,14 @@ class RolloutPosition:
     row: int
     """Rows of it that have been passed."""
     files: tuple[FileAccount, ...]
-    """Of each file of the list its name, size and fingerprint, so that another list is noticed."""
+    """The accounts of the files of the list, so that another list is noticed."""
 
 
 class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
     Row i of the whole stream belongs to rank i modulo the number of ranks, counted from where this run began, so that
-    every rank reads all files and parses its own rows. Memory is that of one window of rows, whatever the files hold.
+    every rank reads all files and parses its own rows. Memory is that of the rows pulled, whatever the files hold.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from megatron_pg.check.launch import Job, Launch, prepare
+from megatron_pg.check.job import Job, Launch, prepare
 from megatron_pg.check.options import check_world_size, parse_options
 from megatron_pg.config.versions import UnsupportedMegatronError
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     with _only_the_report_on_stdout() as stdout, Job(launch, options.device):
         # Importing them needs Megatron, and on the CPU its redirection.
         from megatron_pg.check import report
-        from megatron_pg.check.run import run_check
+        from megatron_pg.check.step import run_check
 
         rows = run_check(options)
         write = report.as_json if as_json else report.as_text

@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.check import models as builder
-from megatron_pg.check.models import ModelShape, model_config
+from megatron_pg.check import model as builder
+from megatron_pg.check.model import ModelShape, model_config
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
 

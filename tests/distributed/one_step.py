@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.check.models import MAX_SEQUENCE_LENGTH
+from megatron_pg.check.model import MAX_SEQUENCE_LENGTH
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.loss import megatron_loss

@@ -11,7 +11,7 @@ import torch
 
 from megatron_pg.check import main
 from megatron_pg.check.diagnosis import diagnosis
-from megatron_pg.check.launch import Launch
+from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
 from megatron_pg.check.rows import Row, Step
 from megatron_pg.check.steps import LENGTHS, SAMPLES_PER_RANK, cut, make_samples

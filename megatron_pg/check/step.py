@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_pg.check.compare import Reference, compare
-from megatron_pg.check.models import (
+from megatron_pg.check.model import (
     MAX_SEQUENCE_LENGTH,
     ModelShape,
     build_gpt,

@@ -1,11 +1,10 @@
-"""Joins the job that a launcher has started, and ends all of it when one rank fails."""
+"""Joins the job that a launcher has started."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,22 +12,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
-TIMEOUT_MINUTES = 5
-"""Of a collective that some rank never joins: the end of what no watch has seen."""
-POLL_SECONDS = 0.2
-GRACE_SECONDS = 1.0
-"""What the failed rank is given to end first, so that a launcher takes it for the cause."""
-FAILURE_KEY = "failure"
+TIMEOUT_MINUTES = 2
+"""The longest that a collective waits for a rank: the end of a job whose launcher looks after no rank."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,8 @@ def prepare(launch: Launch, device: str) -> None:
     """
     # Megatron asks for it under tensor and context parallelism before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # NCCL's log would go to standard output, which is the report's.
+    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
     if device == "cpu":
         enable_cpu_runtime()
         return
@@ -94,96 +87,42 @@ def prepare(launch: Launch, device: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-class Job:
-    """The default process group, and a watch over the other ranks: when one fails, all end.
+def join(launch: Launch, device: str) -> Store:
+    """Makes the default process group, gloo on "cpu" and NCCL on "cuda"; every rank calls it, after `prepare`.
 
-    Used as a context manager by every rank. An exception inside it ends this process with status 1, and within a few
-    seconds every other one, each with the message of the rank that failed first; under any launcher, and also where
-    the others wait in a collective. `prepare` comes first. In a job of one process the exception is raised as usual.
-
-    Args:
-        launch: the place of this process.
-        device: "cpu" (gloo) or "cuda" (NCCL).
+    Returns:
+        The job's store.
     """
-
-    def __init__(self, launch: Launch, device: str) -> None:
-        self._launch = launch
-        self._device = device
-        self._finished = threading.Event()
-        self._failures: Store | None = None
-
-    def __enter__(self) -> Job:
-        backend = "nccl" if self._device == "cuda" else "gloo"
-        if self._launch.world_size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
-            self._failures = _failure_store()
-            threading.Thread(target=self._watch, args=(self._failures,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if error is not None:
-            if self._failures is not None:
-                self._fail(error, self._failures)
-            return
-        # No rank's end may cut off another's output.
-        if self._device == "cuda":
-            dist.barrier(device_ids=[torch.cuda.current_device()])
-        else:
-            dist.barrier()
-        self._finished.set()
-        dist.destroy_process_group()
-
-    def _fail(self, error: BaseException, failures: Store) -> None:
-        message = f"rank {self._launch.rank} failed: {type(error).__name__}: {error}"
-        # Where the store is gone, so are the ranks that a message would be for.
-        with contextlib.suppress(RuntimeError):
-            if (earlier := _recorded(failures)) is not None:
-                self._end(earlier)
-        # Before the others hear of it: a launcher ends this process as soon as it misses one of them.
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        with contextlib.suppress(RuntimeError):
-            # Unlike set(), it waits for the answer: what fails because this rank ends is later than the message.
-            message = failures.compare_set(FAILURE_KEY, "", message).decode()
-        self._end(message)
-
-    def _watch(self, failures: Store) -> None:
-        while not self._finished.wait(POLL_SECONDS):
-            try:
-                message = _recorded(failures)
-            except RuntimeError:
-                message = "the process that holds the job's store has died"
-            if message is not None and not self._finished.wait(GRACE_SECONDS):
-                self._end(message)
-
-    def _end(self, message: str) -> None:
-        print(f"megatron-pg check: rank {self._launch.rank} ends: {message}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
-        os._exit(1)
-
-
-def _failure_store() -> Store:
-    """Where the first rank to fail leaves its message."""
-    # A connection of its own: the default group's is locked while a rank waits in it.
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(minutes=TIMEOUT_MINUTES),
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
+    store = HashStore()
+    if launch.world_size > 1:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"megatron_pg_check/{attempt}", store)
+    return store
 
 
-def _recorded(failures: Store) -> str | None:
-    """The message of the rank that failed first, or None. RuntimeError: the store is gone."""
-    if not failures.check([FAILURE_KEY]):
-        return None
-    return str(failures.get(FAILURE_KEY).decode())
+def leave(device: str) -> None:
+    """Ends the default process group once every rank is here: no rank's end cuts off another's output."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
+    dist.destroy_process_group()
+
+
+def report_failure(error: Exception, launch: Launch, store: Store) -> None:
+    """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first.
+
+    The others end by the launcher, which misses this process as soon as it has returned, or by the collective that it
+    no longer joins.
+    """
+    own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+    # Where the store is gone, so is the process that held it, and with it what it knew.
+    with contextlib.suppress(RuntimeError):
+        first = store.compare_set("megatron_pg_check/failure", "", own).decode()
+    if first == own:
+        traceback.print_exception(error)
+    print(f"megatron-pg check: rank {launch.rank} ends: {first}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What to check: the flags of ``megatron-pg check``, under Megatron's names."""
+"""What to check: the flags of `megatron-pg check`, under Megatron's names, and the objective of its steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,27 @@ from megatron_pg.config.custom import (
     REDUCER_PARAMETERS,
     load_function,
 )
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
+
+VOCAB_SIZE = 16
+DIVISOR = 24.0
+KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
+CUSTOM = "custom"
+"""In the place of an aggregation: the user's own reducer, per-token loss or both."""
+
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How the tiny model is cut and run; what is left of the world is data parallel."""
+    """How the small model is cut and run; what is left of the world is data parallel."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -29,18 +44,24 @@ class CheckOptions:
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     num_layers: int | None = None
-    """Of the end-to-end model; None: two, or as many as the pipeline has chunks."""
+    """default: 2, or the pipeline's number of chunks where that is more"""
     num_experts: int | None = None
+    """check a mixture of experts"""
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
+    """DDP's; per-token rows are left out, which Megatron excludes with it"""
     fused_lm_head: bool = False
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """fp64 is the reference's of fp32."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """the end-to-end rows through the fused output layer; needs megatron-core 0.18"""
     custom_pg_loss_reducer_function_path: str | None = None
+    """also rows of your own reducer"""
     custom_policy_loss_path: str | None = None
+    """the same rows with your own per-token loss"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """default: bf16 on cuda, else fp32"""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """default: transformer_engine where it is installed, on cuda"""
 
     @property
     def has_custom_functions(self) -> bool:
@@ -49,15 +70,13 @@ class CheckOptions:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the parameters and activations of the end-to-end rows."""
-        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.dtype]
+        """The dtype of the parameters and activations of the end-to-end rows."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
-    def pad_to_multiple(self) -> int:
-        """What the packed length must divide by: sequence parallelism splits a rank's tokens over TP."""
-        if not self.sequence_parallel:
-            return 1
-        return self.context_parallel_size * self.tensor_model_parallel_size
+    def parallel_sizes(self) -> dict[str, int | None]:
+        """The sizes by Megatron's names: its process groups' arguments, and fields of its configuration."""
+        return {name: getattr(self, name) for name in PARALLEL_SIZES}
 
     @property
     def model_parallel_size(self) -> int:
@@ -68,18 +87,58 @@ class CheckOptions:
             * self.context_parallel_size
         )
 
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of one rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def num_pipeline_chunks(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.pipeline_model_parallel_size * self.num_chunks
+
+    @property
+    def vocab_size(self) -> int:
+        """The samples' ids, and as many columns more as give every tensor-parallel rank the same number."""
+        size = self.tensor_model_parallel_size
+        return -(-VOCAB_SIZE // size) * size
+
+    @property
+    def pad_to_multiple(self) -> int:
+        """What the packed length must divide by: sequence parallelism splits a rank's tokens over TP."""
+        if not self.sequence_parallel:
+            return 1
+        return self.context_parallel_size * self.tensor_model_parallel_size
+
     def num_microbatches(self, data_rank: int) -> int:
-        """M of a data-parallel rank, the last one empty: five or six by turns."""
+        """The M of a data-parallel rank, whose last one is empty: five or six by turns."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
         count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
         # Interleaved pipelines ask for multiples.
         multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
         return -(-count // multiple) * multiple
 
-    @property
-    def num_chunks(self) -> int:
-        """Model chunks of one rank."""
-        return self.virtual_pipeline_model_parallel_size or 1
+
+UNSHARDED = CheckOptions().parallel_sizes
+"""The sizes of a model that is whole on every rank."""
+
+
+def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
+    """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
+    if aggregation == CUSTOM:
+        return PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=options.custom_pg_loss_reducer_function_path,
+            custom_policy_loss_path=options.custom_policy_loss_path,
+            pg_metrics="none",
+            kl_loss_coef=KL_COEFFICIENT,
+            entropy_coef=ENTROPY_COEFFICIENT,
+        )
+    return PolicyLossConfig(
+        loss_aggregation=aggregation,  # type: ignore[arg-type]
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        kl_loss_coef=KL_COEFFICIENT,
+        entropy_coef=ENTROPY_COEFFICIENT,
+    )
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:

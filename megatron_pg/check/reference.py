@@ -1,21 +1,106 @@
-"""The loss that a step should have, in float64 plain loops over whole, unpacked samples.
+"""What a step should give: the unsharded model on each sample alone, and the loss in float64 plain loops.
 
-It shares no code with the reducers, the token window or the scale contract that it judges.
+The loss shares no code with the reducers, the token window or the scale contract that it judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.steps import DIVISOR, ENTROPY_COEFFICIENT, KL_COEFFICIENT
+from megatron_pg.check.model import build_chunks, model_config
+from megatron_pg.check.options import (
+    CUSTOM,
+    DIVISOR,
+    ENTROPY_COEFFICIENT,
+    KL_COEFFICIENT,
+    CheckOptions,
+    config_of,
+)
+from megatron_pg.check.sharded_parameters import gradient_slices
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 
 
-def response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """([response] log-probs, [response] entropy), float64, from the ``[total_length, vocab]`` logits of one sample."""
+@dataclass(frozen=True)
+class Expected:
+    """The whole step's loss, and whole gradients by name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class WholeModel:
+    """The model without any sharding; every rank has one for itself.
+
+    In float64 where it is the reference of float32: what is measured is then the float32 run's error alone, and not
+    the difference of two.
+
+    Args:
+        options: those of the sharded model.
+        new_model: makes it from GPTModel's keyword arguments.
+    """
+
+    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
+        self._options = options
+        dtype = torch.float64 if options.dtype == "fp32" else options.torch_dtype
+        config = model_config(options, sharded=False, dtype=dtype)
+        (module,) = build_chunks(options, config, new_model)
+        self._module = module.to(dtype)
+
+    @torch.no_grad()
+    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """The [response] float32 log-probs of each sample, on the host."""
+        return [
+            _response_log_probs(sample, self._logits(sample))[0].float().cpu() for sample in samples
+        ]
+
+    def expected(self, samples: Sequence[Sample], aggregation: str) -> Expected:
+        """The loss and the gradients of a step under an aggregation or, for `CUSTOM`, the user's own functions."""
+        # Anew for each: Transformer Engine goes through a graph once.
+        outputs = [self._logits(sample) for sample in samples]
+        logits = [output.detach().requires_grad_() for output in outputs]
+        if aggregation == CUSTOM:
+            loss = _custom_loss(self._options, samples, logits)
+        else:
+            loss = _reference_loss(aggregation, samples, logits)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients: dict[str, Tensor] = {}
+        for output, leaf in zip(outputs, logits, strict=True):
+            if leaf.grad is None:  # of a sample that is masked as a whole
+                continue
+            self._module.zero_grad(set_to_none=True)
+            output.backward(leaf.grad)  # type: ignore[no-untyped-call]
+            # In float64: many bf16 sums would lose digits of their own.
+            for shard, part in gradient_slices([self._module]):
+                gradients[shard.name] = gradients.get(shard.name, 0.0) + part.double()
+        return Expected(float(loss.detach()), gradients)
+
+    def _logits(self, sample: Sample) -> Tensor:
+        """[total_length, vocab] logits of one sample, neither packed nor padded."""
+        length = sample.total_length
+        boundaries = torch.tensor([0, length], dtype=torch.int32, device=self._options.device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+        )
+        positions = torch.arange(length, device=self._options.device)
+        tokens = sample.tokens.to(self._options.device)
+        logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
+        return logits[0]
+
+
+def _response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """([response] log-probs, [response] entropy), float64, from the [total_length, vocab] logits of one sample."""
     log_softmax = torch.log_softmax(logits.double(), dim=-1)
     log_probs, entropies = [], []
     for position in range(sample.prompt_length, sample.total_length):
@@ -27,7 +112,9 @@ def response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(log_probs), torch.stack(entropies)
 
 
-def reference_loss(aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]) -> Tensor:
+def _reference_loss(
+    aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]
+) -> Tensor:
     """0-d float64: the whole step's loss, differentiable through the logits of every sample."""
     rollout_tokens: dict[object, int] = {}
     group_tokens: dict[object, int] = {}
@@ -38,7 +125,7 @@ def reference_loss(aggregation: str, samples: Sequence[Sample], logits: Sequence
     all_tokens = sum(rollout_tokens.values())
     pg_loss = penalty = torch.zeros((), dtype=torch.float64, device=logits[0].device)
     for sample, sample_logits in zip(samples, logits, strict=True):
-        log_probs, entropies = response_log_probs(sample, sample_logits)
+        log_probs, entropies = _response_log_probs(sample, sample_logits)
         own = rollout_tokens[sample.rollout_id]
         weight = {
             "sample_mean": 1 / (len(rollout_tokens) * max(own, 1)),
@@ -68,3 +155,16 @@ def _k3(difference: Tensor) -> Tensor:
 
 def _number(values: Tensor | float | None, token: int) -> float:
     return float(torch.as_tensor(values)[token])
+
+
+def _custom_loss(
+    options: CheckOptions, samples: Sequence[Sample], logits: Sequence[Tensor]
+) -> Tensor:
+    """0-d: the user's functions on the whole step at once, in one micro-batch on one rank."""
+    found = [_response_log_probs(each, rows) for each, rows in zip(samples, logits, strict=True)]
+    log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+    batch = pack(samples).to(options.device)
+    loss, _ = policy_loss_from_log_probs(
+        config_of(CUSTOM, options), batch, log_probs, entropies, totals=step_totals(samples)
+    )
+    return loss

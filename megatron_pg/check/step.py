@@ -1,4 +1,4 @@
-"""Runs the steps of a check and compares their gradients with the reference's."""
+"""What is run: one step that hides no mistake, for every aggregation, loss mode and model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.check.compare import Reference, compare
+from megatron_pg.check.compare import Row, Step, compare
 from megatron_pg.check.model import (
     MAX_SEQUENCE_LENGTH,
-    ModelShape,
-    build_gpt,
-    build_logit_table,
+    LogitTable,
+    build_chunks,
     initialize_groups,
     model_config,
     under_ddp,
-    unsharded,
 )
-from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.reference import reference_loss, response_log_probs
-from megatron_pg.check.rows import Row, Step
-from megatron_pg.check.sharded_parameters import gradient_slices
-from megatron_pg.check.steps import CUSTOM, config_of, cut, make_samples, with_log_probs
+from megatron_pg.check.options import CUSTOM, VOCAB_SIZE, CheckOptions, config_of
+from megatron_pg.check.reference import Expected, WholeModel
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.metrics import CHECKSUM, reduce_metrics
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_head import output_head
 from megatron_pg.megatron.packing import packed_seq_params
@@ -38,48 +32,49 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
-MODELS: dict[str, Callable[..., list[torch.nn.Module]]] = {
-    "end to end": build_gpt,
-    "loss only": build_logit_table,
+LENGTHS = ((3, 5), (2, 2), (2, 8), (2, 1), (1, 6), (2, 4), (1, 9), (3, 3), (1, 4), (2, 5))
+"""(prompt, response) tokens of the samples, over and over. Short, and twenty of them to a data-parallel rank: float32
+loses least where a GEMM sums over few tokens and every gradient is the mean of many."""
+SAMPLES_PER_RANK = 20
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "end to end": GPTModel,
+    "loss only": LogitTable,
 }
 """`end to end` is a GPT model in the dtype asked for; `loss only` has float32 logits for parameters."""
 
 
 def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
-    initialize_groups(options)
-    groups = ParallelGroups.from_parallel_state()
-    data_size = groups.data_size
-    initialize_groups(unsharded(options))
-    shape = ModelShape.of(options)
     # The table has logits for parameters, and no output layer that could be fused.
-    models = {
-        name: build
-        for name, build in MODELS.items()
-        if name == "end to end" or not options.fused_lm_head
-    }
-    references = {name: _reference(options, shape, name, data_size) for name in models}
+    names = [name for name in MODELS if name == "end to end" or not options.fused_lm_head]
+    aggregations = [*AGGREGATIONS, *([CUSTOM] if options.has_custom_functions else [])]
+    initialize_groups(options, sharded=False)
+    references = {name: _reference(options, name, aggregations) for name in names}
     initialize_groups(options)
     groups = ParallelGroups.from_parallel_state()
-    modes = [False] if options.average_in_collective else [False, True]
     rows = []
-    for name, build in models.items():
-        model_options = _options_of(options, name)
-        for per_token in modes:
-            config = model_config(model_options, shape, calculate_per_token_loss=per_token)
-            chunks = under_ddp(model_options, config, build(model_options, shape, config))
-            for aggregation in _aggregations(options):
-                samples = references[name].samples
-                metrics = train_step(chunks, model_options, groups, samples, aggregation)
+    for name in names:
+        model_options, (samples, expected) = _options_of(options, name), references[name]
+        for per_token in [False] if options.average_in_collective else [False, True]:
+            config = model_config(model_options, calculate_per_token_loss=per_token)
+            chunks = build_chunks(model_options, config, MODELS[name])
+            model = under_ddp(model_options, config, chunks)
+            for aggregation in aggregations:
+                metrics = train_step(model, model_options, groups, samples, aggregation)
+                has_own_weights = aggregation == CUSTOM and (
+                    options.custom_pg_loss_reducer_function_path is not None
+                )
                 step = Step(
                     model=name,
                     aggregation=aggregation,
                     calculate_per_token_loss=per_token,
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
-                    checksum=1.0 if _has_own_weights(aggregation, options) else metrics[CHECKSUM],
+                    # A custom reducer weighs the tokens by itself, and has none.
+                    checksum=1.0 if has_own_weights else metrics[CHECKSUM],
                 )
-                rows.append(compare(step, chunks, references[name]))
+                rows.append(compare(step, model, expected[aggregation]))
     return rows
 
 
@@ -96,94 +91,17 @@ def _options_of(options: CheckOptions, model: str) -> CheckOptions:
     )
 
 
-def _reference(options: CheckOptions, shape: ModelShape, model: str, data_size: int) -> Reference:
-    """Each sample alone through the whole model, and the float64 loss; every rank computes it for itself."""
-    options = unsharded(_options_of(options, model))
-    if options.dtype == "fp32":
-        # What is measured is then the float32 run's error alone, and not the difference of two.
-        options = replace(options, dtype="fp64")
-    config = model_config(options, shape, calculate_per_token_loss=False)
-    (module,) = MODELS[model](options, shape, config)
-    module = module.to(options.torch_dtype)
-    samples = make_samples(data_size)
-    with torch.no_grad():
-        log_probs = [
-            response_log_probs(sample, _logits_alone(module, sample, options))[0].float().cpu()
-            for sample in samples
-        ]
+def _reference(
+    options: CheckOptions, name: str, aggregations: Sequence[str]
+) -> tuple[list[Sample], dict[str, Expected]]:
+    """The samples, and what their step should give under each aggregation."""
+    model = WholeModel(_options_of(options, name), MODELS[name])
+    samples = make_samples(dist.get_world_size() // options.model_parallel_size)
+    log_probs = model.log_probs(samples)
     # One rank's numbers, so that the samples are the same to the last bit everywhere.
     dist.broadcast_object_list(log_probs, src=0)
     samples = with_log_probs(samples, log_probs)
-    reference = Reference(samples, {}, {})
-    for aggregation in _aggregations(options):
-        # Anew for each: Transformer Engine goes through a graph once.
-        outputs = [_logits_alone(module, sample, options) for sample in samples]
-        logits = [output.detach().requires_grad_() for output in outputs]
-        if aggregation == CUSTOM:
-            loss = _custom_loss(options, samples, logits)
-        else:
-            loss = reference_loss(aggregation, samples, logits)
-        loss.backward()  # type: ignore[no-untyped-call]
-        reference.losses[aggregation] = float(loss.detach())
-        reference.gradients[aggregation] = _sum_of_gradients(
-            module, outputs, [each.grad for each in logits]
-        )
-    return reference
-
-
-def _aggregations(options: CheckOptions) -> list[str]:
-    return [*AGGREGATIONS, *([CUSTOM] if options.has_custom_functions else [])]
-
-
-def _has_own_weights(aggregation: str, options: CheckOptions) -> bool:
-    """Whether a custom reducer weighs the tokens: no aggregation checksum is reported then."""
-    return aggregation == CUSTOM and options.custom_pg_loss_reducer_function_path is not None
-
-
-def _custom_loss(
-    options: CheckOptions, samples: Sequence[Sample], logits: Sequence[Tensor]
-) -> Tensor:
-    """0-d: the user's functions on the whole step at once, in one micro-batch on one rank."""
-    found = [response_log_probs(each, rows) for each, rows in zip(samples, logits, strict=True)]
-    log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-    batch = pack(samples).to(options.device)
-    loss, _ = policy_loss_from_log_probs(
-        config_of(CUSTOM, options), batch, log_probs, entropies, totals=step_totals(samples)
-    )
-    return loss
-
-
-def _sum_of_gradients(
-    module: torch.nn.Module, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> dict[str, Tensor]:
-    """Whole gradients by name, the samples' summed in float64: many bf16 sums would lose digits of their own."""
-    total: dict[str, Tensor] = {}
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if gradient is None:  # of a sample that is masked as a whole
-            continue
-        module.zero_grad(set_to_none=True)
-        output.backward(gradient)  # type: ignore[no-untyped-call]
-        for shard, part in gradient_slices([module]):
-            total[shard.name] = total.get(shard.name, 0.0) + part.double()
-    return total
-
-
-def _logits_alone(module: torch.nn.Module, sample: Sample, options: CheckOptions) -> Tensor:
-    """[total_length, vocab] logits of one sample, neither packed nor padded."""
-    length = sample.total_length
-    boundaries = torch.tensor([0, length], dtype=torch.int32, device=options.device)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-    )
-    positions = torch.arange(length, device=options.device)
-    logits: Tensor = module(
-        sample.tokens.to(options.device)[None], positions[None], None, packed_seq_params=packed
-    )
-    return logits[0]
+    return samples, {each: model.expected(samples, each) for each in aggregations}
 
 
 def train_step(
@@ -230,8 +148,8 @@ def train_step(
 
     metrics = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(batches),
         seq_length=MAX_SEQUENCE_LENGTH,
         micro_batch_size=1,
@@ -239,3 +157,65 @@ def train_step(
     )
     contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
     return reduce_metrics(config, metrics, contributes=contributes, device=options.device)
+
+
+def make_samples(data_parallel_size: int) -> list[Sample]:
+    """All samples of the step: ragged, partly masked, one fully masked, groups spread over the ranks.
+
+    Their number grows with the data-parallel size no further than the reference stays cheap; beyond, ranks hold
+    fewer. Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
+    """
+    generator = torch.Generator().manual_seed(20)
+
+    def tokens(highest: int, count: int) -> Tensor:
+        return torch.randint(highest, (count,), generator=generator)
+
+    samples = []
+    count = max(SAMPLES_PER_RANK * min(data_parallel_size, 4), data_parallel_size)
+    for index in range(count):
+        prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
+        mask = torch.rand(response_length, generator=generator) < 0.7
+        mask[0] = True
+        is_last = index == count - 1
+        samples.append(
+            Sample(
+                # Responses have ids of the lower half alone: the tokens then pull the model one way, where gradients
+                # of tokens drawn from all ids would cancel, and leave float32 few digits of what is left.
+                tokens=torch.cat(
+                    (tokens(VOCAB_SIZE, prompt_length), tokens(VOCAB_SIZE // 2, response_length))
+                ),
+                response_length=response_length,
+                loss_mask=mask if index % 8 != 5 or is_last else torch.zeros(response_length),
+                # Of one sign, for the same reason.
+                advantages=0.5 + torch.rand(response_length, generator=generator),
+                group_index=0 if is_last else index % 4,
+                # The first and the last are one rollout: on two data-parallel ranks or, on one, in two micro-batches.
+                rollout_id=0 if is_last else index,
+                name=f"sample {index}",
+            )
+        )
+    return samples
+
+
+def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
+    """The samples with old and reference log-probs near the model's: inside the clip range, not on its edge."""
+    generator = torch.Generator().manual_seed(21)
+
+    def near(values: Tensor) -> Tensor:
+        return values + 0.2 * torch.rand(values.shape, generator=generator) - 0.1
+
+    return [
+        replace(sample, old_log_probs=near(values), ref_log_probs=near(values))
+        for sample, values in zip(samples, log_probs, strict=True)
+    ]
+
+
+def cut(
+    samples: Sequence[Sample], *, data_size: int, data_rank: int, num_microbatches: int
+) -> list[list[Sample]]:
+    """This data-parallel rank's micro-batches of uneven sizes, the last one empty."""
+    micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches)]
+    for place, sample in enumerate(samples[data_rank::data_size]):
+        # The first takes the last one's share too; on a rank of few samples others are empty as well.
+        micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
+    return micro_batches

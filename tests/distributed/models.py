@@ -12,16 +12,18 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_pg.check import model as builder
-from megatron_pg.check.model import ModelShape, model_config
+from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
 
-from .steps import VOCAB_SIZE
-
 NUM_EXPERTS = 4
-SHAPE = ModelShape(
-    num_layers=4, num_query_groups=2, head_size=8, vocab_size=VOCAB_SIZE, ffn_hidden_size=64
-)
+SHAPE = {
+    "num_layers": 4,
+    "num_query_groups": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,6 @@ class ModelOptions:
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
     """The same in the words of the package's builder of tiny models."""
-    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
     return CheckOptions(
         tensor_model_parallel_size=sharding.tensor,
         pipeline_model_parallel_size=sharding.pipeline,
@@ -81,7 +82,6 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
-        dtype=dtypes[options.dtype],  # type: ignore[arg-type]
     )
 
 
@@ -101,8 +101,9 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         }
     return model_config(
         check_options(sharding, options),
-        SHAPE,
         calculate_per_token_loss=options.calculate_per_token_loss,
+        dtype=options.dtype,
+        **SHAPE,
         **experts,
     )
 
@@ -113,12 +114,12 @@ def build_model(
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
     config = transformer_config(sharding, options)
-    new_model = None
+    new_model: Any = GPTModel
     if options.hybrid:
         from .hybrid import hybrid_model as new_model
     chosen = check_options(sharding, options)
-    chunks = builder.build_gpt(
-        chosen, SHAPE, config, new_model=new_model, tied_embeddings=options.tied_embeddings
+    chunks = builder.build_chunks(
+        chosen, config, new_model, share_embeddings_and_output_weights=options.tied_embeddings
     )
     return builder.under_ddp(
         chosen, config, chunks, overlap_grad_reduce=options.overlap_grad_reduce

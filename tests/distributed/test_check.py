@@ -130,8 +130,8 @@ def test_fused_head_passes(flags: list[str]) -> None:
 def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
     """(aggregation, passed, diagnosis) of the loss-only rows under each mutant; every rank runs it."""
     from megatron_pg.check import step as run
-    from megatron_pg.check.diagnosis import diagnosis
     from megatron_pg.check.options import parse_options
+    from megatron_pg.check.report import diagnosis
 
     from .mutants import MUTANTS
     from .wrong_check import replace_loss
@@ -253,8 +253,8 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
-    from megatron_pg.check.diagnosis import diagnosis
     from megatron_pg.check.options import parse_options
+    from megatron_pg.check.report import diagnosis
     from megatron_pg.check.step import run_check
 
     found = []

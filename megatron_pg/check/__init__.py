@@ -44,13 +44,13 @@ def main(arguments: Sequence[str]) -> int:
         from megatron_pg.check import report
         from megatron_pg.check.step import run_check
 
-        store = join(launch, options.device)
+        join(launch, options.device)
         try:
             rows = run_check(options)
             write = report.as_json if as_json else report.as_text
             text = write(rows, options, launch.world_size)
         except Exception as error:
-            report_failure(error, launch, store)
+            report_failure(error)
             return 1
     if launch.rank == 0:
         print(text, flush=True)

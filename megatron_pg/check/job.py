@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
@@ -87,24 +87,13 @@ def prepare(launch: Launch, device: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def join(launch: Launch, device: str) -> Store:
-    """Makes the default process group, gloo on "cpu" and NCCL on "cuda"; every rank calls it, after `prepare`.
-
-    Returns:
-        The job's store.
-    """
-    timeout = timedelta(minutes=TIMEOUT_MINUTES)
-    store = HashStore()
-    if launch.world_size > 1:
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
-    return store
+def join(launch: Launch, device: str) -> None:
+    """Makes the default process group, gloo on "cpu" and NCCL on "cuda"; every rank calls it, after `prepare`."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
 
 
 def leave(device: str) -> None:
@@ -113,16 +102,17 @@ def leave(device: str) -> None:
     dist.destroy_process_group()
 
 
-def report_failure(error: Exception, launch: Launch, store: Store) -> None:
+def report_failure(error: Exception) -> None:
     """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first.
 
     The others end by the launcher, which misses this process as soon as it has returned, or by the collective that it
     no longer joins.
     """
-    own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+    rank = dist.get_rank()
+    own = first = f"rank {rank} failed: {type(error).__name__}: {error}"
     # Where the store is gone, so is the process that held it, and with it what it knew.
     with contextlib.suppress(RuntimeError):
-        first = store.compare_set("megatron_pg_check/failure", "", own).decode()
+        first = _get_default_store().compare_set("megatron_pg_check", "", own).decode()
     if first == own:
         traceback.print_exception(error)
-    print(f"megatron-pg check: rank {launch.rank} ends: {first}", file=sys.stderr, flush=True)
+    print(f"megatron-pg check: rank {rank} ends: {first}", file=sys.stderr, flush=True)

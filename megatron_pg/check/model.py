@@ -122,12 +122,6 @@ def model_config(
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
         use_cpu_initialization=options.device == "cpu",
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         calculate_per_token_loss=calculate_per_token_loss,
         finalize_model_grads_func=finalize_model_grads,
         moe_token_dispatcher_type="alltoall",
@@ -195,25 +189,22 @@ def build_chunks(
     return chunks
 
 
-def under_ddp(
+def build_model(
     options: CheckOptions,
     config: TransformerConfig,
-    chunks: list[torch.nn.Module],
+    new_model: Callable[..., torch.nn.Module] = GPTModel,
     *,
     overlap_grad_reduce: bool = False,
+    **changes: Any,
 ) -> list[DistributedDataParallel]:
-    """The chunks under Megatron's DDP, gradients reduced in float32, or in float64 where the model is."""
+    """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.params_dtype != torch.float64,
+        overlap_grad_reduce=overlap_grad_reduce,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        average_in_collective=options.average_in_collective,
+    )
     return [
-        DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=config.params_dtype != torch.float64,
-                overlap_grad_reduce=overlap_grad_reduce,
-                use_distributed_optimizer=options.use_distributed_optimizer,
-                average_in_collective=options.average_in_collective,
-            ),
-            module=chunk,
-            disable_bucketing=place > 0,
-        )
-        for place, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
+        for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
     ]

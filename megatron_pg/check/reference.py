@@ -1,10 +1,11 @@
-"""What a step should give: the unsharded model on each sample alone, and the loss in float64 plain loops.
+"""What a step should give: the unsharded model on each sample alone, and the loss in float64, sample by sample.
 
 The loss shares no code with the reducers, the token window or the scale contract that it judges.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,8 +74,6 @@ class WholeModel:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients: dict[str, Tensor] = {}
         for output, leaf in zip(outputs, logits, strict=True):
-            if leaf.grad is None:  # of a sample that is masked as a whole
-                continue
             self._module.zero_grad(set_to_none=True)
             output.backward(leaf.grad)  # type: ignore[no-untyped-call]
             # In float64: many bf16 sums would lose digits of their own.
@@ -101,60 +100,46 @@ class WholeModel:
 
 def _response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
     """([response] log-probs, [response] entropy), float64, from the [total_length, vocab] logits of one sample."""
-    log_softmax = torch.log_softmax(logits.double(), dim=-1)
-    log_probs, entropies = [], []
-    for position in range(sample.prompt_length, sample.total_length):
-        row = log_softmax[position - 1]
-        log_probs.append(row[int(sample.tokens[position])])
-        entropies.append(-(row.exp() * row).sum())
-    if not log_probs:
-        return log_softmax.new_zeros(0), log_softmax.new_zeros(0)
-    return torch.stack(log_probs), torch.stack(entropies)
+    # The logits of a position score the next token.
+    rows = torch.log_softmax(logits.double(), dim=-1)[sample.prompt_length - 1 : -1]
+    targets = sample.tokens[sample.prompt_length :].to(logits.device)
+    return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(1)
 
 
 def _reference_loss(
     aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]
 ) -> Tensor:
     """0-d float64: the whole step's loss, differentiable through the logits of every sample."""
-    rollout_tokens: dict[object, int] = {}
-    group_tokens: dict[object, int] = {}
+    rollout_tokens: Counter[object] = Counter()
+    group_tokens: Counter[object] = Counter()
     for sample in samples:
-        active = int(sample.loss_mask.sum())
-        rollout_tokens[sample.rollout_id] = rollout_tokens.get(sample.rollout_id, 0) + active
-        group_tokens[sample.group_index] = group_tokens.get(sample.group_index, 0) + active
-    all_tokens = sum(rollout_tokens.values())
-    pg_loss = penalty = torch.zeros((), dtype=torch.float64, device=logits[0].device)
+        rollout_tokens[sample.rollout_id] += int(sample.loss_mask.sum())
+        group_tokens[sample.group_index] += int(sample.loss_mask.sum())
+    total = torch.zeros((), dtype=torch.float64, device=logits[0].device)
     for sample, sample_logits in zip(samples, logits, strict=True):
-        log_probs, entropies = _response_log_probs(sample, sample_logits)
-        own = rollout_tokens[sample.rollout_id]
+        log_probs, entropy = _response_log_probs(sample, sample_logits)
+        mask, advantages, old, ref = (
+            torch.as_tensor(values).to(log_probs)
+            for values in (
+                sample.loss_mask,
+                sample.advantages,
+                sample.old_log_probs,
+                sample.ref_log_probs,
+            )
+        )
+        ratio = torch.exp(log_probs - old)
+        ppo = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
+        sample_mean = 1 / (len(rollout_tokens) * max(rollout_tokens[sample.rollout_id], 1))
         weight = {
-            "sample_mean": 1 / (len(rollout_tokens) * max(own, 1)),
+            "sample_mean": sample_mean,
             "prompt_mean": 1 / (len(group_tokens) * max(group_tokens[sample.group_index], 1)),
-            "token_mean": 1 / max(all_tokens, 1),
+            "token_mean": 1 / max(rollout_tokens.total(), 1),
             "constant": 1 / (len(rollout_tokens) * DIVISOR),
         }[aggregation]
-        for token in range(sample.response_length):
-            if not sample.loss_mask[token]:
-                continue
-            pg_loss = pg_loss + weight * _ppo(sample, token, log_probs[token])
-            kl = _k3(log_probs[token] - _number(sample.ref_log_probs, token))
-            term = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropies[token]
-            penalty = penalty + term / (len(rollout_tokens) * max(own, 1))
-    return pg_loss + penalty
-
-
-def _ppo(sample: Sample, token: int, log_prob: Tensor) -> Tensor:
-    advantage = _number(sample.advantages, token)
-    ratio = torch.exp(log_prob - _number(sample.old_log_probs, token))
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-
-def _k3(difference: Tensor) -> Tensor:
-    return torch.exp(-difference) - 1 + difference
-
-
-def _number(values: Tensor | float | None, token: int) -> float:
-    return float(torch.as_tensor(values)[token])
+        penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy
+        total = total + (mask * (weight * ppo + sample_mean * penalty)).sum()
+    return total
 
 
 def _custom_loss(

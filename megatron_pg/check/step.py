@@ -16,10 +16,9 @@ from megatron_pg.check.compare import Row, Step, compare
 from megatron_pg.check.model import (
     MAX_SEQUENCE_LENGTH,
     LogitTable,
-    build_chunks,
+    build_model,
     initialize_groups,
     model_config,
-    under_ddp,
 )
 from megatron_pg.check.options import CUSTOM, VOCAB_SIZE, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, WholeModel
@@ -58,8 +57,7 @@ def run_check(options: CheckOptions) -> list[Row]:
         model_options, (samples, expected) = _options_of(options, name), references[name]
         for per_token in [False] if options.average_in_collective else [False, True]:
             config = model_config(model_options, calculate_per_token_loss=per_token)
-            chunks = build_chunks(model_options, config, MODELS[name])
-            model = under_ddp(model_options, config, chunks)
+            model = build_model(model_options, config, MODELS[name])
             for aggregation in aggregations:
                 metrics = train_step(model, model_options, groups, samples, aggregation)
                 has_own_weights = aggregation == CUSTOM and (

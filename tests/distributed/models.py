@@ -117,12 +117,12 @@ def build_model(
     new_model: Any = GPTModel
     if options.hybrid:
         from .hybrid import hybrid_model as new_model
-    chosen = check_options(sharding, options)
-    chunks = builder.build_chunks(
-        chosen, config, new_model, share_embeddings_and_output_weights=options.tied_embeddings
-    )
-    return builder.under_ddp(
-        chosen, config, chunks, overlap_grad_reduce=options.overlap_grad_reduce
+    return builder.build_model(
+        check_options(sharding, options),
+        config,
+        new_model,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        share_embeddings_and_output_weights=options.tied_embeddings,
     )
 
 

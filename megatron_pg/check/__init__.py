@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron_pg.check.job import Launch, join, leave, prepare, report_failure
+from megatron_pg.check.job import Launch, joined, prepare, report_failure
 from megatron_pg.check.options import check_world_size, parse_options
 from megatron_pg.config.versions import UnsupportedMegatronError
 
@@ -39,22 +39,21 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
-    with contextlib.redirect_stdout(sys.stderr):
-        # Importing them needs Megatron, and on the CPU its redirection.
-        from megatron_pg.check import report
-        from megatron_pg.check.step import run_check
+    try:
+        with joined(launch, options.device):
+            with contextlib.redirect_stdout(sys.stderr):
+                # Importing them needs Megatron, and on the CPU its redirection.
+                from megatron_pg.check import report
+                from megatron_pg.check.step import run_check
 
-        join(launch, options.device)
-        try:
-            rows = run_check(options)
-            write = report.as_json if as_json else report.as_text
-            text = write(rows, options, launch.world_size)
-        except Exception as error:
-            report_failure(error)
-            return 1
-    if launch.rank == 0:
-        print(text, flush=True)
-    leave(options.device)
+                rows = run_check(options)
+                write = report.as_json if as_json else report.as_text
+                text = write(rows, options, launch.world_size)
+            if launch.rank == 0:
+                print(text, flush=True)
+    except Exception as error:
+        report_failure(error)
+        return 1
     return 0 if all(row.passed for row in rows) else 1
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
-TIMEOUT_MINUTES = 2
-"""The longest that a collective waits for a rank: the end of a job whose launcher looks after no rank."""
+TIMEOUT_MINUTES = 5
+"""The longest that a collective waits for a rank that neither joins nor fails."""
+GRACE_SECONDS = 1.0
+"""What the failed rank is given to end first, so that a launcher takes it for the cause."""
+FAILURE = "megatron_pg_check/failure"
+"""The key of the message that the first rank to fail leaves in the job's store."""
 
 
 @dataclass(frozen=True)
@@ -87,32 +92,59 @@ def prepare(launch: Launch, device: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def join(launch: Launch, device: str) -> None:
-    """Makes the default process group, gloo on "cpu" and NCCL on "cuda"; every rank calls it, after `prepare`."""
+@contextlib.contextmanager
+def joined(launch: Launch, device: str) -> Iterator[None]:
+    """The default process group, gloo on "cpu" and NCCL on "cuda"; entered by every rank, after `prepare`.
+
+    No rank leaves before the others are here: its end would cut off their output. Only an exception does, after which
+    torchrun's agent ends the others, or they themselves where there is no such agent.
+    """
     backend = "nccl" if device == "cuda" else "gloo"
+    finished = threading.Event()
     if launch.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
-
-
-def leave(device: str) -> None:
-    """Ends the default process group once every rank is here: no rank's end cuts off another's output."""
+        if not dist.is_torchelastic_launched():
+            threading.Thread(target=_end_with_the_first, args=(finished,), daemon=True).start()
+    try:
+        yield
+    finally:
+        finished.set()
     dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
     dist.destroy_process_group()
 
 
-def report_failure(error: Exception) -> None:
-    """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first.
+def _end_with_the_first(finished: threading.Event) -> None:
+    """Waits for the message of a rank that has failed, and ends this process with it; a thread of its own.
 
-    The others end by the launcher, which misses this process as soon as it has returned, or by the collective that it
-    no longer joins.
+    A broken connection ends gloo's collectives, but NCCL waits without end for a peer that has never joined.
     """
-    rank = dist.get_rank()
-    own = first = f"rank {rank} failed: {type(error).__name__}: {error}"
+    # A connection of its own: the process group's is locked while a rank waits in it.
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
+    )
+    try:
+        store.wait([f"default_pg/{FAILURE}"], timedelta(days=1))
+        first = store.get(f"default_pg/{FAILURE}").decode()
+    except RuntimeError:
+        first = "the process that holds the job's store has died"
+    if not finished.wait(GRACE_SECONDS):
+        _say(first)
+        # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
+        os._exit(1)
+
+
+def report_failure(error: Exception) -> None:
+    """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first."""
+    own = first = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
     # Where the store is gone, so is the process that held it, and with it what it knew.
     with contextlib.suppress(RuntimeError):
-        first = _get_default_store().compare_set("megatron_pg_check", "", own).decode()
+        first = _get_default_store().compare_set(FAILURE, "", own).decode()
     if first == own:
         traceback.print_exception(error)
-    print(f"megatron-pg check: rank {rank} ends: {first}", file=sys.stderr, flush=True)
+    _say(first)
+
+
+def _say(first: str) -> None:
+    print(f"megatron-pg check: rank {dist.get_rank()} ends: {first}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,6 +105,7 @@ def rank_raises_while_others_wait(run: Any) -> None:
     def train_step(*args: Any) -> dict[str, float]:
         if os.environ["RANK"] == WRONG_RANK:
             raise ValueError("only here")
+        time.sleep(600)
         return right(*args)
 
     run.train_step = train_step

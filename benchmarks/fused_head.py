@@ -28,11 +28,7 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 
 GOAL = 1.3
 """Times the traffic of the row passes at the copy rate, on top of the three products: what ours may take."""

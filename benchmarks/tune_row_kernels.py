@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.inputs import peaked_logits
 from benchmarks.timing import Contender, copy_rate, measure
-from megatron_pg.head import rows_triton
-from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.head import VocabularyShard, rows_triton
+from megatron_pg.head.vocabulary_shard import LogitRows
 
 
 def best(contenders: list[Contender], floor: float, title: str) -> None:
@@ -26,20 +26,18 @@ def run(tokens: int, columns: int, dtype: torch.dtype, rate: float) -> None:
     logits = peaked_logits(tokens, columns).to(dtype)
     targets = torch.randint(0, columns, (tokens,), device="cuda")
     shard = VocabularyShard.build(columns, None, None)
-    temperature = torch.ones((), device="cuda")
-    statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
+    rows = LogitRows(logits, targets, shard, torch.ones((), device="cuda"))
+    statistics = rows_triton.row_statistics(rows)
     gradients = torch.randn((2, tokens), device="cuda").unbind()
 
     def read(vectors: int, warps: int) -> object:
         rows_triton._VECTORS, rows_triton._STATISTICS_WARPS = vectors, warps
-        return rows_triton.row_statistics(logits, targets, shard, temperature)
+        return rows_triton.row_statistics(rows)
 
     def write(tile: int, warps: int, tiles: int) -> None:
         rows_triton._GRADIENT_TILES = {logits.element_size(): (tile, tiles)}
         rows_triton._GRADIENT_WARPS = warps
-        rows_triton.write_gradient(
-            logits, targets, shard, temperature, statistics, *gradients, logits
-        )
+        rows_triton.write_gradient(rows, statistics, gradients, logits)
 
     size = logits.element_size()
     title = f"T = {tokens}, V = {columns}, {dtype}"

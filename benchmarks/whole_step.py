@@ -23,28 +23,27 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from benchmarks.whole_step_model import Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
-from megatron_pg.megatron.micro_batch import MicroBatchScale
-from megatron_pg.megatron.output_head import OutputHead, output_head
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron import PolicyStep
+from megatron_pg.megatron.policy_step import MicroBatchHead
+from megatron_pg.megatron.schedule import run_micro_batches
 
 WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 8
 MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))
 """The rollouts of each micro-batch, as parts of its tokens."""
 
-HeadBuilder = Callable[[PackedBatch, StepTotals, Any], OutputHead]
+HeadBuilder = Callable[[PackedBatch, StepTotals, Any], MicroBatchHead]
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,9 @@ def heads(trainer: Trainer) -> dict[str, HeadBuilder]:
     as_computed = {"fp32_output": False} if trainer.model.config.bf16 else {}
 
     def of_config(config: PolicyLossConfig, **arguments: Any) -> HeadBuilder:
-        def build(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
-            head = output_head(
-                config,
-                batch,
-                totals,
-                num_microbatches=len(MICRO_BATCHES),
-                model=model,
-                vocab_size=trainer.vocab_size,
-            )
-            return OutputHead(head.loss_func, {**head.model_arguments, **arguments})
+        def build(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
+            head = step_of(config, totals, model, trainer.vocab_size).head(batch)
+            return replace(head, model_inputs=head.model_inputs | arguments)
 
         return build
 
@@ -103,27 +95,36 @@ def heads(trainer: Trainer) -> dict[str, HeadBuilder]:
         "--fused-lm-head --fp32-lm-head": of_config(
             PolicyLossConfig(fused_lm_head=True, fp32_lm_head=True)
         ),
-        "logits bfloat16, megatron_loss": of_config(PolicyLossConfig(), **as_computed),
-        "logits as Float16Module gives them, megatron_loss": of_config(PolicyLossConfig()),
+        "logits bfloat16, our loss": of_config(PolicyLossConfig(), **as_computed),
+        "logits as Float16Module gives them, our loss": of_config(PolicyLossConfig()),
         "logits as Float16Module gives them, Megatron's cross-entropy": megatron_cross_entropy,
     }
 
 
-def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
+def step_of(
+    config: PolicyLossConfig, totals: StepTotals, model: Any, vocab_size: int | None = None
+) -> PolicyStep:
+    count = len(MICRO_BATCHES)
+    return PolicyStep(
+        config, totals=totals, num_microbatches=count, model=model, vocab_size=vocab_size
+    )
+
+
+def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
     """A number of the hidden states in place of the loss."""
 
     def processor(*, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states.mean(dtype=torch.float32)[None]
 
-    return OutputHead(lambda output: (output[0], {}), {"output_processor": processor})
+    head = step_of(PolicyLossConfig(), totals, model).head(batch)
+    added = {"output_processor": processor}
+    return MicroBatchHead(lambda output: (output[0], {}), head.model_inputs | added, added)
 
 
-def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> OutputHead:
+def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
     """Log-probs by Megatron's own vocabulary-parallel cross-entropy, the same loss from there on."""
     config = PolicyLossConfig()
-    scale = MicroBatchScale.build(
-        config, batch, totals, num_microbatches=len(MICRO_BATCHES), model=model, groups=None
-    )
+    step = step_of(config, totals, model)
 
     def loss_func(logits: Tensor) -> Any:
         # [sequence, batch, v/tp], as Megatron's own loss has it.
@@ -135,42 +136,21 @@ def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -
             log_probs,
             None,
             totals=totals,
-            context_parallel_group=scale.groups.context,
-            step_share=scale.step_share,
+            context_parallel_group=step.groups.context,
+            step_share=step.share,
         )
-        return scale.apply(loss, metrics)
+        return step.scale.apply(loss, metrics, batch)
 
-    return OutputHead(loss_func)
+    return replace(step.head(batch), loss_func=loss_func)
 
 
 def train_step(
     trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
 ) -> float:
     """One optimizer step, and its gradient's norm; every rank calls it."""
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(iterator)
-        head = build(batch, totals, model)
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            **head.model_arguments,
-        )
-        return output, head.loss_func
-
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[trainer.model],
-        num_microbatches=len(batches),
-        seq_length=batches[0].window.num_tokens,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_micro_batches(lambda batch: build(batch, totals, trainer.model), batches, [trainer.model])
     _, norm, _ = trainer.optimizer.step()
     return float(norm)
 

@@ -21,7 +21,7 @@ from benchmarks.whole_step import heads, parse_arguments, rollouts, train_step
 from benchmarks.whole_step_model import build_trainer
 from megatron_pg import pack, step_totals
 
-HEADS = ("no head", "--fused-lm-head", "logits bfloat16, megatron_loss")
+HEADS = ("no head", "--fused-lm-head", "logits bfloat16, our loss")
 ON_THE_GPU = ("kernel", "gpu_memset", "gpu_memcpy")
 IN_THE_DRIVER = ("cuda_runtime", "cuda_driver")
 

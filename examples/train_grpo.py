@@ -25,10 +25,8 @@ from megatron_pg import (
     Sample,
     accepted_samples,
     pack,
-    reduce_metrics,
 )
-from megatron_pg.megatron.output_head import output_head
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.step import plan_step
 
 
@@ -65,24 +63,11 @@ def train_step(
         for microbatch in plan.microbatches
     ]
 
+    step = PolicyStep(config, plan, model=policy.chunks, vocab_size=policy.vocabulary_size)
+
     def forward_step(batch_iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(batch_iterator)
-        head = output_head(
-            config,
-            batch,
-            plan.totals,
-            num_microbatches=plan.num_microbatches,
-            model=model,
-            vocab_size=policy.vocabulary_size,
-        )
-        output = model(
-            input_ids=batch.tokens[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            packed_seq_params=packed_seq_params(batch),
-            **head.model_arguments,
-        )
-        return output, head.loss_func
+        head = step.head(next(batch_iterator))
+        return model(**head.model_inputs), head.loss_func
 
     policy.zero_grad()
     micro_batch_metrics = get_forward_backward_func()(
@@ -95,13 +80,7 @@ def train_step(
         forward_only=False,
     )
     grad_norm = policy.update()
-    metrics = reduce_metrics(
-        config,
-        micro_batch_metrics,
-        contributes=groups.is_last_pipeline_stage and groups.tensor_rank == 0,
-        device=policy.device,
-    )
-    return {**metrics, "grad_norm": grad_norm}
+    return {**step.metrics(micro_batch_metrics), "grad_norm": grad_norm}
 
 
 @plain_errors()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import get_aggregation
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.step.totals import StepTotals, step_totals
 
@@ -89,7 +89,7 @@ class Package:
         return step_totals(package_samples(step))
 
     def outer_count(self, step: Sequence[PlainSample], aggregation: str) -> float:
-        return get_aggregation(aggregation).outer_count(self.totals(step))
+        return AGGREGATIONS[aggregation].outer_count(self.totals(step))
 
     def denominators(
         self,
@@ -100,7 +100,7 @@ class Package:
         cp_size: int,
     ) -> Tensor | None:
         """Per-sample D or G over the whole step."""
-        mode = get_aggregation(aggregation)
+        mode = AGGREGATIONS[aggregation]
         return mode.denominators(self.totals(step), package_samples(micro_batch))
 
     def scored_tokens(

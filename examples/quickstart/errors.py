@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pg.step.agreement import OtherRankError
+from megatron_pg.step.agreement import OtherRankError, gather
 
 
 class RunError(RuntimeError):
@@ -49,9 +49,8 @@ def agreed(doing: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         failure = error
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if failure is None else _in_a_line(failure))
-    for rank, message in enumerate(messages):
+    mine = None if failure is None else _in_a_line(failure)
+    for rank, message in enumerate(gather(mine, dist.group.WORLD)):
         if message is not None:
             raise RunError(f"{doing} (rank {rank}): {message}") from failure
 

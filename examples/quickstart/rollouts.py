@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_pg import Sample
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.advantages import group_advantages
+from megatron_pg.step.agreement import gather
 
 from .generation import Response, Sampler
 from .tasks import Task, TaskSet
@@ -82,9 +83,7 @@ class RolloutWorker:
                 asked, prompts, responses, references, strict=True
             )
         ]
-        gathered: list[list[Rollout]] = [[] for _ in range(groups.context_size)]
-        dist.all_gather_object(gathered, rollouts, group=groups.context)
-        return [rollout for part in gathered for rollout in part]
+        return [rollout for part in gather(rollouts, groups.context) for rollout in part]
 
     def score_held_out(self) -> float:
         """Share of the held-out tasks answered rightly, one sampled answer each. Every rank must call it."""

@@ -100,7 +100,7 @@ def model_config(
         dtype: of parameters and activations; None is that of the options.
         changes: fields of TransformerConfig that override all of it.
     """
-    dtype = dtype or options.torch_dtype
+    dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes if sharded else UNSHARDED
     # As few heads and layers as the sharding can split.
     num_query_groups = max(2, options.tensor_model_parallel_size)

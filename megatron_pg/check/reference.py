@@ -50,7 +50,7 @@ class WholeModel:
 
     def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
         self._options = options
-        dtype = torch.float64 if options.dtype == "fp32" else options.torch_dtype
+        dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         config = model_config(options, sharded=False, dtype=dtype)
         (module,) = build_chunks(options, config, new_model)
         self._module = module.to(dtype)

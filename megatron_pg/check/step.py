@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_pg.check.compare import Row, Step, compare
 from megatron_pg.check.model import (
-    MAX_SEQUENCE_LENGTH,
     LogitTable,
     build_model,
     initialize_groups,
@@ -23,11 +21,11 @@ from megatron_pg.check.model import (
 from megatron_pg.check.options import CUSTOM, VOCAB_SIZE, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, WholeModel
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.metrics import CHECKSUM, reduce_metrics
+from megatron_pg.loss.metrics import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.output_head import output_head
-from megatron_pg.megatron.packing import packed_seq_params
-from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.megatron.policy_step import PolicyStep
+from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -47,7 +45,14 @@ def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
     # The table has logits for parameters, and no output layer that could be fused.
     names = [name for name in MODELS if name == "end to end" or not options.fused_lm_head]
-    aggregations = [*AGGREGATIONS, *([CUSTOM] if options.has_custom_functions else [])]
+    aggregations = [
+        *AGGREGATIONS,
+        *(
+            [CUSTOM]
+            if options.custom_pg_loss_reducer_function_path or options.custom_policy_loss_path
+            else []
+        ),
+    ]
     initialize_groups(options, sharded=False)
     references = {name: _reference(options, name, aggregations) for name in names}
     initialize_groups(options)
@@ -129,32 +134,10 @@ def train_step(
         ).to(options.device)
         for each in micro_batches
     ]
+    step = PolicyStep(config, totals=totals, num_microbatches=len(batches), model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(iterator)
-        head = output_head(config, batch, totals, num_microbatches=len(batches), model=model)
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            **head.model_arguments,
-        )
-        return output, head.loss_func
-
-    metrics = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks],
-        model=list(chunks),
-        num_microbatches=len(batches),
-        seq_length=MAX_SEQUENCE_LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    contributes = groups.is_last_pipeline_stage and groups.tensor_rank == 0
-    return reduce_metrics(config, metrics, contributes=contributes, device=options.device)
+    return step.metrics(run_micro_batches(step.head, batches, chunks))
 
 
 def make_samples(data_parallel_size: int) -> list[Sample]:

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-POLICY_LOSS_PARAMETERS = ("config", "batch", "log_probs")
-"""Of ``--custom-policy-loss-path``: returns the per-token loss ``[window]``."""
+from megatron_pg.config.fields import flag_of
 
-TIS_PARAMETERS = ("config", "batch", "log_probs", "pg_loss")
-"""Of ``--custom-tis-function-path``: returns ``(pg_loss, loss_mask)``, each ``[window]``."""
 
-REDUCER_PARAMETERS = (
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
-    "calculate_per_token_loss",
-)
-"""Of ``--custom-pg-loss-reducer-function-path``: returns ``reducer``, ``x [window] -> 0-d sum``."""
+@dataclass(frozen=True)
+class CustomFunction:
+    """How a function of the user's own is called."""
 
-REDUCER_KEYWORDS = ("cp_rank", "cp_size")
-"""Passed to a custom reducer by keyword as well, each if the function's signature names it."""
+    positional: tuple[str, ...]
+    """The arguments that it is given by position."""
+    keywords: tuple[str, ...] = ()
+    """Arguments that it is given by keyword, each if its signature names it."""
+
+
+CUSTOM_FUNCTIONS: Mapping[str, CustomFunction] = {
+    "custom_policy_loss_path": CustomFunction(("config", "batch", "log_probs")),
+    "custom_tis_function_path": CustomFunction(("config", "batch", "log_probs", "pg_loss")),
+    "custom_pg_loss_reducer_function_path": CustomFunction(
+        ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+        keywords=("cp_rank", "cp_size"),
+    ),
+}
+"""By the setting that has the import path; the docstring of each says what the function returns."""
+
+
+@functools.cache
+def load_custom_function(field: str, path: str) -> Callable[..., Any]:
+    """The function that a setting of `CUSTOM_FUNCTIONS` names; see `load_function`. Once for each path."""
+    called = CUSTOM_FUNCTIONS[field]
+    return load_function(
+        path, flag=flag_of(field), positional=called.positional, keywords=called.keywords
+    )
 
 
 def load_function(
@@ -33,14 +50,14 @@ def load_function(
     """Imports the function that a flag names, and checks that it can be called as it will be.
 
     Args:
-        path: ``pkg.mod.fn`` or ``pkg.mod:fn``.
-        flag: The flag that gave the path, for error messages.
-        positional: Names of the arguments that it will be called with, by position.
-        keywords: Names of arguments that it will be given by keyword if its signature names them.
+        path: `pkg.mod.fn` or `pkg.mod:fn`.
+        flag: the flag that gave the path, for error messages.
+        positional: names of the arguments that it will be called with, by position.
+        keywords: names of arguments that it will be given by keyword if its signature names them.
 
     Raises:
-        ValueError: The path is malformed, the import fails (its error is the cause), the module has
-            no such attribute, it is not callable, or its signature does not take these arguments.
+        ValueError: the path is malformed, the import fails (its error is the cause), the module has no such attribute,
+            it is not callable, or its signature does not take these arguments.
     """
     module_name, function_name = _split(path, flag)
     try:
@@ -101,7 +118,7 @@ def check_returned(
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """Those of ``keywords`` that the function's signature names; ``**kwargs`` names none.
+    """Those of `keywords` that the function's signature names; `**kwargs` names none.
 
     Raises:
         ValueError: The function has no signature to inspect.

@@ -1,60 +1,82 @@
-"""The command-line flags of ``PolicyLossConfig``."""
+"""Command-line flags of any settings dataclass: its fields, their docstrings and their annotations, read once."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import inspect
-from functools import lru_cache
-from typing import Any
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING
+from typing import Any, NoReturn, TypeVar
 
-from megatron_pg.config.policy_loss import FIELD_TYPES, PolicyLossConfig, config_fields
-from megatron_pg.config.values import INTERVALS, choices_of, flag_of
+from megatron_pg.config.fields import Field, fields_of, flag_of
+from megatron_pg.config.rows import TABLES, did_you_mean
 
-PG_LOSS_DIVISOR_HELP = (
-    "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."
-)
+Settings = TypeVar("Settings")
 
 
-def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of the policy loss, in a group of their own.
+def add_args(
+    parser: argparse.ArgumentParser,
+    settings: type[Any],
+    *,
+    title: str,
+    description: str = "",
+    unset: tuple[str, ...] = (),
+) -> argparse.ArgumentParser:
+    """Adds one flag for each field of a settings dataclass, in a group of their own.
 
-    Usable as Megatron's ``extra_args_provider``, which runs after Megatron has added its own flags.
-    A flag that the parser has already (Megatron's ``--calculate-per-token-loss``, a trainer's
-    ``--eps-clip``) is left as it is: its value lands in the same attribute.
+    The docstring under a field is the flag's help text. A flag that the parser has already (Megatron's
+    `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it is: its value lands in the same attribute.
+
+    Args:
+        parser: any parser; Megatron's, as an `extra_args_provider` gets it.
+        settings: the dataclass; see `fields_of` for what its annotations say.
+        title: the group's.
+        description: the group's.
+        unset: fields whose flags have no default, so that it is seen whether they were given.
 
     Raises:
-        ValueError: The parser has a flag of the same name that stores to another attribute.
+        ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    missing = [name for name in flag_names() if not _is_defined(parser, name)]
-    if not missing:
-        return parser
-    group = parser.add_argument_group(
-        "policy loss",
-        "r: ratio of new to old policy; A: advantage; m: loss mask; x: per-token loss; sg: no "
-        "gradient. Log-ratios are clamped to +-20.",
-    )
-    for name in missing:
-        group.add_argument(flag_of(name), **_argparse_keywords(name))
+    fields = [field for field in fields_of(settings).values() if field.has_flag]
+    texts = field_docstrings(settings)
+    missing = [field for field in fields if not is_defined(parser, field.name)]
+    if missing:
+        group = parser.add_argument_group(title, description)
+        for field in missing:
+            keywords = _argparse_keywords(field, texts.get(field.name, ""))
+            if field.name in unset:
+                keywords["default"] = None
+            group.add_argument(field.flag, **keywords)
+        _name_the_nearest_flag(parser)
     return parser
 
 
-def flag_names() -> tuple[str, ...]:
-    """The attribute of every flag, in the order of ``--help``: the fields and a short spelling."""
-    names = list(config_fields(with_python_only=False))
-    names.insert(names.index("loss_aggregation_divisor") + 1, "pg_loss_divisor")
-    return tuple(names)
+def read_args(settings: type[Settings], args: argparse.Namespace) -> Settings:
+    """The dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
+
+    Raises:
+        ValueError: what the dataclass refuses, such as None for a field that must be given.
+    """
+    found = vars(args)
+    values = {}
+    for field in fields_of(settings).values():
+        if field.name in found or field.default is MISSING:
+            value = found.get(field.name)
+            values[field.name] = tuple(value or ()) if field.type is tuple else value
+    return settings(**values)
 
 
-@lru_cache(maxsize=1)
-def field_docstrings() -> dict[str, str]:
-    """The docstring under each field of ``PolicyLossConfig``, on one line.
+def field_docstrings(settings: type[Any]) -> dict[str, str]:
+    """The docstring under each field, on one line.
 
-    Python does not keep these, so they are read from the source; without it (a package of compiled
-    files only) there are none, and the flags have no help text.
+    Python does not keep these, so they are read from the source; without it (a package of compiled files only) there
+    are none, and the flags have no help text.
     """
     try:
-        body = ast.parse(inspect.getsource(PolicyLossConfig)).body[0]
+        body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
     except OSError:
         return {}
     statements = body.body if isinstance(body, ast.ClassDef) else []
@@ -69,35 +91,66 @@ def field_docstrings() -> dict[str, str]:
     }
 
 
-def _is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Whether the parser has the flag of a field already, whoever defined it."""
-    action = parser._option_string_actions.get(flag_of(name))
+def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
+    """Whether the parser has the flag of a field already, whoever defined it.
+
+    Raises:
+        ValueError: it has, and the flag stores to another attribute.
+    """
+    flag = flag_of(name)
+    action = parser._option_string_actions.get(flag)
     if action is not None and action.dest != name:
         raise ValueError(
-            f"{flag_of(name)} is already a flag of this parser and stores to {action.dest!r}; "
-            f"expected {name!r}: give that flag another name, or dest={name!r}"
+            f"{flag} is already a flag of this parser and stores to {action.dest!r}; expected {name!r}: give that flag "
+            f"another name, or dest={name!r}"
         )
     return action is not None
 
 
-def _argparse_keywords(name: str) -> dict[str, Any]:
-    """What ``add_argument`` is told about the flag of a field."""
-    if name == "pg_loss_divisor":
-        return {"type": float, "metavar": "L", "help": PG_LOSS_DIVISOR_HELP}
-    default = getattr(PolicyLossConfig, name)
-    help_text = field_docstrings().get(name, "").replace("%", "%%")
-    if FIELD_TYPES[name] is bool:
-        return {"action": "store_true", "help": help_text}
+def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
+    """What `add_argument` is told about a flag."""
+    if field.name in TABLES:
+        rows = TABLES[field.name].values()
+        text = " ".join([text, *(f"{row.name}: {row.help}." for row in rows)])
+    text = text.replace("%", "%%")
+    if field.type is bool:
+        return {"action": "store_true", "help": text}
+    default = None if field.default in (MISSING, ()) else field.default
     if default is not None:
-        help_text += f" (default: {default})"
-    keywords: dict[str, Any] = {"default": default, "help": help_text}
-    if name == "loss_aggregation":
-        # None tells validation that the user chose nothing, so that --pg-loss-divisor may.
-        keywords["default"] = None
-    if name in INTERVALS:
-        keywords.update(type=float, metavar="L" if name.endswith("_divisor") else "X")
-    elif (choices := choices_of(FIELD_TYPES[name])) is not None:
-        keywords["choices"] = choices
-    else:
-        keywords["metavar"] = "PATH"
-    return keywords
+        text += f" (default: {default})"
+    keywords: dict[str, Any] = {"default": default, "help": text}
+    if field.choices is not None:
+        return keywords | {"type": _word_of(field), "choices": field.choices}
+    if field.interval is not None:
+        return keywords | {"type": field.type, "metavar": field.interval.metavar}
+    return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if field.type is tuple else {})
+
+
+def _word_of(field: Field) -> Callable[[str], str]:
+    def word(text: str) -> str:
+        hint = field.did_you_mean(text)
+        if text in (field.choices or ()) or not hint:
+            return text  # argparse itself lists the words
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(field.choices or ())}{hint}"
+        )
+
+    return word
+
+
+def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
+    """Lets the parser's refusal of an unknown flag name the nearest one that it has."""
+    original = parser.error
+    if getattr(original, "names_the_nearest", False):
+        return
+
+    def error(message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            unknown = re.findall(r"(?<!\S)--[\w-]+", message)
+            message += "".join(
+                did_you_mean(flag, parser._option_string_actions) for flag in unknown
+            )
+        original(message)
+
+    error.names_the_nearest = True  # type: ignore[attr-defined]
+    parser.error = error  # type: ignore[method-assign]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.step import PlanningConfig
-from megatron_pg.step.counted import CountedSample
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import BareSample
 
 if TYPE_CHECKING:
     from megatron_pg.rollout_files import RolloutPosition
@@ -18,7 +18,7 @@ WINDOW_ROWS = 256
 
 
 @dataclass(frozen=True)
-class FileSample(CountedSample):
+class FileSample(BareSample):
     """A counted sample of a rollout file."""
 
     missing_fields: tuple[str, ...] = ()
@@ -70,16 +70,16 @@ class CountedFiles:
         """Continues from a position."""
         self._files.seek(position)
 
-    def pull(self, count: int) -> list[Sample | None]:
+    def pull(self, count: int) -> list[BareSample | None]:
         """The next rows as counted samples, fewer than `count` at the end of the files; None for a bad row."""
-        pulled: list[FileSample | None] = []
+        pulled: list[BareSample | None] = []
         while len(pulled) < count:
             wanted = min(count - len(pulled), WINDOW_ROWS)
             window = self._files.pull(wanted)
             pulled += [None if sample is None else self._counted(sample) for sample in window]
             if len(window) < wanted:
                 break
-        return cast(list[Sample | None], pulled)
+        return pulled
 
     def _counted(self, sample: Sample) -> FileSample:
         return FileSample(

@@ -12,7 +12,6 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.explain.options import ExplainOptions, Parallelism
 from megatron_pg.explain.step import ExplainedStep
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
-from megatron_pg.step.counted import counted_denominators
 
 NUM_QUANTILES = 4
 
@@ -115,7 +114,7 @@ def megatron_scale(
 
 def _weights(mode: Aggregation, step: ExplainedStep, divisor: float | None) -> Tensor:
     """[samples] float64: weight of an active token of each sample."""
-    divisors = mode.divisors(counted_denominators(mode, step.totals, step.samples), divisor)
+    divisors = mode.divisors(mode.denominators(step.totals, step.samples), divisor)
     return torch.ones(len(step.samples), dtype=torch.float64) / divisors
 
 

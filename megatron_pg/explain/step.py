@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -18,10 +17,8 @@ from megatron_pg.explain.files import CountedFiles, FileSample
 from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
 from megatron_pg.explain.options import ExplainOptions, LengthSource
 from megatron_pg.step import IteratorSource, SampleSource, StepCollector
-from megatron_pg.step.counted import CountedSample, counted_totals
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.sources import no_sample_in
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
@@ -37,7 +34,7 @@ CHUNK = 1024
 class ExplainedStep:
     """The samples of one step, and what is known of the groups that it was cut from."""
 
-    samples: tuple[CountedSample, ...]
+    samples: tuple[BareSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
     """Samples in the step and samples in all, of each prompt group that the step's end cuts."""
@@ -77,17 +74,17 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     if collected is None:
         # Lengths always give a step.
         raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
-    samples = cast(tuple[CountedSample, ...], collected.samples)
+    samples = collected.samples
     carried = [sample for _, sample in collector.state().carried]
     return ExplainedStep(
         samples,
-        counted_totals(samples),
-        _cut_groups(samples, cast(list[CountedSample], carried), source),
+        step_totals(samples),
+        _cut_groups(samples, carried, source),
         collected.num_skipped,
     )
 
 
-def _source(options: ExplainOptions) -> SampleSource:
+def _source(options: ExplainOptions) -> SampleSource[BareSample]:
     if options.planning.rollout_files:
         return CountedFiles(options.planning, options.config, options.vocab_size)
     source, count = options.source, options.planning.docs_per_step
@@ -99,7 +96,7 @@ def _source(options: ExplainOptions) -> SampleSource:
         )
     # Without --docs-per-step the step ends where the lengths do.
     samples = itertools.islice(_samples(source), None if count else wanted)
-    return IteratorSource(cast(Iterator[Sample], samples))
+    return IteratorSource(samples)
 
 
 def _default_count(source: LengthSource) -> int:
@@ -108,11 +105,11 @@ def _default_count(source: LengthSource) -> int:
     return math.lcm(len(source.lengths), source.group_size)
 
 
-def _samples(source: LengthSource) -> Iterator[CountedSample]:
+def _samples(source: LengthSource) -> Iterator[BareSample]:
     """Endless: training reads on beyond a step, to see whether a prompt group goes on."""
     lengths = _drawn(source) if source.lengths is None else itertools.cycle(source.lengths)
     for index, length in enumerate(lengths):
-        yield CountedSample(length, index // source.group_size, name=f"sample {index}")
+        yield BareSample(length, index // source.group_size, name=f"sample {index}")
 
 
 def _drawn(source: LengthSource) -> Iterator[int]:
@@ -130,7 +127,7 @@ def _drawn(source: LengthSource) -> Iterator[int]:
 
 
 def _cut_groups(
-    samples: Sequence[CountedSample], carried: Sequence[CountedSample], source: SampleSource
+    samples: Sequence[BareSample], carried: Sequence[BareSample], source: SampleSource[BareSample]
 ) -> dict[int, tuple[int, int]]:
     """The groups that go on after the step: in what was pulled with it, and in what comes next."""
     inside = Counter(sample.group_index for sample in samples)
@@ -145,7 +142,7 @@ def _cut_groups(
     }
 
 
-def _num_following(source: SampleSource, group: int) -> int:
+def _num_following(source: SampleSource[BareSample], group: int) -> int:
     """The samples of a group that come next."""
     count = 0
     while True:

@@ -26,68 +26,43 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_pg.head.linear_autograd import ChunkedHead
-from megatron_pg.head.output_layer import WeightGradient
-from megatron_pg.head.promise import spoil, spoil_unless_kept
-from megatron_pg.head.vocabulary_shard import RowStatistics
+from megatron_pg.head.from_logits import row_passes
+from megatron_pg.head.output_layer import FactorGradients
 
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 64, 8
 
 
-class ForwardGradients:
+class ForwardGradients(FactorGradients):
     """Gradients of hidden states and weight that grow chunk by chunk during forward.
 
     Args:
-        hidden: [tokens, hidden], of which the rows from `gradient_rows` on get a gradient of 0.
-        weight: [v/tp, hidden].
-        needs_hidden, needs_weight: which of the two gradients are wanted.
-        loss_scale: the gradient that backward will hand to the loss, or None where it is not known.
+        hidden, weight, needed: as for `FactorGradients`.
+        gradient_rows: rows of `hidden` from this one on get a gradient of 0.
+        loss_scale: the gradient that backward will hand to the loss, or None where it is not known. What is added
+            carries it already.
     """
 
     def __init__(
         self,
         hidden: Tensor,
         weight: Tensor,
-        *,
-        needs_hidden: bool,
-        needs_weight: bool,
+        needed: tuple[bool, bool],
         gradient_rows: int,
         loss_scale: Tensor | None,
     ) -> None:
-        self._detached, self._weight_values = hidden.detach(), weight.detach()
-        self._hidden: Tensor | None = None
-        if needs_hidden:
-            self._hidden = torch.empty_like(self._detached, memory_format=torch.contiguous_format)
-            self._hidden[gradient_rows:] = 0
-        self._weight: WeightGradient | None = None
-        if needs_weight:
-            self._weight = WeightGradient(weight, final=loss_scale is not None)
-        self._loss_scale: Tensor | None = None
+        super().__init__(hidden, weight, needed, final=loss_scale is not None)
+        if self.hidden is not None:
+            self.hidden[gradient_rows:] = 0
+        self._promised: Tensor | None = None
         if loss_scale is not None:
             # A copy: what the caller does to its own by then must not change what was promised.
-            self._loss_scale = loss_scale.detach().reshape(()).to(hidden.device, copy=True)
-        self._early: _EarlySum | None = None
+            self._promised = loss_scale.detach().reshape(()).to(hidden.device, copy=True)
+        self._held: Tensor | None = None
 
-    def add(
-        self,
-        head: ChunkedHead,
-        logits: Tensor,
-        targets: Tensor,
-        statistics: RowStatistics,
-        coefficients: tuple[Tensor | None, ...],
-        rows: slice,
-    ) -> None:
-        """Turns the chunk's logits into their gradient and multiplies it out; `coefficients` carry the loss scale."""
-        if self._hidden is None and self._weight is None:
-            return
-        head.multiply_out(
-            (self._detached[rows], self._weight_values, targets),
-            logits,
-            statistics,
-            coefficients,
-            None if self._hidden is None else self._hidden[rows],
-            self._weight,
-        )
+    @property
+    def _early_sum(self) -> Tensor | None:
+        """`main_grad`, once something was added to it."""
+        return self.weight.total if self.weight is not None and self.weight.is_direct else None
 
     @contextlib.contextmanager
     def filled(self) -> Iterator[None]:
@@ -95,60 +70,56 @@ class ForwardGradients:
         try:
             yield
         except BaseException:  # an interruption leaves as wrong a sum as an error does
-            if self._added_to is not None:
-                spoil(self._added_to)
+            if self._early_sum is not None:
+                _spoil(self._early_sum)
             raise
-        if self._added_to is not None:
-            self._early = _EarlySum(self._added_to)
+        if self._early_sum is not None:
+            self._held = holds_anything(self._early_sum)
+            self._awaited = weakref.finalize(self, _never_differentiated, self._early_sum)
+            self._awaited.atexit = False
 
-    @property
-    def _added_to(self) -> Tensor | None:
-        return None if self._weight is None else self._weight.added_to
-
-    def finish(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of hidden states and weight, scaled on the device."""
-        if self._loss_scale is None:
-            return self._scaled(grad_loss)
-        found = (self._hidden, None if self._weight is None else self._weight.total)
-        spoil_unless_kept(
-            grad_loss,
-            self._loss_scale,
-            None if self._early is None else self._early.settle(),
-            [gradient for gradient in found if gradient is not None],
-        )
-        return self._hidden, None if self._weight is None else self._weight.finish()
-
-    def _scaled(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden_gradient = None
-        if self._hidden is not None:
-            # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
-            wide = self._hidden.to(grad_loss.dtype).mul_(grad_loss)
-            hidden_gradient = wide.to(self._hidden.dtype)
-            del wide
-        return hidden_gradient, None if self._weight is None else self._weight.finish(grad_loss)
+    def settle(self, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of hidden states and weight for the gradient that arrives in backward."""
+        if self._promised is None:
+            return self.finish(grad_loss)
+        held = None
+        if self._held is not None and self._early_sum is not None:
+            self._awaited.detach()
+            held = self._held, holds_anything(self._early_sum)
+        weight_sum = None if self.weight is None else self.weight.total
+        spoil_unless_kept(grad_loss, self._promised, held, self.hidden, weight_sum)
+        return self.finish()
 
 
-class _EarlySum:
-    """Watches over `main_grad` from the end of forward until backward (2 and 3 above)."""
+def holds_anything(main_grad: Tensor) -> Tensor:
+    """0-d bool: whether a sample of the elements has one that is not 0."""
+    every = max(main_grad.shape[0] // _SAMPLED_ROWS, 1)
+    return main_grad[::every, :_SAMPLED_COLUMNS].any()
 
-    def __init__(self, main_grad: Tensor) -> None:
-        self._main_grad = main_grad
-        self._sample = self._read().clone(memory_format=torch.contiguous_format)
-        self._finalizer = weakref.finalize(self, _never_differentiated, main_grad)
-        self._finalizer.atexit = False
 
-    def _read(self) -> Tensor:
-        every = max(self._main_grad.shape[0] // _SAMPLED_ROWS, 1)
-        return self._main_grad[::every, :_SAMPLED_COLUMNS]
+def spoil_unless_kept(
+    arrived: Tensor,
+    promised: Tensor,
+    held: tuple[Tensor, Tensor] | None,
+    *gradients: Tensor | None,
+) -> None:
+    """Turns a row of each gradient into NaN unless the promise was kept (see `rows_torch.nan_unless_kept`).
 
-    def settle(self) -> tuple[Tensor, Tensor]:
-        """Called by backward: the sample after forward, and the same elements now."""
-        self._finalizer.detach()
-        return self._sample, self._read()
+    Nothing that is summed over rows stays clean, and no pass over the others is needed.
+    """
+    for gradient in gradients:
+        if gradient is not None:
+            penalty = row_passes(gradient).nan_unless_kept(arrived, promised, held)
+            gradient[:1].add_(penalty)  # not +=, which would copy the row onto itself besides
+
+
+def _spoil(gradient: Tensor) -> None:
+    with torch.no_grad():
+        gradient[:1] = float("nan")
 
 
 def _never_differentiated(main_grad: Tensor) -> None:
-    spoil(main_grad)
+    _spoil(main_grad)
     warnings.warn(
         "linear_token_loss with a loss_scale added the gradient of the output weight to main_grad in forward, and its "
         "graph was freed without backward: one row of main_grad is NaN now, so that no step is taken with it. Evaluate "

@@ -12,19 +12,28 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.linear_autograd import ChunkedHead, LinearLogProbs
-from megatron_pg.head.output_layer import default_chunk_tokens
-from megatron_pg.head.rows_torch import temperature_tensor
-from megatron_pg.head.token_loss_autograd import LinearTokenLoss, TokenLoss
-from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.head.forward_gradients import ForwardGradients
+from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, refuse_second_derivative
+from megatron_pg.head.output_layer import (
+    ChunkedHead,
+    FactorGradients,
+    default_chunk_tokens,
+    multiply,
+    score,
+)
+from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
+from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,9 @@ def linear_log_probs_and_entropy(
     options = options or HeadOptions()
     head = _chunked_head(hidden, weight, targets, options)
     if keep_logits is None:
-        keep_logits = hidden.shape[0] <= head.chunk_tokens
+        keep_logits = len(hidden) <= head.chunk_tokens
+    if keep_logits:
+        head = replace(head, chunk_tokens=max(len(hidden), 1))
     return LinearLogProbs.apply(hidden, weight, targets, head, keep_logits)  # type: ignore
 
 
@@ -139,24 +150,128 @@ def _chunked_head(
             "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
             f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
-    if hidden.dtype != weight.dtype or hidden.dtype not in _DTYPES:
+    if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
         )
-    tokens, columns = hidden.shape[0], weight.shape[0]
-    if tuple(targets.shape) != (tokens,) or targets.dtype != torch.int64:
-        raise ValueError(
-            f"targets must be ({tokens},) torch.int64 like the rows of hidden, found "
-            f"{tuple(targets.shape)} {targets.dtype}"
-        )
-    chunk = options.chunk_tokens
+    check_vector("targets", targets, torch.int64, "hidden", hidden)
+    dtype = (
+        torch.promote_types(hidden.dtype, torch.float32) if options.fp32_logits else hidden.dtype
+    )
+    columns, chunk = weight.shape[0], options.chunk_tokens
     if chunk is None:
-        chunk = default_chunk_tokens(tokens, columns, hidden.device)
+        chunk = default_chunk_tokens(len(hidden), columns, hidden.device)
     elif chunk < 1:
         raise ValueError(f"chunk_tokens must be at least 1, found {chunk}")
     return ChunkedHead(
         shard=VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group),
         temperature=temperature_tensor(options.temperature, hidden),
-        fp32_logits=options.fp32_logits,
+        logits_dtype=dtype,
         chunk_tokens=chunk,
+    )
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropy from hidden states; gradients wait for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: ChunkedHead, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        logits = head.new_logits(len(hidden), weight)
+        parts = [
+            score(head.chunk(rows, targets, logits), hidden[rows], weight)
+            for rows in chunk_slices(0, len(hidden), head.chunk_tokens)
+        ]
+        statistics = RowStatistics.concatenate(parts, like=head.temperature)
+        ctx.head, ctx.keep, ctx.logits = head, keep, logits if keep else None
+        ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
+        return statistics.log_probs, statistics.entropy
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_log_probs_and_entropy")
+        hidden, weight, targets, *saved = ctx.saved_tensors
+        if all(gradient is None for gradient in incoming):
+            return (None,) * 5
+        head: ChunkedHead = ctx.head
+        logits = ctx.logits if ctx.keep else head.new_logits(len(hidden), weight)
+        if logits is None:
+            raise RuntimeError("backward through kept logits a second time: they are overwritten")
+        ctx.logits = None
+        gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
+        statistics = RowStatistics(*saved)
+        for rows in chunk_slices(0, len(hidden), head.chunk_tokens):
+            chunk = head.chunk(rows, targets, logits)
+            if not ctx.keep:
+                multiply(hidden[rows], weight.t(), chunk.logits)
+            coefficients = tuple(None if each is None else each[rows] for each in incoming)
+            gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
+            del chunk
+        del logits  # before the weight's gradient asks for memory
+        return (*gradients.finish(), None, None, None)
+
+
+class LinearTokenLoss(torch.autograd.Function):
+    """Loss of a sum over tokens; gradients are computed in forward and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: ChunkedHead,
+        token_loss: TokenLoss,
+        gradient_rows: int,
+        loss_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, size = hidden.shape[0], head.chunk_tokens
+        gradients = ForwardGradients(
+            hidden, weight, ctx.needs_input_grad[:2], gradient_rows, loss_scale
+        )
+        logits = head.new_logits(tokens, weight)
+        values, parts = [], []
+        scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
+        with gradients.filled():
+            for rows in scored:
+                chunk = head.chunk(rows, targets, logits)
+                statistics = score(chunk, hidden[rows], weight)
+                parts.append(statistics)
+                value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
+                values.append(value)
+                if rows.start < gradient_rows:
+                    gradients.add(rows, hidden, chunk, statistics, coefficients)
+        whole = RowStatistics.concatenate(parts, like=head.temperature)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(whole.log_probs, whole.entropy)
+        loss = values[0] if len(values) == 1 else sum(values, torch.zeros_like(head.temperature))
+        return loss, whole.log_probs, whole.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_token_loss")
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward through linear_token_loss a second time: its gradients are given away"
+            )
+        gradients = ctx.gradients.settle(grad_loss)
+        ctx.gradients = None
+        return (*gradients, None, None, None, None, None)
+
+
+def _coefficients(
+    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, scale: Tensor | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Value of the loss of a chunk, and `scale` times its gradients to log-probabilities and entropy."""
+    with torch.enable_grad():
+        log_probs = statistics.log_probs.detach().requires_grad_()
+        entropy = statistics.entropy.detach().requires_grad_()
+        loss = token_loss(log_probs, entropy, rows)
+    if not loss.requires_grad:
+        return loss, (torch.zeros_like(log_probs), None)
+    incoming = None if scale is None else scale.to(loss.dtype).reshape(loss.shape)
+    return loss.detach(), torch.autograd.grad(
+        loss, (log_probs, entropy), incoming, allow_unused=True
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.autograd import LogProbsAndEntropy
-from megatron_pg.head.rows_torch import temperature_tensor
-from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.head import rows_torch
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
-__all__ = ["log_probs_and_entropy"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def log_probs_and_entropy(
@@ -56,29 +57,85 @@ def log_probs_and_entropy(
         ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a
             `vocab_size` that the logits cannot hold.
     """
-    _check(logits, targets, row_mask)
-    shard = VocabularyShard.build(logits.shape[1], vocab_size, tensor_parallel_group)
-    scale = temperature_tensor(temperature, logits)
-    log_probs, entropy = LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, scale, row_mask, shard, with_entropy
-    )
-    return log_probs, entropy
-
-
-def _check(logits: Tensor, targets: Tensor, row_mask: Tensor | None) -> None:
-    if logits.dim() != 2 or logits.dtype not in _DTYPES:
+    if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES:
         raise ValueError(
             "logits must be [tokens, v/tp] in bfloat16, float16, float32 or float64, found "
             f"{tuple(logits.shape)} {logits.dtype}: flatten batch and sequence first"
         )
-    tokens = (logits.shape[0],)
-    if tuple(targets.shape) != tokens or targets.dtype != torch.int64:
+    check_vector("targets", targets, torch.int64, "logits", logits)
+    if row_mask is not None:
+        check_vector("row_mask", row_mask, torch.bool, "logits", logits)
+    shard = VocabularyShard.build(logits.shape[1], vocab_size, tensor_parallel_group)
+    scale = rows_torch.temperature_tensor(temperature, logits)
+    rows = LogitRows(logits, targets, shard, scale, row_mask)
+    return LogProbsAndEntropy.apply(logits, rows, with_entropy)  # type: ignore
+
+
+def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix: Tensor) -> None:
+    """Raises ValueError unless the vector has that dtype and an element for each row of the matrix called `of`."""
+    shape = (matrix.shape[0],)
+    if tuple(vector.shape) != shape or vector.dtype != dtype:
         raise ValueError(
-            f"targets must be {tokens} torch.int64 like the rows of logits, found "
-            f"{tuple(targets.shape)} {targets.dtype}"
+            f"{name} must be {shape} {dtype} like the rows of {of}, found {tuple(vector.shape)} {vector.dtype}"
         )
-    if row_mask is not None and (tuple(row_mask.shape) != tokens or row_mask.dtype != torch.bool):
-        raise ValueError(
-            f"row_mask must be {tokens} torch.bool like the rows of logits, found "
-            f"{tuple(row_mask.shape)} {row_mask.dtype}"
+
+
+@functools.cache
+def _rows_triton() -> ModuleType | None:
+    try:
+        from megatron_pg.head import rows_triton
+    except ImportError:
+        return None
+    return rows_triton
+
+
+def row_passes(logits: Tensor) -> ModuleType:
+    """`rows_triton` for logits that its kernels take, else `rows_torch`: the same functions."""
+    if logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1:
+        return _rows_triton() or rows_torch
+    return rows_torch
+
+
+def refuse_second_derivative(name: str) -> None:
+    """For the start of a backward: autograd enables gradients in it for `create_graph=True` alone."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what needs it on "
+            "torch.log_softmax of the logits"
         )
+
+
+class LogProbsAndEntropy(torch.autograd.Function):
+    """The op behind `log_probs_and_entropy`; keeps the logits and three numbers a row for backward.
+
+    Backward overwrites CUDA logits with their gradient and marks them as modified, so that autograd
+    refuses a second use of the old values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, rows: LogitRows, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        statistics = row_passes(logits).row_statistics(rows)
+        ctx.shard = rows.shard
+        # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
+        ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
+        ctx.save_for_backward(
+            logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()
+        )
+        return statistics.log_probs, statistics.entropy if with_entropy else None
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("log_probs_and_entropy")
+        if all(gradient is None for gradient in incoming):
+            return (None,) * 3
+        logits, targets, row_mask, temperature, *statistics = ctx.saved_tensors
+        logits = logits.detach()
+        out = logits if ctx.in_place else torch.empty_like(logits)
+        rows = LogitRows(logits, targets, ctx.shard, temperature, row_mask)
+        row_passes(logits).write_gradient(rows, RowStatistics(*statistics), incoming, out)
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(logits)
+        return out, None, None

@@ -1,24 +1,21 @@
 """The two row passes in plain torch: statistics of the logits, and the gradient to the logits.
 
 Both work on a few rows at a time, so that the float32 copies of a chunk never add up to a copy of
-the logits.
+the logits. `nan_unless_kept` is here because it too has a kernel that takes its place on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megatron_pg.head.vocabulary_shard import (
-    RowStatistics,
-    VocabularyShard,
-    combine_statistics,
-)
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _CHUNK_ELEMENTS = 1 << 23
+RELATIVE_TOLERANCE = 1e-5
+"""Of the loss scale that arrives to the one promised: float32 factors are multiplied in one order or another."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,129 +38,145 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
     return torch.full((), temperature, dtype=dtype, device=logits.device)
 
 
-def _row_chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
-    for begin in range(0, logits.shape[0], rows):
-        yield slice(begin, min(begin + rows, logits.shape[0]))
+def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
+    """[begin, end) in slices of at most `size` rows."""
+    return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
-def _without_masked_rows(rows: Tensor, keep: Tensor | None) -> Tensor:
-    """`where` and not `*`: a NaN or inf of a masked row must not survive."""
-    return rows if keep is None else torch.where(keep[:, None], rows, 0.0)
-
-
-def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
-    row_mask: Tensor | None = None,
-    with_entropy: bool = True,
-) -> RowStatistics:
+def row_statistics(rows: LogitRows) -> RowStatistics:
     """Statistics of each row over the whole vocabulary; every tensor-parallel rank must call.
-
-    Args:
-        logits: [tokens, v/tp] in any float dtype.
-        targets: [tokens] int64 global token ids; one outside the vocabulary gives NaN.
-        shard: this rank's part of the vocabulary.
-        temperature: one element, statistics dtype.
-        row_mask: [tokens] bool, rows to read; the others get finite placeholders.
-        with_entropy: False leaves the entropy meaningless.
 
     Returns:
         Statistics in float32 (float64 for float64 logits).
     """
-    local = _local_statistics(logits, targets, shard, temperature, row_mask, with_entropy)
-    return combine_statistics(local, temperature, row_mask, shard.group)
+    return _combine(_local_statistics(rows), rows)
 
 
-def _local_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
-    row_mask: Tensor | None,
-    with_entropy: bool,
-) -> Tensor:
-    """[tokens, 4] of this shard's columns, as `combine_statistics` takes them."""
+def _row_chunks(logits: Tensor) -> list[slice]:
+    return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
+
+
+def _without_masked_rows(values: Tensor, keep: Tensor | None) -> Tensor:
+    """`where` and not `*`: a NaN or inf of a masked row must not survive."""
+    return values if keep is None else torch.where(keep[:, None], values, 0.0)
+
+
+def _local_statistics(rows: LogitRows) -> Tensor:
+    """[tokens, 4] of this shard's columns.
+
+    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those
+    exponentials with their exponents, and the logit of the target token (-inf where another shard holds
+    it). A shard of padding columns alone has (-inf, 0, 0, -inf).
+    """
+    logits, columns = rows.logits, rows.shard.columns
     dtype = statistics_dtype(logits.dtype)
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
-    if shard.columns == 0:
+    if columns == 0:
         statistics[:, 0] = -math.inf
-    for rows in _row_chunks(logits) if shard.columns else ():
-        keep = None if row_mask is None else row_mask[rows]
-        chunk = _without_masked_rows(logits[rows, : shard.columns].to(dtype), keep)
+    for part in _row_chunks(logits) if columns else ():
+        keep = None if rows.row_mask is None else rows.row_mask[part]
+        chunk = _without_masked_rows(logits[part, :columns].to(dtype), keep)
         maximum = chunk.amax(1, keepdim=True)
         # A row of -inf alone has nothing to shift by; its exponentials are 0 as they should be.
-        exponents = (chunk - torch.where(maximum == -math.inf, 0.0, maximum)) / temperature
+        exponents = (chunk - torch.where(maximum == -math.inf, 0.0, maximum)) / rows.temperature
         exponentials = exponents.exp()
-        statistics[rows, 0] = maximum[:, 0]
-        statistics[rows, 1] = exponentials.sum(1)
-        if with_entropy:
-            products = torch.where(exponentials == 0, 0.0, exponentials * exponents)
-            statistics[rows, 2] = products.sum(1)
-    statistics[:, 3] = _target_logits(logits, targets, shard, row_mask).to(dtype)
+        statistics[part, 0] = maximum[:, 0]
+        statistics[part, 1] = exponentials.sum(1)
+        products = torch.where(exponentials == 0, 0.0, exponentials * exponents)
+        statistics[part, 2] = products.sum(1)
+    statistics[:, 3] = _target_logits(rows).to(dtype)
     return statistics
 
 
-def _target_logits(
-    logits: Tensor, targets: Tensor, shard: VocabularyShard, row_mask: Tensor | None
-) -> Tensor:
+def _target_logits(rows: LogitRows) -> Tensor:
     """[tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
-    local = targets - shard.start
-    here = (local >= 0) & (local < shard.columns)
-    known = (targets >= 0) & (targets < shard.vocab_size)
-    picked = logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+    local = rows.targets - rows.shard.start
+    here = (local >= 0) & (local < rows.shard.columns)
+    known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
+    picked = rows.logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
     picked = torch.where(here, picked, torch.where(known, -math.inf, math.nan).to(picked.dtype))
-    return picked if row_mask is None else torch.where(row_mask, picked, 0.0)
+    return picked if rows.row_mask is None else torch.where(rows.row_mask, picked, 0.0)
+
+
+def _combine(local: Tensor, rows: LogitRows) -> RowStatistics:
+    """The statistics over all shards; the only communication of the op: one all-gather."""
+    temperature = rows.temperature
+    if rows.shard.group is None:
+        maximum, total, dot, target = local.unbind(1)
+    else:
+        maxima, sums, dots, targets = rows.shard.gather(local).unbind(2)
+        maximum, target = maxima.amax(0), targets.amax(0)
+        shift = (maxima - maximum) / temperature
+        scale = shift.exp()
+        shifted = torch.where(scale == 0, 0.0, shift * sums + dots)
+        total, dot = (scale * sums).sum(0), (scale * shifted).sum(0)
+    log_sum = total.log()
+    log_probs = (target - maximum) / temperature - log_sum
+    entropy = log_sum - dot / total
+    if rows.row_mask is not None:
+        log_probs = torch.where(rows.row_mask, log_probs, 0.0)
+        entropy = torch.where(rows.row_mask, entropy, 0.0)
+    return RowStatistics(maximum, log_sum, log_probs, entropy)
 
 
 def write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
+    rows: LogitRows,
     statistics: RowStatistics,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
+    incoming: tuple[Tensor | None, Tensor | None],
     out: Tensor,
-    row_mask: Tensor | None = None,
 ) -> None:
-    """Writes the gradient to this shard's logits into `out`, which may be `logits` itself.
+    """Writes the gradient to this shard's logits into `out`, which may be the logits themselves.
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
     A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are.
 
     Args:
-        logits, targets, shard, temperature: as given to `row_statistics`.
-        statistics: over the whole vocabulary.
-        grad_log_probs, grad_entropy: [tokens] each, None for none.
+        rows: as given to `row_statistics`.
+        statistics: over the whole vocabulary; the log-probabilities are not read.
+        incoming: gradients to log-probabilities and entropy, [tokens] each, None for none.
         out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
-        row_mask: [tokens] bool; rows that are False get a gradient of 0.
     """
+    logits, columns, temperature = rows.logits, rows.shard.columns, rows.temperature
     dtype = statistics_dtype(logits.dtype)
-    zero = torch.zeros((), dtype=dtype, device=logits.device)
-    to_log_probs = zero.expand(len(targets)) if grad_log_probs is None else grad_log_probs.to(dtype)
-    to_entropy = zero.expand(len(targets)) if grad_entropy is None else grad_entropy.to(dtype)
+    to_log_probs, to_entropy = (
+        logits.new_zeros((), dtype=dtype).expand(len(logits)) if each is None else each.to(dtype)
+        for each in incoming
+    )
     live = (to_log_probs != 0) | (to_entropy != 0)
-    if row_mask is not None:
-        live = live & row_mask
-    local = targets - shard.start
-    here = live & (local >= 0) & (local < shard.columns)
-    for rows in _row_chunks(logits):
-        chunk = _without_masked_rows(logits[rows, : shard.columns].to(dtype), live[rows])
-        exponents = (chunk - statistics.maximum[rows, None]) / temperature
-        log_p = exponents - statistics.log_sum[rows, None]
+    if rows.row_mask is not None:
+        live = live & rows.row_mask
+    local = rows.targets - rows.shard.start
+    here = live & (local >= 0) & (local < columns)
+    for part in _row_chunks(logits):
+        chunk = _without_masked_rows(logits[part, :columns].to(dtype), live[part])
+        exponents = (chunk - statistics.maximum[part, None]) / temperature
+        log_p = exponents - statistics.log_sum[part, None]
         p = log_p.exp()
-        gradient = -to_log_probs[rows, None] * p
-        if grad_entropy is not None:
-            surprise = torch.where(p == 0, 0.0, p * (log_p + statistics.entropy[rows, None]))
-            gradient -= to_entropy[rows, None] * surprise
-        index = torch.where(here[rows], local[rows], 0)[:, None]
-        at_target = torch.where(here[rows], to_log_probs[rows], 0.0)[:, None]
-        if shard.columns:
+        gradient = -to_log_probs[part, None] * p
+        if incoming[1] is not None:
+            surprise = torch.where(p == 0, 0.0, p * (log_p + statistics.entropy[part, None]))
+            gradient -= to_entropy[part, None] * surprise
+        index = torch.where(here[part], local[part], 0)[:, None]
+        at_target = torch.where(here[part], to_log_probs[part], 0.0)[:, None]
+        if columns:
             gradient.scatter_add_(1, index, at_target)
-        gradient = _without_masked_rows(gradient / temperature, live[rows])
-        out[rows, : shard.columns] = gradient.to(out.dtype)
-        out[rows, shard.columns :] = 0
+        gradient = _without_masked_rows(gradient / temperature, live[part])
+        out[part, :columns] = gradient.to(out.dtype)
+        out[part, columns:] = 0
+
+
+def nan_unless_kept(
+    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """0-d: 0 where the promise of a loss scale was kept, else NaN; the device decides, nobody waits for it.
+
+    Args:
+        arrived, promised: 0-d, the gradient handed to the loss and the one that was announced.
+        held: 0-d bool each, whether the early sum held anything after forward, and whether it does now; one that
+            did and does not was zeroed in between. None: no such sum.
+    """
+    kept = (arrived - promised).abs() <= RELATIVE_TOLERANCE * promised.abs()
+    if held is not None:
+        kept = kept & (~held[0] | held[1])
+    return torch.where(kept, 0.0, math.nan)

@@ -1,4 +1,4 @@
-"""The two row passes as Triton kernels, with the signatures of `rows_torch`."""
+"""The functions of `rows_torch` as launches of Triton kernels, with the same signatures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_pg.head import triton_gradient, triton_statistics
-from megatron_pg.head.vocabulary_shard import (
-    RowStatistics,
-    VocabularyShard,
-    gather_statistics,
-)
+from megatron_pg.head import kernels
+from megatron_pg.head.rows_torch import RELATIVE_TOLERANCE
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
 # logit -> columns of a tile, tiles of a segment.
@@ -24,78 +21,49 @@ _COMBINED_ROWS = 128
 _CACHE_LINE = 128  # bytes
 
 
-def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
-    row_mask: Tensor | None = None,
-    with_entropy: bool = True,
-) -> RowStatistics:
-    """One read of the logits; see `rows_torch.row_statistics`. The entropy comes at no cost."""
-    tokens = logits.shape[0]
-    outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in range(4)))
+def row_statistics(rows: LogitRows) -> RowStatistics:
+    """One read of the logits; see `rows_torch.row_statistics`."""
+    tokens, shard, temperature = rows.logits.shape[0], rows.shard, rows.temperature
+    outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in RowStatistics._fields))
     if tokens == 0:
         return outputs
-    sharded = shard.group is not None
-    mask = None if row_mask is None else row_mask.contiguous()
-    pointers = (outputs.maximum, outputs.log_sum, outputs.log_probs, outputs.entropy)
-    own = temperature.new_empty((tokens, 4)) if sharded else None
-    triton_statistics.statistics_kernel[(tokens,)](
-        logits,
-        logits.stride(0),
-        targets.contiguous(),
-        mask,
-        temperature,
-        own,
-        *pointers,
-        shard.columns,
-        shard.start,
-        shard.vocab_size,
-        SHARDED=sharded,
-        MASKED=mask is not None,
-        VECTORS=_VECTORS,
-        VECTOR=_VECTOR,
-        num_warps=_STATISTICS_WARPS,
-    )
-    if shard.group is None or own is None:
+    mask = None if rows.row_mask is None else rows.row_mask.contiguous()
+    own = None if shard.group is None else temperature.new_empty((tokens, 4))
+    kernels.statistics_kernel[(tokens,)](
+        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
+        own, *outputs,
+        shard.columns, shard.start, shard.vocab_size,
+        VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
+    )  # fmt: skip
+    if own is None:
         return outputs
-    gathered = gather_statistics(own, shard.group)
+    gathered = shard.gather(own)
     shards = gathered.shape[0]
-    triton_statistics.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
-        gathered,
-        mask,
-        temperature,
-        *pointers,
-        tokens,
-        shards,
-        MASKED=mask is not None,
-        ROWS=_COMBINED_ROWS,
-        SHARDS=triton.next_power_of_2(shards),
-    )
+    kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
+        gathered, mask, temperature,
+        *outputs,
+        tokens, shards,
+        ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
+    )  # fmt: skip
     return outputs
 
 
 def write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: Tensor,
+    rows: LogitRows,
     statistics: RowStatistics,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
+    incoming: tuple[Tensor | None, Tensor | None],
     out: Tensor,
-    row_mask: Tensor | None = None,
 ) -> None:
     """One read and one write; see `rows_torch.write_gradient`.
 
-    `out` may be `logits`, or a view of the front of each of its rows in a narrower dtype.
+    `out` may be the logits, or a view of the front of each of their rows in a narrower dtype.
     """
+    logits = rows.logits
     tokens, width = logits.shape
     if tokens == 0:
         return
+    mask = None if rows.row_mask is None else rows.row_mask.contiguous()
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
-    mask = None if row_mask is None else row_mask.contiguous()
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
     reach = width + max(line - 1, 0)
@@ -103,32 +71,13 @@ def write_gradient(
     if overlaps:
         tiles = triton.cdiv(reach, tile)
     segments = triton.cdiv(reach, tiles * tile)
-    triton_gradient.gradient_kernel[(tokens * segments,)](
-        logits,
-        logits.stride(0),
-        out,
-        out.stride(0),
-        targets.contiguous(),
-        mask,
-        temperature,
-        statistics.maximum,
-        statistics.log_sum,
-        statistics.entropy,
-        None if grad_log_probs is None else grad_log_probs.to(torch.float32).contiguous(),
-        None if grad_entropy is None else grad_entropy.to(torch.float32).contiguous(),
-        shard.columns,
-        width,
-        shard.start,
-        segments,
-        tiles * tile,
-        LOG_PROBS=grad_log_probs is not None,
-        ENTROPY=grad_entropy is not None,
-        MASKED=mask is not None,
-        ORDERED=overlaps,
-        LINE=line,
-        TILE=tile,
-        num_warps=_GRADIENT_WARPS,
-    )
+    kernels.gradient_kernel[(tokens * segments,)](
+        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), mask, rows.temperature,
+        statistics.maximum, statistics.log_sum, statistics.entropy,
+        *(None if each is None else each.to(torch.float32).contiguous() for each in incoming),
+        rows.shard.columns, width, rows.shard.start, segments, tiles * tile,
+        ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,
+    )  # fmt: skip
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
@@ -137,3 +86,14 @@ def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
     line = min(_CACHE_LINE // logits.element_size(), tile)
     same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype
     return line if same and logits.stride(0) % line and logits.stride(0) % 16 == 0 else 0
+
+
+def nan_unless_kept(
+    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """One launch in place of some ten; see `rows_torch.nan_unless_kept`."""
+    penalty = torch.empty((), dtype=torch.float32, device=arrived.device)
+    kernels.promise_kernel[(1,)](
+        arrived, promised, RELATIVE_TOLERANCE, *(held or (None, None)), penalty
+    )
+    return penalty

@@ -1,19 +1,19 @@
 """The reducers that are exact at the call site of slime, miles and their kin, and the refusal of those that are not.
 
-Such a trainer calls ``f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`` for each micro-batch,
+Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch,
 takes its reducer's inner sum s of the rank, and scales it itself. With N the rollouts of the step, DP, CP and M as in
-:mod:`megatron_pg.megatron.scale_contract` (read in slime/backends/megatron_utils/loss.py, ``loss_function``, commit
+`megatron_pg.megatron.scale_contract` (read in slime/backends/megatron_utils/loss.py, `loss_function`, commit
 00c2d6db):
 
-1. ``calculate_per_token_loss`` off: returns ``(s * M / N * DP * CP, 1, metrics)``. Megatron divides by 1 and by M and
-   averages over DP * CP ranks, so the objective is ``sum of s / N``: exact where the outer count is N, which is
-   ``sample_mean`` (of rollouts of one sample: the call site carries no rollout totals) and ``constant``.
-2. ``calculate_per_token_loss`` on: returns ``(s * CP, n, metrics)``, n the mask sums of the whole micro-batch, at
+1. `calculate_per_token_loss` off: returns `(s * M / N * DP * CP, 1, metrics)`. Megatron divides by 1 and by M and
+   averages over DP * CP ranks, so the objective is `sum of s / N`: exact where the outer count is N, which is
+   `sample_mean` (of rollouts of one sample: the call site carries no rollout totals) and `constant`.
+2. `calculate_per_token_loss` on: returns `(s * CP, n, metrics)`, n the mask sums of the whole micro-batch, at
    least 1 for each sample, the same number on every CP rank. Megatron sums the gradients and divides them by the sum
-   of n over DP * CP ranks and micro-batches, ``CP * (T + Z)`` with Z samples that have no active token. So the
-   objective is ``sum of s / (T + Z)``: ``token_mean`` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
+   of n over DP * CP ranks and micro-batches, `CP * (T + Z)` with Z samples that have no active token. So the
+   objective is `sum of s / (T + Z)`: `token_mean` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
 
-A mode under the other of the two flags would be divided by the other count, and ``prompt_mean`` needs G and P, which
+A mode under the other of the two flags would be divided by the other count, and `prompt_mean` needs G and P, which
 the call site does not carry: these are refused.
 """
 
@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
-from megatron_pg.megatron.host import context_parallel_place, global_args
+from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
 DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
-"""Environment variable of the divisor L of ``constant``."""
+"""Environment variable of the divisor L of `constant`."""
 
 PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
 
@@ -44,15 +44,15 @@ def sample_mean(
     Args:
         total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
         response_lengths: response tokens of each sample.
-        loss_masks: one ``[response_length]`` tensor of 0 and 1 per sample.
+        loss_masks: one `[response_length]` tensor of 0 and 1 per sample.
         calculate_per_token_loss: the trainer's flag; must be off.
 
     Returns:
-        ``reducer(x [window]) -> 0-d`` inner sum of this rank, which the trainer scales.
+        `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
 
     Raises:
         ValueError: per-token mode is on, or lengths and masks do not fit.
-        NotImplementedError: ``--qkv-format bshd`` under context parallelism.
+        NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
     _refuse_per_token_mode("sample_mean", calculate_per_token_loss)
     return _reducer("sample_mean", total_lengths, response_lengths, loss_masks)
@@ -66,7 +66,7 @@ def constant(
 ) -> Reducer:
     """Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N.
 
-    L is the environment variable ``MEGATRON_PG_LOSS_AGGREGATION_DIVISOR`` or ``loss_aggregation_divisor`` of
+    L is the environment variable `MEGATRON_PG_LOSS_AGGREGATION_DIVISOR` or `loss_aggregation_divisor` of
     Megatron's global args. Arguments, result and errors as of :func:`sample_mean`; also a ValueError where neither
     gives L, or both give different ones.
     """
@@ -80,7 +80,7 @@ def token_mean(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """The token mean over the whole step; needs the trainer's ``--calculate-per-token-loss``.
+    """The token mean over the whole step; needs the trainer's `--calculate-per-token-loss`.
 
     The trainer counts one token for a sample without any (see the module's docstring): exact where every sample has
     an active token. Arguments, result and errors as of :func:`sample_mean`, but that per-token mode must be on.
@@ -142,7 +142,7 @@ def _refuse_per_token_mode(aggregation: str, calculate_per_token_loss: bool) -> 
 
 
 def _divisor() -> float:
-    """L of ``constant``, from the environment or Megatron's global args."""
+    """L of `constant`, from the environment or Megatron's global args."""
     given = {
         DIVISOR_VARIABLE: _divisor_of_environment(),
         "--loss-aggregation-divisor": getattr(global_args(), "loss_aggregation_divisor", None),

@@ -1,6 +1,6 @@
-"""The four aggregations, each a divisor per sample and a count per step, and the totals of a step that they need.
+"""The four aggregations, each a divisor per sample and a count per step.
 
-Every aggregation is ``1 / outer_count * sum over tokens of mask / divisor * loss``:
+Every aggregation is `1 / outer_count * sum over tokens of mask / divisor * loss`:
 
     mode           divisor of sample i's tokens                   outer count
     sample_mean    max(D_i, 1), D_i active tokens of the rollout   N rollouts
@@ -14,32 +14,59 @@ That is why the objective and its gradient do not depend on how the step is cut.
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.rows import Row, Table
+from megatron_pg.step.totals import CountedSample, StepTotals
 
 
-@dataclass(frozen=True)
-class Aggregation:
+@dataclass(frozen=True, kw_only=True)
+class Aggregation(Row):
     """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
 
-    name: str
-    formula: str
-    """The objective, for ``--help`` and error messages."""
-    divisors: Callable[[Tensor | None, float | None], Tensor | float]
-    """(denominators [num_samples] or None, --loss-aggregation-divisor) -> divisor per sample, or one for all."""
-    denominators: Callable[[StepTotals, Sequence[Sample]], Tensor | None]
-    """[num_samples] float64 D or G from the step's totals; None for the modes that divide by neither."""
+    denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
+    """(totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""
-    inner_weight: Callable[[StepTotals, float | None], float]
-    """What the weights of all the step's tokens add up to, from the totals alone; the aggregation checksum compares
-    it with the sum of the weights that were used."""
+    inner_weight: Callable[[StepTotals, float], float]
+    """What the weights of all the step's tokens add up to, from the totals alone and the divisor (1 without one); the
+    aggregation checksum compares it with the sum of the weights that were used."""
+    under_per_token_flag: str | None = None
+    """What the flag `--calculate-per-token-loss` makes of it; None where it is another objective and refused."""
+    defaults_to_own_tokens: bool = False
+    """Whether a sample's own active tokens are its denominator where none is given."""
+
+    def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
+        """[num_samples] float64 D or G from the step's totals; None for a mode that divides by neither."""
+        return None if self.denominator is None else self.denominator(totals, samples)
+
+    def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
+        """Divisor per sample, or one for all."""
+        if denominators is not None:
+            return denominators.clamp(min=1)
+        return 1.0 if divisor is None else float(divisor)
+
+
+AGGREGATIONS: Table[Aggregation] = Table(
+    "loss_aggregation",
+    replaced_by="custom_pg_loss_reducer_function_path",
+    also_known_as={
+        "grpo": "sample_mean",
+        "dapo": "prompt_mean",
+        "scalerl": "prompt_mean",
+        "group_mean": "prompt_mean",
+        "token-mean": "token_mean",
+        "dr.grpo": "constant",
+        "dr_grpo": "constant",
+        "drgrpo": "constant",
+    },
+)
+"""By the name that `--loss-aggregation` takes."""
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:
@@ -51,75 +78,58 @@ def _num_prompt_groups(totals: StepTotals) -> int:
     return max(totals.num_prompt_groups, 1)
 
 
-def _given(denominators: Tensor | None, divisor: float | None) -> Tensor:
-    if denominators is None:
-        raise ValueError("denominators: this aggregation needs one per sample, found None")
-    return denominators.clamp(min=1)
-
-
-def _constant(denominators: Tensor | None, divisor: float | None) -> float:
-    return checked_divisor(divisor)
-
-
-def checked_divisor(divisor: float | None) -> float:
-    """The Dr.GRPO constant L, or a ValueError: it must be given, finite and positive."""
-    if (
-        isinstance(divisor, bool)
-        or not isinstance(divisor, numbers.Real)
-        or not 0 < divisor < float("inf")
-    ):
-        raise ValueError(
-            f"--loss-aggregation-divisor is {divisor!r}: --loss-aggregation constant needs a finite number above 0, "
-            "such as the longest response in tokens"
-        )
-    return float(divisor)
-
-
-AGGREGATIONS: Mapping[str, Aggregation] = {
-    aggregation.name: aggregation
-    for aggregation in (
-        Aggregation(
-            name="sample_mean",
-            formula="1/N sum_i (sum_t m x / max(D_i, 1))",
-            divisors=_given,
-            denominators=StepTotals.rollout_denominators,
-            outer_count=lambda totals: max(totals.num_rollouts, 1),
-            inner_weight=lambda totals, divisor: totals.num_active_rollouts,
-        ),
-        Aggregation(
-            name="prompt_mean",
-            formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
-            divisors=_given,
-            denominators=StepTotals.group_denominators,
-            outer_count=_num_prompt_groups,
-            inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
-        ),
-        Aggregation(
-            name="token_mean",
-            formula="1/T sum m x",
-            divisors=lambda denominators, divisor: 1.0,
-            denominators=lambda totals, samples: None,
-            outer_count=lambda totals: max(totals.num_active_tokens, 1),
-            inner_weight=lambda totals, divisor: totals.num_active_tokens,
-        ),
-        Aggregation(
-            name="constant",
-            formula="1/(N L) sum m x",
-            divisors=_constant,
-            denominators=lambda totals, samples: None,
-            outer_count=lambda totals: max(totals.num_rollouts, 1),
-            inner_weight=lambda totals, divisor: (
-                totals.num_active_tokens / checked_divisor(divisor)
-            ),
-        ),
+AGGREGATIONS.add(
+    Aggregation(
+        name="sample_mean",
+        formula="1/N sum_i (sum_t m x / max(D_i, 1))",
+        about="D_i the active tokens of rollout i, N rollouts (GRPO)",
+        denominator=StepTotals.rollout_denominators,
+        outer_count=lambda totals: max(totals.num_rollouts, 1),
+        inner_weight=lambda totals, divisor: totals.num_active_rollouts,
+        under_per_token_flag="token_mean",
+        defaults_to_own_tokens=True,
     )
-}
+)
+AGGREGATIONS.add(
+    Aggregation(
+        name="prompt_mean",
+        formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
+        about="G_g the active tokens of prompt group g, P groups (ScaleRL; DAPO as in its paper)",
+        inputs=("group_index",),
+        denominator=StepTotals.group_denominators,
+        outer_count=_num_prompt_groups,
+        inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
+    )
+)
+AGGREGATIONS.add(
+    Aggregation(
+        name="token_mean",
+        formula="1/max(T, 1) sum m x",
+        about="T active tokens",
+        outer_count=lambda totals: max(totals.num_active_tokens, 1),
+        inner_weight=lambda totals, divisor: totals.num_active_tokens,
+        under_per_token_flag="token_mean",
+    )
+)
+AGGREGATIONS.add(
+    Aggregation(
+        name="constant",
+        formula="1/(N L) sum m x",
+        about="L the divisor (Dr.GRPO)",
+        options=("loss_aggregation_divisor",),
+        needs=("loss_aggregation_divisor",),
+        outer_count=lambda totals: max(totals.num_rollouts, 1),
+        inner_weight=lambda totals, divisor: totals.num_active_tokens / divisor,
+    )
+)
 
 
-def get_aggregation(name: str) -> Aggregation:
-    """The aggregation of that name, or a ValueError that lists them all."""
-    if name not in AGGREGATIONS:
-        raise ValueError(
-            f"--loss-aggregation is {name!r}: expected one of {', '.join(AGGREGATIONS)}"
-        )
+def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
+    """The row of that name.
+
+    Raises:
+        ValueError: there is none, it needs another divisor than is given, or the layout is unknown; as
+            `PolicyLossConfig`.
+    """
+    PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor, qkv_format=qkv_format)
     return AGGREGATIONS[name]

@@ -1,77 +1,137 @@
-"""Corrections for tokens that were not sampled from the policy being improved.
+"""Corrections for tokens that were not sampled from the policy being improved. One row of the table each.
 
-With d = old_log_prob - rollout_log_prob, the mismatch of trainer and rollout engine, and
-w = exp(clamp(d, +-20)), none of which has a gradient:
-
-    --use-tis                   loss * clamp(w, tis_clip_low, tis_clip)          (token level)
-    --tis-level sequence        the same with w = exp(clamp(sum_t d, +-20))
-    --tis-mode mask             IcePop: loss * w, tokens with w outside [tis_clip_low, tis_clip] drop
-    --use-geometric-rejection   sequences drop whose exp(mean_t d) is outside [low, high]
-    --use-opsm                  tokens drop where A < 0 and mean_t(old_log_prob - log_prob) > delta
-
-Every one looks at the tokens active before any rejection, so their order does not matter, and masks
+With d = old_log_prob - rollout_log_prob, the mismatch of trainer and rollout engine, and w = exp(clamp(d, +-20)), none of
+which has a gradient. Every one looks at the tokens active before any rejection, so their order does not matter, and masks
 only shrink. A NaN compares as false with any bound, hence is kept: it stays visible.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_pg.config.custom import TIS_PARAMETERS, check_returned, load_function
+from megatron_pg.config.custom import check_returned, load_custom_function
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import (
     clamped_log_ratio,
     masked,
     required_log_probs,
     with_masked_inputs,
 )
-from megatron_pg.loss.sequence import rollout_mismatch
+from megatron_pg.loss.sequence import SequenceLogRatios, rollout_mismatch
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 
-if TYPE_CHECKING:
-    from megatron_pg.config import PolicyLossConfig
-    from megatron_pg.loss.sequence import SequenceLogRatios
-    from megatron_pg.step.batch import PackedBatch
-    from megatron_pg.step.sample import Sample
+MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
+MISMATCH_METRICS = ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
+REJECTED = "rejected_fraction"
+"""Of every correction: the share of the tokens that some correction dropped."""
+CLIPPED = "tis_clipped_fraction"
 
 
-class TISFunction(Protocol):
-    """What ``--custom-tis-function-path`` names. It takes the place of the weights of ``--use-tis``."""
+RejectedByData = Callable[[PolicyLossConfig, Tensor, Tensor], Tensor]
 
-    def __call__(
-        self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Weights or rejects tokens of one micro-batch on one context-parallel rank.
 
-        Args:
-            config: the settings of the loss.
-            batch: the micro-batch; its ``old_log_probs`` and ``rollout_log_probs`` [window] float32
-                are 0 at masked positions, as every input is.
-            log_probs: [window] of the policy in training, with gradient.
-            pg_loss: [window] the objective's per-token loss, with gradient.
+class CorrectionInputs(NamedTuple):
+    """What a correction may look at."""
 
-        Returns:
-            The new per-token loss [window], and the tokens to keep, [window] bool or 0/1. What the
-            loss mask of the batch drops stays dropped. A result that depends on other tokens of the
-            micro-batch makes the objective depend on packing; use
-            :class:`megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
-        """
+    config: PolicyLossConfig
+    batch: PackedBatch
+    log_probs: Tensor
+    """[window] of the policy in training."""
+    pg_loss: Tensor
+    """[window] the per-token loss so far."""
+    sequence: SequenceLogRatios | None
+    """The sums over whole sequences, where a row that is on needs some."""
 
 
 class Corrected(NamedTuple):
-    """A micro-batch after the corrections."""
+    """A micro-batch after one correction, or after all of them."""
 
     pg_loss: Tensor
-    """[window], 0 where the mask drops the token."""
+    """[window]; after all of them 0 where the mask drops the token."""
     loss_mask: Tensor
     """[window] bool: active tokens that were not rejected."""
     metrics: dict[str, Tensor]
-    """[window] detached, by `correction_metric_names`; their means are over the tokens active before
-    any rejection."""
+    """[window] detached, by name; their means are over the tokens active before any rejection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction(Row):
+    """A correction and its properties. What is not stated is the careful answer."""
+
+    function: Callable[..., Corrected]
+    """function(CorrectionInputs) -> Corrected, with its own rejections alone."""
+    sequence_sums: tuple[str, ...] = ()
+    """What it needs summed over whole sequences; see `Row.sums_over_sequences`."""
+    is_sum_over_tokens: bool = False
+    """Whether it treats every token by that token's data alone; see `Objective.is_sum_over_tokens`."""
+    rejects: bool = False
+    """Whether it drops tokens."""
+    rejected_by_data: RejectedByData | None = None
+    """(config, d [response_length], mean of d over active tokens 0-d) -> bool, which tokens of a sample drop, where the
+    data alone decide it, before the step; None where they do not."""
+    metrics: tuple[str, ...] = ()
+    """The metrics that it reports besides `REJECTED`."""
+
+    def sums_over_sequences(self) -> tuple[str, ...]:
+        return self.sequence_sums
+
+    def refusals(self, config: Any) -> list[str]:
+        """Totals of what is kept need rejections that the data decide, and one kind of them."""
+        if config.rejection_denominator != "accepted" or not self.rejects:
+            return []
+        flag = CORRECTIONS.flag_of_row(self)
+        if self.rejected_by_data is None:
+            return [
+                f"--rejection-denominator accepted cannot count what {flag} rejects, which is unknown before the step: "
+                "use --rejection-denominator original"
+            ]
+        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejected_by_data is not None]
+        if len(rejecting) < 2 or rejecting[0] is not self:
+            return []
+        flags = " or ".join(CORRECTIONS.flag_of_row(row) for row in rejecting)
+        return [
+            f"--rejection-denominator accepted takes one kind of rejection: drop {flags}, or use "
+            "--rejection-denominator original"
+        ]
+
+
+CORRECTIONS: Table[Correction] = Table("corrections")
+"""By name; each is on by flags of its own."""
+
+Function = TypeVar("Function", bound=Callable[..., Corrected])
+
+
+def correction(
+    formula: str,
+    *,
+    flag: str,
+    when: Callable[[Any], bool],
+    **properties: Any,
+) -> Callable[[Function], Function]:
+    """Enters a function in the table, under its own name; `properties` are those of `Correction`."""
+
+    def add(function: Function) -> Function:
+        CORRECTIONS.add(
+            Correction(
+                name=function.__name__,
+                formula=formula,
+                flag=flag,
+                when=when,
+                function=function,
+                **properties,
+            )
+        )
+        return function
+
+    return add
 
 
 def apply_corrections(
@@ -91,39 +151,59 @@ def apply_corrections(
         log_probs: [window] of the policy in training.
         pg_loss: [window] the objective's per-token loss.
         loss_mask: [window] bool.
-        sequence: from :func:`megatron_pg.loss.sequence.sequence_log_ratios`.
+        sequence: from `megatron_pg.loss.sequence.sequence_log_ratios`.
 
     Raises:
         ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function
             returned the wrong shapes.
     """
-    if not (config.use_tis or config.use_geometric_rejection or config.use_opsm):
+    rows = CORRECTIONS.rows_on(config)
+    if not rows:
         return Corrected(pg_loss, loss_mask, {})
-    kept, is_outside = loss_mask, None
-    if config.custom_tis_function_path is not None:
-        pg_loss, kept = _custom_tis(config, batch, log_probs, pg_loss)
-    elif config.use_tis:
-        weights = importance_weights(config, batch, sequence)
-        is_outside = _is_outside_tis_range(config, weights)
-        if config.tis_mode == "mask":
-            kept = kept & ~is_outside
-        pg_loss = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    if config.use_geometric_rejection:
-        mean_mismatch = _given(sequence).mismatch_mean_of_tokens()
-        kept = kept & ~_is_geometric_outlier(config, mean_mismatch)
-    if config.use_opsm:
-        is_off_policy = -_given(sequence).policy_mean_of_tokens() > config.opsm_delta
-        kept = kept & ~(is_off_policy & (batch.advantages < 0))
+    kept = loss_mask
     metrics: dict[str, Tensor] = {}
-    if config.pg_metrics != "none":
-        metrics = _correction_metrics(config, batch, kept, is_outside)
+    for row in rows:
+        given = CorrectionInputs(config, batch, log_probs, pg_loss, sequence)
+        pg_loss, kept_by_row, of_row = row.function(given)
+        kept = kept & kept_by_row
+        metrics |= of_row
+    if config.pg_metrics == "none":
+        metrics = {}
+    else:
+        metrics[REJECTED] = (batch.loss_mask & ~kept).float()
+        if any(MISMATCH_METRICS[0] in row.metrics for row in rows):
+            metrics |= _mismatch_metrics(batch)
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
+
+
+def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """What `apply_corrections` reports under these settings (nothing under `--pg-metrics none`).
+
+    With d = old_log_prob - rollout_log_prob: `rollout_ratio` is exp(d), `rollout_kl` exp(d) - 1 -
+    d, whose mean over the rollout engine's tokens estimates KL(rollout || old), and
+    `rollout_abs_difference` |d|. `tis_clipped_fraction` is the share of tokens whose weight is
+    out of bounds, `rejected_fraction` that of the tokens dropped by whatever correction.
+    """
+    rows = CORRECTIONS.rows_on(config)
+    names = dict.fromkeys(name for row in rows for name in row.metrics)
+    return (*names, REJECTED) if rows else ()
+
+
+def _mismatch_metrics(batch: PackedBatch) -> dict[str, Tensor]:
+    mismatch = rollout_mismatch(batch).double()
+    values = (mismatch.exp(), mismatch.expm1() - mismatch, mismatch.abs())
+    return dict(zip(MISMATCH_METRICS, values, strict=True))
+
+
+def _weights_by_mismatch(config: Any, level: str, mode: str) -> bool:
+    is_built_in = config.use_tis and config.custom_tis_function_path is None
+    return bool(is_built_in and config.tis_level == level and config.tis_mode == mode)
 
 
 def importance_weights(
     config: PolicyLossConfig, batch: PackedBatch, sequence: SequenceLogRatios | None = None
 ) -> Tensor:
-    """[window] float32 w of ``--use-tis`` before its bounds, 1 at masked positions. No gradient."""
+    """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
     if config.tis_level == "sequence":
         mismatch = masked(_given(sequence).mismatch_sum_of_tokens(), batch.loss_mask)
     else:
@@ -131,85 +211,147 @@ def importance_weights(
     return clamped_log_ratio(mismatch).exp().float()
 
 
-def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """What `apply_corrections` reports under these settings (nothing under ``--pg-metrics none``).
-
-    With d = old_log_prob - rollout_log_prob: ``rollout_ratio`` is exp(d), ``rollout_kl`` exp(d) - 1 -
-    d, whose mean over the rollout engine's tokens estimates KL(rollout || old), and
-    ``rollout_abs_difference`` |d|. ``tis_clipped_fraction`` is the share of tokens whose weight is
-    out of bounds, ``rejected_fraction`` that of the tokens dropped by whatever correction.
-    """
-    corrects_mismatch = config.use_tis or config.use_geometric_rejection
-    names: tuple[str, ...] = ()
-    if corrects_mismatch:
-        names += ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
-    if config.use_tis and config.custom_tis_function_path is None:
-        names += ("tis_clipped_fraction",)
-    if corrects_mismatch or config.use_opsm:
-        names += ("rejected_fraction",)
-    return names
+@correction(
+    "loss * clamp(w, tis_clip_low, tis_clip)",
+    flag="--use-tis",
+    when=lambda config: _weights_by_mismatch(config, "token", "truncate"),
+    inputs=MISMATCH_INPUTS,
+    is_sum_over_tokens=True,
+    metrics=(*MISMATCH_METRICS, CLIPPED),
+)
+def truncated_importance_sampling(given: CorrectionInputs) -> Corrected:
+    """Weights every token by its own truncated ratio."""
+    config, batch = given.config, given.batch
+    weights = importance_weights(config, batch, given.sequence)
+    clipped = {CLIPPED: _is_outside_tis_range(config, weights).float()}
+    weighted = given.pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
+    return Corrected(weighted, batch.loss_mask, clipped)
 
 
-def _correction_metrics(
-    config: PolicyLossConfig, batch: PackedBatch, kept: Tensor, is_outside: Tensor | None
-) -> dict[str, Tensor]:
-    """[window] each, by `correction_metric_names`."""
-    metrics: dict[str, Tensor] = {"rejected_fraction": (batch.loss_mask & ~kept).float()}
-    if is_outside is not None:
-        metrics["tis_clipped_fraction"] = is_outside.float()
-    if config.use_tis or config.use_geometric_rejection:
-        mismatch = rollout_mismatch(batch).double()
-        metrics["rollout_ratio"] = mismatch.exp()
-        metrics["rollout_kl"] = mismatch.expm1() - mismatch
-        metrics["rollout_abs_difference"] = mismatch.abs()
-    return metrics
-
-
-def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of a step with rejected tokens masked, for ``--rejection-denominator accepted``.
-
-    The totals of a step are fixed before it starts. Called before ``step_totals``, this makes them
-    the totals of what is kept, by the rejections that the data alone decide: IcePop and geometric
-    rejection (the config refuses the others with it). With ``--rejection-denominator original`` the
-    samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
-    the host.
-
-    Raises:
-        ValueError: log-probs are missing.
-    """
-    is_rejecting = config.use_geometric_rejection or _uses_icepop(config)
-    if config.rejection_denominator == "original" or not is_rejecting:
-        return list(samples)
-    return [_accepted(config, sample) for sample in samples]
-
-
-def _uses_icepop(config: PolicyLossConfig) -> bool:
-    is_built_in = config.use_tis and config.custom_tis_function_path is None
-    return is_built_in and config.tis_mode == "mask"
-
-
-def _accepted(config: PolicyLossConfig, sample: Sample) -> Sample:
-    loss_mask = sample.loss_mask
-    mismatch = masked(required_log_probs(sample, "old_log_probs", sample.name), loss_mask)
-    mismatch = mismatch - masked(
-        required_log_probs(sample, "rollout_log_probs", sample.name), loss_mask
+CORRECTIONS.add(
+    dataclasses.replace(
+        CORRECTIONS["truncated_importance_sampling"],
+        name="sequence_importance_sampling",
+        formula="the same with w = exp(clamp(sum_t d, +-20))",
+        flag="--use-tis --tis-level sequence",
+        when=lambda config: _weights_by_mismatch(config, "sequence", "truncate"),
+        sequence_sums=("mismatch",),
+        is_sum_over_tokens=False,
     )
-    if _uses_icepop(config):
-        is_rejected = _is_outside_tis_range(config, clamped_log_ratio(mismatch).exp())
-    else:
-        mean = mismatch.double().sum() / max(sample.num_active_tokens, 1)
-        is_rejected = _is_geometric_outlier(config, mean)
-    return dataclasses.replace(sample, loss_mask=loss_mask & ~is_rejected)
+)
 
 
 def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
     return (weights < config.tis_clip_low) | (weights > config.tis_clip)
 
 
+@correction(
+    "IcePop: loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
+    flag="--use-tis --tis-mode mask",
+    when=lambda config: _weights_by_mismatch(config, "token", "mask"),
+    inputs=MISMATCH_INPUTS,
+    is_sum_over_tokens=True,
+    rejects=True,
+    rejected_by_data=lambda config, mismatch, mean: _is_outside_tis_range(
+        config, clamped_log_ratio(mismatch).exp()
+    ),
+    metrics=(*MISMATCH_METRICS, CLIPPED),
+)
+def icepop(given: CorrectionInputs) -> Corrected:
+    """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
+    weighted = truncated_importance_sampling(given)
+    is_outside = weighted.metrics[CLIPPED].bool()
+    return weighted._replace(loss_mask=given.batch.loss_mask & ~is_outside)
+
+
+class TISFunction(Protocol):
+    """What `--custom-tis-function-path` names. It takes the place of the weights of `--use-tis`."""
+
+    def __call__(
+        self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights or rejects tokens of one micro-batch on one context-parallel rank.
+
+        Args:
+            config: the settings of the loss.
+            batch: the micro-batch; its `old_log_probs` and `rollout_log_probs` [window] float32
+                are 0 at masked positions, as every input is.
+            log_probs: [window] of the policy in training, with gradient.
+            pg_loss: [window] the objective's per-token loss, with gradient.
+
+        Returns:
+            The new per-token loss [window], and the tokens to keep, [window] bool or 0/1. What the
+            loss mask of the batch drops stays dropped. A result that depends on other tokens of the
+            micro-batch makes the objective depend on packing; use
+            `megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
+        """
+
+
+@correction(
+    "(pg_loss, loss_mask) by a function of the user's own",
+    flag="--custom-tis-function-path",
+    when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
+    inputs=MISMATCH_INPUTS,
+    rejects=True,
+    metrics=MISMATCH_METRICS,
+)
+def custom_tis(given: CorrectionInputs) -> Corrected:
+    """Calls the user's function. The shapes are checked; the values, on the device, are not."""
+    config, batch, log_probs, pg_loss, _ = given
+    path = str(config.custom_tis_function_path)
+    where = f"--custom-tis-function-path {path}"
+    function: TISFunction = load_custom_function("custom_tis_function_path", path)
+    results = function(
+        config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask), pg_loss
+    )
+    if not isinstance(results, (tuple, list)) or len(results) != 2:
+        raise ValueError(
+            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
+        )
+    corrected, kept = results
+    shape, meaning = batch.loss_mask.shape, "one value per token of the window"
+    check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=pg_loss)
+    check_returned(kept, shape, f"{where}: loss_mask:", meaning)
+    return Corrected(corrected, batch.loss_mask & kept.bool(), {})
+
+
 def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Tensor:
     ratio = clamped_log_ratio(mean_mismatch).exp()
     is_low = ratio < config.geometric_rejection_low
     return is_low | (ratio > config.geometric_rejection_high)
+
+
+@correction(
+    "sequences drop whose exp(mean_t d) is outside [geometric_rejection_low, geometric_rejection_high]",
+    flag="--use-geometric-rejection",
+    when=lambda config: config.use_geometric_rejection,
+    inputs=MISMATCH_INPUTS,
+    sequence_sums=("mismatch",),
+    rejects=True,
+    rejected_by_data=lambda config, mismatch, mean: _is_geometric_outlier(config, mean),
+    metrics=MISMATCH_METRICS,
+)
+def geometric_rejection(given: CorrectionInputs) -> Corrected:
+    """Drops sequences whose mean mismatch is out of bounds."""
+    mean_mismatch = _given(given.sequence).mismatch_mean_of_tokens()
+    kept = given.batch.loss_mask & ~_is_geometric_outlier(given.config, mean_mismatch)
+    return Corrected(given.pg_loss, kept, {})
+
+
+@correction(
+    "OPSM: sequences drop where A < 0 and mean_t(old_log_prob - log_prob) > opsm_delta",
+    flag="--use-opsm",
+    when=lambda config: config.use_opsm,
+    inputs=("old_log_probs",),
+    sequence_sums=("policy",),
+    rejects=True,
+)
+def opsm(given: CorrectionInputs) -> Corrected:
+    """Drops the tokens of negative advantage of sequences that the policy has left behind."""
+    batch = given.batch
+    is_off_policy = -_given(given.sequence).policy_mean_of_tokens() > given.config.opsm_delta
+    kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
+    return Corrected(given.pg_loss, kept, {})
 
 
 def _given(sequence: SequenceLogRatios | None) -> SequenceLogRatios:
@@ -221,28 +363,30 @@ def _given(sequence: SequenceLogRatios | None) -> SequenceLogRatios:
     return sequence
 
 
-@functools.cache
-def load_tis_function(path: str) -> TISFunction:
-    """The function that ``--custom-tis-function-path`` names, imported and checked once."""
-    flag = "--custom-tis-function-path"
-    function: TISFunction = load_function(path, flag=flag, positional=TIS_PARAMETERS)
-    return function
+def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of a step with rejected tokens masked, for `--rejection-denominator accepted`.
+
+    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them
+    the totals of what is kept, by the rejections that the data alone decide: IcePop and geometric
+    rejection (the config refuses the others with it). With `--rejection-denominator original` the
+    samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
+    the host.
+
+    Raises:
+        ValueError: log-probs are missing.
+    """
+    tests = [row.rejected_by_data for row in CORRECTIONS.rows_on(config) if row.rejected_by_data]
+    if config.rejection_denominator == "original" or not tests:
+        return list(samples)
+    return [_accepted(config, tests[0], sample) for sample in samples]
 
 
-def _custom_tis(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Calls the user's function. The shapes are checked; the values, on the device, are not."""
-    path = str(config.custom_tis_function_path)
-    log_probs = masked(log_probs, batch.loss_mask)
-    where = f"--custom-tis-function-path {path}"
-    results = load_tis_function(path)(config, with_masked_inputs(batch), log_probs, pg_loss)
-    if not isinstance(results, (tuple, list)) or len(results) != 2:
-        raise ValueError(
-            f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
-        )
-    corrected, kept = results
-    shape, meaning = batch.loss_mask.shape, "one value per token of the window"
-    check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=pg_loss)
-    check_returned(kept, shape, f"{where}: loss_mask:", meaning)
-    return corrected, batch.loss_mask & kept.bool()
+def _accepted(config: PolicyLossConfig, is_rejected: RejectedByData, sample: Sample) -> Sample:
+    old, rollout = (
+        masked(required_log_probs(sample, name, sample.name), sample.loss_mask)
+        for name in MISMATCH_INPUTS
+    )
+    mismatch = old - rollout
+    mean = mismatch.double().sum() / max(sample.num_active_tokens, 1)
+    kept = sample.loss_mask & ~is_rejected(config, mismatch, mean)
+    return dataclasses.replace(sample, loss_mask=kept)

@@ -2,32 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, masked, required_log_probs
 from megatron_pg.loss.objectives import clipped_log_ratio
-
-if TYPE_CHECKING:
-    from megatron_pg.config import PolicyLossConfig
-    from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch
 
 MAX_LOW_VAR_KL = 10.0
-"""``low_var_kl`` is k3 held within +-10, with zero gradient outside."""
+"""`low_var_kl` is k3 held within +-10, with zero gradient outside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLEstimate(Row):
+    """An estimate of KL(policy || reference)."""
+
+    function: Callable[[Tensor], Tensor]
+    """d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+
+
+KL_ESTIMATES: Table[KLEstimate] = Table(
+    "kl_loss_type", also_known_as={"kl": "k1", "mse": "k2", "low_var": "low_var_kl"}
+)
+"""By the name that `--kl-loss-type` takes."""
+
+
+def _add(name: str, formula: str, function: Callable[[Tensor], Tensor]) -> None:
+    KL_ESTIMATES.add(
+        KLEstimate(
+            name=name,
+            formula=formula,
+            function=function,
+            inputs=("ref_log_probs",),
+            flag="--kl-loss-coef {config.kl_loss_coef:g}",
+            when=lambda config: config.kl_loss_coef > 0 and config.kl_loss_type == name,
+        )
+    )
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """k3 needs exp(-d), so d is held within +-20 first, with zero gradient outside."""
+    difference = clamped_log_ratio(difference)
+    # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where the estimate is d^2 / 2.
+    return (-difference).expm1() + difference
+
+
+def _low_var_kl(difference: Tensor) -> Tensor:
+    k3 = _k3(difference)
+    return torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)
+
+
+_add("k1", "d", lambda difference: difference)
+_add("k2", "d^2 / 2", lambda difference: difference.square() / 2)
+_add("k3", "exp(-d) - 1 + d", _k3)
+_add("low_var_kl", "k3 clamped to +-10", _low_var_kl)
 
 
 def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    """[window] estimate of KL(policy || reference) of each token, by ``--kl-loss-type``, in nats.
+    """[window] estimate of KL(policy || reference) of each token, by `--kl-loss-type`, in nats.
 
-    With ``--use-unbiased-kl`` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
+    With `--use-unbiased-kl` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
     (DeepSeek-V3.2, arXiv:2512.02556): then its expectation over the policy that sampled the tokens
     is the divergence of the policy in training. Masked positions are exactly 0 without gradient.
 
     Args:
         config: the settings of the loss.
-        batch: with ``ref_log_probs``, and ``old_log_probs`` for the unbiased form.
+        batch: with `ref_log_probs`, and `old_log_probs` for the unbiased form.
         log_probs: [window] with gradient.
 
     Raises:
@@ -36,28 +81,8 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     ref_log_probs = required_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     reference = masked(ref_log_probs.detach(), batch.loss_mask)
     log_probs = masked(log_probs, batch.loss_mask)
-    kl = kl_estimate(log_probs - reference, config.kl_loss_type)
+    kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs - reference)
     if not config.use_unbiased_kl:
         return kl
     old_log_probs = required_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
     return clipped_log_ratio(log_probs, old_log_probs, batch.loss_mask).exp() * kl
-
-
-def kl_estimate(difference: Tensor, kind: str) -> Tensor:
-    """k1, k2, k3 or low_var_kl of d = log_prob - ref_log_prob, [window] -> [window].
-
-    k3 needs exp(-d), so there d is held within +-20 first, with zero gradient outside.
-
-    Raises:
-        ValueError: an unknown kind.
-    """
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return difference.square() / 2
-    if kind not in ("k3", "low_var_kl"):
-        raise ValueError(f"--kl-loss-type is {kind!r}: expected k1, k2, k3 or low_var_kl")
-    difference = clamped_log_ratio(difference)
-    # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where the estimate is d^2 / 2.
-    k3 = (-difference).expm1() + difference
-    return k3 if kind == "k3" else torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_pg.step.batch import PackedBatch
-    from megatron_pg.step.sample import Sample
-
-LogProbField = Literal["old_log_probs", "ref_log_probs", "rollout_log_probs"]
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held within +-20 before they are exponentiated: e^20 is 4.9e8."""
@@ -33,9 +31,7 @@ def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
 
 
-def required_log_probs(
-    carrier: PackedBatch | Sample, field: LogProbField, needed_by: str
-) -> Tensor:
+def required_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:
     """The log-probs of that name, [window] or [response_length].
 
     Raises:
@@ -43,15 +39,17 @@ def required_log_probs(
     """
     log_probs: Tensor | None = getattr(carrier, field)
     if log_probs is None:
-        raise ValueError(f"{needed_by} needs {field}: give them to every Sample of the step")
+        raise ValueError(
+            f"{needed_by} needs {field}: give Sample({field}=...) to every sample of the step"
+        )
     return log_probs
 
 
 def with_masked_inputs(batch: PackedBatch) -> PackedBatch:
     """The micro-batch as a custom function gets it: advantages and log-probs are 0 where masked."""
-    fields = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    present = {name: getattr(batch, name) for name in fields if getattr(batch, name) is not None}
     changes: dict[str, Any] = {
-        name: masked(values, batch.loss_mask) for name, values in present.items()
+        name: masked(values, batch.loss_mask)
+        for name in ("advantages", *LOG_PROB_FIELDS)
+        if (values := getattr(batch, name)) is not None
     }
     return dataclasses.replace(batch, **changes)

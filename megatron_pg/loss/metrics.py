@@ -1,43 +1,150 @@
-"""Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step.
+"""Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step. One row of the table each.
 
-"Mean" is over documents (samples) with an active token: the token mean of each, then the mean of those
-over the step. As an active token then weighs 1 / its document's active tokens, a mean is one more
-weighted sum, whatever the packing or the context parallelism.
+"Mean" is over documents (samples) with an active token: the token mean of each, then the mean of those over the step. As
+an active token then weighs 1 / its document's active tokens, a mean is one more weighted sum, whatever the packing or the
+context parallelism.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import Corrected, correction_metric_names
 from megatron_pg.loss.masking import masked
-from megatron_pg.loss.not_a_number import NaNTokens
-from megatron_pg.loss.objectives import ObjectiveOutput, has_ratio
-from megatron_pg.loss.reducer import WeightedSum, token_weights
-from megatron_pg.loss.reduction import StepReduction
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
+from megatron_pg.loss.reducer import Reduction, token_weights
+from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.token_window import TokenWindow
 
 logger = logging.getLogger("megatron_pg")
 
 CHECKSUM = "aggregation_checksum"
 CHECKSUM_TOLERANCE = 1e-5
-
-RATIO_MEANS = ("old_logprobs", "ratio_new_old", "kl_new_old")
-RATIO_MEANS_OF_CLIPPING = ("clipped_ratio_fraction", "clipped_ratio_effective_fraction")
-RATIO_SUMS = ("ratio_new_old_sum", "ratio_new_old_squared_sum")
 EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
-MAXIMA = ("max_advantage", "min_advantage")
+SIGNS = {"maximum": 1.0, "minimum": -1.0}
+"""What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One micro-batch on one rank, scored: what its metrics are made of."""
+
+    batch: PackedBatch
+    log_probs: Tensor
+    """[window]."""
+    entropy: Tensor | None
+    outcome: ObjectiveOutput
+    corrected: Corrected
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[window] float64 log r, before any clamp; only of an objective whose row has a ratio."""
+        return _given(self.outcome.log_ratio).double()
+
+
+def _given(values: Tensor | None) -> Tensor:
+    if values is None:
+        raise ValueError("the objective's row promises values that the objective did not return")
+    return values
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, made of a value for every token of the window."""
+
+    name: str
+    help: str
+    value: Callable[[Scored], Tensor]
+    """[window]; read at active tokens alone."""
+    kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
+    """A mean over documents, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
+    an extreme over active tokens."""
+    of_ratio: bool = False
+    """Whether there must be a ratio to report it."""
+    when: Callable[[PolicyLossConfig], bool] | None = None
+
+
+METRICS = [
+    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
+    Metric("advantage", "advantage", lambda s: s.batch.advantages),
+    Metric("num_tokens", "T", lambda s: torch.ones_like(s.batch.advantages), "sum"),
+    Metric(
+        "old_logprobs",
+        "log-prob under the policy that the step starts from",
+        lambda s: _given(s.batch.old_log_probs),
+        of_ratio=True,
+    ),
+    Metric(
+        "ratio_new_old", "r before any clamp or clip", lambda s: s.log_ratio.exp(), of_ratio=True
+    ),
+    Metric(
+        "kl_new_old",
+        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new)",
+        lambda s: s.log_ratio.expm1() - s.log_ratio,
+        of_ratio=True,
+    ),
+    Metric(
+        "clipped_ratio_fraction",
+        "r outside the clip range",
+        lambda s: _given(s.outcome.is_clipped).float(),
+        of_ratio=True,
+    ),
+    Metric(
+        "clipped_ratio_effective_fraction",
+        "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
+        lambda s: _given(s.outcome.is_effectively_clipped).float(),
+        of_ratio=True,
+    ),
+    Metric("ratio_new_old_sum", "r", lambda s: s.log_ratio.exp(), "ratio sum", of_ratio=True),
+    Metric(
+        "ratio_new_old_squared_sum",
+        "r^2",
+        lambda s: (2 * s.log_ratio).exp(),
+        "ratio sum",
+        of_ratio=True,
+    ),
+    Metric(
+        "entropy",
+        "entropy of the whole vocabulary, in nats",
+        lambda s: _given(s.entropy),
+        when=lambda config: config.pg_metrics == "with_entropy",
+    ),
+    Metric("max_advantage", "largest advantage", lambda s: s.batch.advantages, "maximum"),
+    Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
+]
+"""What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on."""
+
+
+def metrics_on(config: PolicyLossConfig) -> list[Metric]:
+    """The rows that these settings report; the config alone decides, so that ranks without a loss agree."""
+    if config.pg_metrics == "none":
+        return []
+    has_ratio = _ratio_of(config) != "none"
+    corrections = [
+        Metric(name, "", lambda s, name=name: s.corrected.metrics[name])  # type: ignore[misc]
+        for name in correction_metric_names(config)
+    ]
+    rows = [
+        row
+        for row in METRICS
+        if (has_ratio or not row.of_ratio) and (row.when is None or row.when(config))
+    ]
+    return rows + corrections
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
     """name -> [2] float64 (numerator, denominator), detached. Added over micro-batches and over data
-    and context parallel ranks, then divided: what ``train_step`` of Megatron's ``training.py`` does
+    and context parallel ranks, then divided: what `train_step` of Megatron's `training.py` does
     with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
     """
 
@@ -53,107 +160,77 @@ class MicroBatchMetrics(dict[str, Tensor]):
         self.nan_tokens = self.nan_tokens if other.nan_tokens is None else other.nan_tokens
 
 
-def step_sums(values: Mapping[str, Tensor], step_share: float) -> MicroBatchMetrics:
+def step_sums(values: Mapping[str, Tensor], share: float) -> MicroBatchMetrics:
     """Quantities whose sum over ranks and micro-batches is the step's: denominators add up to 1."""
     return MicroBatchMetrics(
         {
-            name: _pair(value, torch.full_like(value, step_share, dtype=torch.float64))
+            name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
             for name, value in values.items()
         }
     )
 
 
-def checksum(
-    reduction: StepReduction, step_share: float, device: torch.device
-) -> MicroBatchMetrics:
+def checksum(reduction: Reduction, share: float, device: torch.device) -> MicroBatchMetrics:
     """The weights used over what the totals say they add up to; 1 when every sample counted once."""
-    if reduction.inner_weight is None or not isinstance(reduction.inner_sum, WeightedSum):
+    if reduction.used_and_expected_weight is None:
         return MicroBatchMetrics()
-    # The weights were made on the host, from the samples' masks: reading them waits for nothing.
-    used = float(reduction.inner_sum.weights.sum())
+    used, expected = reduction.used_and_expected_weight
     # A step without an active token has nothing to count and is right.
-    value = used / reduction.inner_weight if reduction.inner_weight else used + step_share
-    value_on_device = torch.full((), value, dtype=torch.float64, device=device)
-    return step_sums({CHECKSUM: value_on_device}, step_share)
+    value = used / expected if expected else used + share
+    return step_sums({CHECKSUM: torch.full((), value, dtype=torch.float64, device=device)}, share)
+
+
+def _ratio_of(config: PolicyLossConfig) -> str:
+    """What the ratio is one number of; "none" for a function of the user's own, of whose ratio nothing is known."""
+    return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")
 
 
 @torch.no_grad()
 def policy_metrics(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    outcome: ObjectiveOutput,
-    corrected: Corrected,
-    *,
-    step_share: float = 1.0,
+    config: PolicyLossConfig, scored: Scored, *, share: float = 1.0
 ) -> MicroBatchMetrics:
     """The metrics of one micro-batch on one rank, over the tokens active before any rejection.
 
-    Sums over tokens are sums over sequences for gspo, whose ratio is one per sequence. The names are
-    those of `metric_names`, which the config alone decides. Empty under ``--pg-metrics none``.
+    The names are those of `metric_names`, which the config alone decides. Empty under `--pg-metrics none`.
     """
-    if config.pg_metrics == "none":
-        return MicroBatchMetrics()
-    means = {"new_logprobs": log_probs, "advantage": batch.advantages, **corrected.metrics}
-    means |= _ratio_means(batch, outcome)
-    if config.pg_metrics == "with_entropy" and entropy is not None:
-        means["entropy"] = entropy
-    rows = [masked(values, batch.loss_mask).double() for values in means.values()]
-    squared_ratio_row = len(rows)
-    if outcome.log_ratio is not None:
-        rows.append(masked((2 * outcome.log_ratio.double()).exp(), batch.loss_mask))
-
-    # [rows, window] @ [window, 2] -> per row the document mean's numerator, and the plain sum.
-    document_weights = _document_weights(batch)
-    columns = torch.stack([document_weights, batch.loss_mask.double()], dim=1)
-    sums = torch.stack(rows) @ columns
-    num_documents, num_tokens = columns.sum(0).unbind()
-
-    pairs = torch.stack([sums[:, 0], num_documents.expand(len(rows))], dim=1)
-    metrics = MicroBatchMetrics(zip(means, pairs[: len(means)].unbind(), strict=True))
-    step = {"num_tokens": num_tokens}
-    if outcome.log_ratio is not None:
-        column = 0 if outcome.is_ratio_of_sequence else 1
-        step["ratio_new_old_sum"] = sums[list(means).index("ratio_new_old"), column]
-        step["ratio_new_old_squared_sum"] = sums[squared_ratio_row, column]
-    metrics.add(step_sums(step, step_share))
-    metrics.maxima = _largest_and_negated_smallest(batch.advantages, batch.loss_mask)
-    metrics.nan_tokens = NaNTokens.of(batch, corrected.pg_loss)
+    rows = metrics_on(config)
+    metrics = MicroBatchMetrics()
+    if not rows:
+        return metrics
+    batch, loss_mask = scored.batch, scored.batch.loss_mask
+    values = torch.stack([masked(row.value(scored), loss_mask).double() for row in rows])
+    # [rows, window] @ [window, 2] -> of each row the numerator of the document mean, and the plain sum.
+    columns = torch.stack([_document_weights(batch), loss_mask.double()], dim=1)
+    sums = values @ columns
+    num_documents = columns[:, 0].sum()
+    is_of_sequence = _ratio_of(config) == "sequence"
+    step = {}
+    for row, (of_documents, of_tokens) in zip(rows, sums.unbind(), strict=True):
+        if row.kind == "mean":
+            metrics[row.name] = _pair(of_documents, num_documents)
+        elif row.kind in ("sum", "ratio sum"):
+            over_sequences = row.kind == "ratio sum" and is_of_sequence
+            step[row.name] = of_documents if over_sequences else of_tokens
+    metrics.add(step_sums(step, share))
+    metrics.maxima = _maxima(rows, values, loss_mask)
+    metrics.nan_tokens = NaNTokens.of(batch, scored.corrected.pg_loss)
     return metrics
 
 
-def _ratio_means(batch: PackedBatch, outcome: ObjectiveOutput) -> dict[str, Tensor]:
-    """[window] each. The ratio is that before any clamp, hence in float64."""
-    if outcome.log_ratio is None or batch.old_log_probs is None:
-        return {}
-    log_ratio = outcome.log_ratio.double()
-    means = {
-        "old_logprobs": batch.old_log_probs,
-        "ratio_new_old": log_ratio.exp(),
-        # r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new).
-        "kl_new_old": log_ratio.expm1() - log_ratio,
-    }
-    if outcome.is_clipped is not None and outcome.is_effectively_clipped is not None:
-        means["clipped_ratio_fraction"] = outcome.is_clipped.float()
-        means["clipped_ratio_effective_fraction"] = outcome.is_effectively_clipped.float()
-    return means
+def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor:
+    """[extremes] float64 over active tokens, minima negated; minus infinity, the identity of the maximum, for none."""
+    candidates = [
+        SIGNS[row.kind] * v for row, v in zip(rows, values, strict=True) if row.kind in SIGNS
+    ]
+    table = torch.stack(candidates).masked_fill(~loss_mask, -torch.inf)
+    return torch.cat([table, table.new_full((len(table), 1), -torch.inf)], dim=1).amax(dim=1)
 
 
 def _document_weights(batch: PackedBatch) -> Tensor:
     """[window] float64: 1 / active tokens of the token's whole document, 0 where masked."""
     masks = [sample.loss_mask for sample in batch.samples]
-    weights = WeightedSum(token_weights(batch.window, masks, aggregation="sample_mean"))
-    return weights.weights_like(torch.empty(0, dtype=torch.float64, device=batch.loss_mask.device))[
-        0
-    ]
-
-
-def _largest_and_negated_smallest(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """[2] float64 over active tokens; minus infinity, the identity of the maximum, for none."""
-    values = values.double()
-    candidates = torch.stack([values, -values]).masked_fill(~loss_mask, -torch.inf)
-    return torch.cat([candidates, candidates.new_full((2, 1), -torch.inf)], dim=1).amax(dim=1)
+    weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
+    return to_device(weights, batch.loss_mask.device)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
@@ -162,14 +239,7 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     names += ["kl_loss"] if config.kl_loss_coef else []
     names += ["entropy_loss"] if config.entropy_coef else []
     names += [CHECKSUM] if config.custom_pg_loss_reducer_function_path is None else []
-    if config.pg_metrics == "none":
-        return tuple(names)
-    names += ["new_logprobs", "advantage", "num_tokens"]
-    if has_ratio(config):
-        names += [*RATIO_MEANS, *RATIO_MEANS_OF_CLIPPING, *RATIO_SUMS]
-    names += correction_metric_names(config)
-    names += ["entropy"] if config.pg_metrics == "with_entropy" else []
-    return tuple(names)
+    return (*names, *(row.name for row in metrics_on(config) if row.kind not in SIGNS))
 
 
 def reduce_metrics(
@@ -183,7 +253,7 @@ def reduce_metrics(
     """The step's metrics from those of its micro-batches. The step's only host synchronisation.
 
     Every rank of `group` must call it once a step: one SUM all-reduce, and one MAX all-reduce unless
-    ``--pg-metrics none``. A rank that does not contribute brings the identity of each.
+    `--pg-metrics none`. A rank that does not contribute brings the identity of each.
 
     Args:
         config: the settings that the losses were computed with.
@@ -197,27 +267,33 @@ def reduce_metrics(
 
     Returns:
         By name; the same on every rank. Means, maxima and minima are NaN for a step without an
-        active token. ``effective_sample_size`` is (sum r)^2 / sum r^2, in tokens (sequences: gspo).
+        active token. `effective_sample_size` is (sum r)^2 / sum r^2, in tokens (sequences: gspo).
 
     Raises:
-        RuntimeError: under ``check_aggregation``, the aggregation checksum is not 1.
+        RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
     """
     names = metric_names(config)
-    maxima_names = MAXIMA if config.pg_metrics != "none" else ()
+    extremes = [row for row in metrics_on(config) if row.kind in SIGNS]
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    maxima = torch.full((len(maxima_names),), -torch.inf, dtype=torch.float64, device=device)
+    maxima = torch.full((len(extremes),), -torch.inf, dtype=torch.float64, device=device)
     if contributes:
         for metrics in micro_batches:
             sums += torch.stack([metrics[name] for name in names])
-            if maxima_names and isinstance(metrics, MicroBatchMetrics):
+            if extremes and isinstance(metrics, MicroBatchMetrics):
                 maxima = maxima if metrics.maxima is None else maxima.maximum(metrics.maxima)
     if dist.is_initialized():
         dist.all_reduce(sums, group=group)
-        if maxima_names:
+        if extremes:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     values = torch.cat([sums[:, 0] / sums[:, 1], maxima]).tolist()
-    reduced = dict(zip((*names, *maxima_names), values, strict=True))
-    _derive(reduced)
+    reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=True))
+    for row in extremes:  # minus infinity: no active token
+        is_found = reduced[row.name] > -math.inf
+        reduced[row.name] = SIGNS[row.kind] * reduced[row.name] if is_found else math.nan
+    if "ratio_new_old_sum" in reduced:
+        squared_sum = reduced["ratio_new_old_squared_sum"]
+        size = reduced["ratio_new_old_sum"] ** 2 / squared_sum if squared_sum else math.nan
+        reduced[EFFECTIVE_SAMPLE_SIZE] = size
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
@@ -228,18 +304,6 @@ def reduce_metrics(
     if contributes and reduced["loss"] != reduced["loss"]:
         _report_nan_tokens(micro_batches)
     return reduced
-
-
-def _derive(reduced: dict[str, float]) -> None:
-    """Adds what is computed from reduced values, in place."""
-    if "min_advantage" in reduced:
-        reduced["min_advantage"] = -reduced["min_advantage"]
-        if reduced["max_advantage"] < reduced["min_advantage"]:  # no active token
-            reduced["max_advantage"] = reduced["min_advantage"] = float("nan")
-    if "ratio_new_old_sum" in reduced:
-        squared_sum = reduced["ratio_new_old_squared_sum"]
-        size = reduced["ratio_new_old_sum"] ** 2 / squared_sum if squared_sum else float("nan")
-        reduced[EFFECTIVE_SAMPLE_SIZE] = size
 
 
 def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -281,3 +345,34 @@ def _warn_once(subject: str, message: str) -> None:
 def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:
     # stack copies: Megatron rescales the returned loss in place, and a view of it with it.
     return torch.stack([numerator.detach().double(), denominator.detach().double()])
+
+
+@dataclass(frozen=True, eq=False)
+class NaNTokens:
+    """The active tokens of a micro-batch whose loss is NaN; named only when somebody asks."""
+
+    is_nan: Tensor
+    """[window] bool."""
+    window: TokenWindow
+    sample_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batch: PackedBatch, pg_loss: Tensor) -> NaNTokens:
+        """Args: pg_loss: [window], 0 where masked."""
+        names = tuple(sample.name for sample in batch.samples)
+        return cls(torch.isnan(pg_loss.detach()), batch.window, names)
+
+    def describe(self) -> str | None:
+        """The first such token by sample and position, or None. Waits for the device."""
+        indices = self.is_nan.cpu().nonzero().flatten()
+        if not indices.numel():
+            return None
+        token = int(indices[0])
+        sample = int(self.window.window_segment_ids[token])
+        start = sum(self.window.response_lengths[:sample])
+        position = int(self.window.response_indices[token]) - start
+        return (
+            f"{indices.numel()} active tokens of this rank have a NaN loss, the first is response "
+            f"token {position} of sample {sample} ({self.sample_names[sample]}): look at its logits, "
+            "old_log_probs and rollout_log_probs"
+        )

@@ -1,42 +1,33 @@
-"""The policy objectives: what each response token contributes to the loss.
+"""The policy objectives: what each response token contributes to the loss. One row of the table each.
 
-r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient:
+r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient.
 
-    ppo        -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)          arXiv:1707.06347 eq. 7
-    gspo       the same with s_t = sg(exp(mean_t log r)) * exp(log_prob - sg(log_prob))
-                                                                   arXiv:2507.18071, GSPO-token
-    cispo      -sg(min(r, 1 + eps_clip_high)) A log_prob                       arXiv:2506.13585
-    reinforce  -A log_prob                                                     Williams, 1992
-    sft        -log_prob
-
-Every function takes the config, the packed micro-batch and ``log_probs`` [window] (any floating
-dtype; computed in float32, float64 stays), and needs no other rank: what gspo needs of the other
-context-parallel ranks comes in as ``sequence``. Masked positions are exactly 0 and pass no gradient.
+Every function takes the config, the packed micro-batch and `log_probs` [window] (any floating dtype; computed in float32,
+float64 stays), and needs no other rank: what a sequence ratio needs of the other context-parallel ranks comes in as
+`sequence`. Masked positions are exactly 0 and pass no gradient.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_pg.config.custom import POLICY_LOSS_PARAMETERS, check_returned, load_function
+from megatron_pg.config.custom import check_returned, load_custom_function
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import (
     clamped_log_ratio,
     masked,
     required_log_probs,
     with_masked_inputs,
 )
-
-if TYPE_CHECKING:
-    from megatron_pg.config import PolicyLossConfig
-    from megatron_pg.loss.sequence import SequenceLogRatios
-    from megatron_pg.step.batch import PackedBatch
+from megatron_pg.loss.sequence import SequenceLogRatios
+from megatron_pg.step.batch import PackedBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +37,70 @@ class ObjectiveOutput:
     loss: Tensor
     """[window], with gradient."""
     log_ratio: Tensor | None = None
-    """[window] detached log r before the clamp to +-20, for gspo that of the token's sequence. This
-    and the next two are None for an objective without a ratio (see `has_ratio`)."""
+    """[window] detached log r before the clamp to +-20; of a sequence ratio that of the token's sequence. This and the next
+    two are None for an objective without a ratio."""
     is_clipped: Tensor | None = None
     """[window] bool: the ratio is outside the objective's clip range."""
     is_effectively_clipped: Tensor | None = None
     """[window] bool: the ratio is outside on the side that the sign of A makes active."""
-    is_ratio_of_sequence: bool = False
-    """The ratio is one number a sequence, so that sums of it are over sequences and not tokens."""
 
 
-Objective = Callable[..., ObjectiveOutput]
-"""objective(config, batch, log_probs, *, sequence=None) -> ObjectiveOutput."""
+Function = TypeVar("Function", bound=Callable[..., ObjectiveOutput])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(Row):
+    """A policy objective and its properties. What is not stated is the careful answer."""
+
+    function: Callable[..., ObjectiveOutput]
+    """function(config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
+    ratio: Literal["none", "token", "sequence"] = "none"
+    """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
+    is_sum_over_tokens: bool = False
+    """Whether a token's gradient depends on that token's log-prob alone, so that it is known as soon as that is: then the
+    fused head takes its one pass."""
+    zero_advantage_is_zero_gradient: bool = False
+    """Whether a token whose advantage is 0 has no gradient, so that the fused head leaves it out of the products."""
+
+    def sums_over_sequences(self) -> tuple[str, ...]:
+        return ("policy",) if self.ratio == "sequence" else ()
+
+    def __call__(
+        self,
+        config: PolicyLossConfig,
+        batch: PackedBatch,
+        log_probs: Tensor,
+        *,
+        sequence: SequenceLogRatios | None = None,
+    ) -> ObjectiveOutput:
+        if self.ratio == "sequence":
+            return self.function(config, batch, log_probs, sequence)
+        return self.function(config, batch, log_probs)
+
+
+OBJECTIVES: Table[Objective] = Table(
+    "policy_loss",
+    replaced_by="custom_policy_loss_path",
+    also_known_as={
+        "grpo": "ppo",
+        "pg": "reinforce",
+        "policy_gradient": "reinforce",
+        "nll": "sft",
+    },
+)
+"""By the name that `--policy-loss` takes."""
+
+
+def objective(formula: str, **properties: Any) -> Callable[[Function], Function]:
+    """Enters a function in the table, under its own name: `properties` are those of `Objective`."""
+
+    def add(function: Function) -> Function:
+        OBJECTIVES.add(
+            Objective(name=function.__name__, formula=formula, function=function, **properties)
+        )
+        return function
+
+    return add
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -77,24 +120,33 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
     return 1.0 - config.eps_clip, 1.0 + high
 
 
-def ppo(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> ObjectiveOutput:
+@objective(
+    "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
+    about="arXiv:1707.06347 eq. 7",
+    inputs=("old_log_probs",),
+    options=("eps_clip_c",),
+    ratio="token",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
     old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss ppo")
     return _clipped_surrogate(config, batch, _log_ratio(log_probs, old_log_probs, batch.loss_mask))
 
 
+@objective(
+    "the same with the ratio of the sequence, log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
+    about="arXiv:2507.18071, GSPO-token",
+    inputs=("old_log_probs",),
+    options=("eps_clip_c",),
+    ratio="sequence",
+)
 def gspo(
     config: PolicyLossConfig,
     batch: PackedBatch,
     log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
+    sequence: SequenceLogRatios | None,
 ) -> ObjectiveOutput:
     """PPO's surrogate of the sequence ratio, exp of the mean of log r over the active tokens.
 
@@ -110,18 +162,19 @@ def gspo(
     log_probs = masked(log_probs, batch.loss_mask)
     sequence_log_ratio = masked(sequence.policy_mean_of_tokens(), batch.loss_mask)
     log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
-    return dataclasses.replace(
-        _clipped_surrogate(config, batch, log_ratio), is_ratio_of_sequence=True
-    )
+    return _clipped_surrogate(config, batch, log_ratio)
 
 
-def cispo(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> ObjectiveOutput:
+@objective(
+    "-sg(min(r, 1 + eps_clip_high)) A log_prob",
+    about="arXiv:2506.13585",
+    inputs=("old_log_probs",),
+    options=("cispo_lower_bound",),
+    ratio="token",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
     old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss cispo")
     log_ratio = _log_ratio(log_probs, old_log_probs, batch.loss_mask).detach()
@@ -140,95 +193,64 @@ def cispo(
     )
 
 
-def reinforce(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> ObjectiveOutput:
+@objective(
+    "-A log_prob",
+    about="Williams, 1992",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """The score-function estimator, without a ratio."""
     loss_mask = batch.loss_mask
     return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
 
 
-def sft(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> ObjectiveOutput:
+@objective(
+    "-log_prob",
+    about="supervised: advantages are not read",
+    is_sum_over_tokens=True,
+)
+def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """Supervised cross-entropy of the response tokens; advantages are not read."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
 
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sft": sft,
-}
-"""By the name that ``--policy-loss`` takes."""
-
-
-def has_ratio(config: PolicyLossConfig) -> bool:
-    """Whether the objective that the config names has a ratio to clip."""
-    return config.custom_policy_loss_path is None and config.policy_loss in ("ppo", "gspo", "cispo")
-
-
 class PolicyLossFunction(Protocol):
-    """What ``--custom-policy-loss-path`` names. It takes the place of ``--policy-loss``."""
+    """What `--custom-policy-loss-path` names. It takes the place of `--policy-loss`."""
 
     def __call__(self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
         """The per-token loss of one micro-batch on one context-parallel rank.
 
         Args:
             config: the settings of the loss.
-            batch: the micro-batch; its ``advantages`` and log-probs [window] float32 are 0 at masked
+            batch: the micro-batch; its `advantages` and log-probs [window] float32 are 0 at masked
                 positions.
             log_probs: [window] of the policy in training, with gradient; 0 at masked positions.
 
         Returns:
             [window]. It goes through the corrections and the aggregation as a built-in loss does. A
             loss that depends on other tokens of the micro-batch makes the objective depend on
-            packing; use :class:`megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
+            packing; use `megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
         """
 
 
 def get_objective(config: PolicyLossConfig) -> Objective:
-    """The objective that the config names, a custom one included.
+    """The objective that the config names, a custom one included, of whose properties nothing is known.
 
     Raises:
-        ValueError: an unknown name, or an import path that does not resolve.
+        ValueError: an import path that does not resolve.
     """
-    if config.custom_policy_loss_path is not None:
-        return functools.partial(_custom, load_policy_loss(config.custom_policy_loss_path))
-    if config.policy_loss not in OBJECTIVES:
-        raise ValueError(
-            f"--policy-loss is {config.policy_loss!r}: expected one of {', '.join(OBJECTIVES)}"
-        )
-    return OBJECTIVES[config.policy_loss]
-
-
-@functools.cache
-def load_policy_loss(path: str) -> PolicyLossFunction:
-    """The function that ``--custom-policy-loss-path`` names, imported and checked once."""
-    flag = "--custom-policy-loss-path"
-    function: PolicyLossFunction = load_function(path, flag=flag, positional=POLICY_LOSS_PARAMETERS)
-    return function
+    path = config.custom_policy_loss_path
+    if path is None:
+        return OBJECTIVES[config.policy_loss]
+    function = functools.partial(_custom, load_custom_function("custom_policy_loss_path", path))
+    return Objective(name=path, formula="", function=function)
 
 
 def _custom(
-    function: PolicyLossFunction,
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
+    function: PolicyLossFunction, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> ObjectiveOutput:
-    """A user's loss. Nothing is known of its ratio, so none is reported."""
+    """A user's loss."""
     log_probs = masked(log_probs, batch.loss_mask)
     loss = function(config, with_masked_inputs(batch), log_probs)
     check_returned(

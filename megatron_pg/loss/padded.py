@@ -1,4 +1,4 @@
-"""The four aggregations for trainers whose losses are a padded ``[batch, length]`` matrix, without Megatron.
+"""The four aggregations for trainers whose losses are a padded `[batch, length]` matrix, without Megatron.
 
     totals = padded_totals(mask, group_index=ids, data_parallel_group=group)      # once a step, every row of the rank
     for rows in micro_batches:
@@ -6,8 +6,8 @@
         loss.backward()
 
 The gradients of a step are the sum of its micro-batches' gradients, averaged over the data-parallel ranks by
-DistributedDataParallel and FSDP2 (``torch.distributed.fsdp.fully_shard``). ``data_parallel_size`` undoes that average:
-``DP * (1 / DP) * sum over ranks and micro-batches`` is the gradient of the step. A trainer that also divides the loss
+DistributedDataParallel and FSDP2 (`torch.distributed.fsdp.fully_shard`). `data_parallel_size` undoes that average:
+`DP * (1 / DP) * sum over ranks and micro-batches` is the gradient of the step. A trainer that also divides the loss
 by the number of micro-batches needs that factor too (see docs/migrating.md).
 """
 
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import Aggregation, get_aggregation
-from megatron_pg.loss.reducer import WeightedSum, check_divisor
-from megatron_pg.step.counted import CountedSample, counted_denominators, counted_totals
-from megatron_pg.step.integers import as_integer
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.loss.aggregation import checked_aggregation
+from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.step.batch import to_device
+from megatron_pg.step.sample import as_integer, check_mask, checked_integer
+from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 
 def padded_totals(
@@ -39,8 +39,8 @@ def padded_totals(
     copies the mask's row sums to the host and exchanges them with the ids over the group.
 
     Args:
-        mask: ``[batch, length]`` of 0 and 1, any dtype and device: the tokens that the objective counts.
-        group_index: prompt group of each row, any int64; None where ``prompt_mean`` is not used.
+        mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective counts.
+        group_index: prompt group of each row, any int64; None where `prompt_mean` is not used.
         rollout_id: rollout of each row, any int64; None makes every row a rollout of its own.
         data_parallel_group: the group that gradients are averaged over; None for a step on one rank.
 
@@ -50,7 +50,7 @@ def padded_totals(
     """
     _check_mask(mask)
     rows = _counted_rows(mask.sum(dim=1, dtype=torch.int64).tolist(), group_index, rollout_id)
-    return counted_totals(rows, data_parallel_group=data_parallel_group)
+    return step_totals(rows, data_parallel_group=data_parallel_group)
 
 
 def reduce_padded(
@@ -64,30 +64,30 @@ def reduce_padded(
     rollout_id: Sequence[int] | None = None,
     data_parallel_size: int = 1,
 ) -> Tensor:
-    """This rank's share of the aggregate over the step, times ``data_parallel_size``.
+    """This rank's share of the aggregate over the step, times `data_parallel_size`.
 
-    No communication, and with ``totals`` no host synchronisation. Neither a value nor a gradient of a masked position
+    No communication, and with `totals` no host synchronisation. Neither a value nor a gradient of a masked position
     reaches the result, NaN and infinity included.
 
     Args:
-        loss: ``[batch, length]`` floating: the per-token losses of one micro-batch.
-        mask: ``[batch, length]`` of 0 and 1, any dtype, on the device of `loss`.
-        totals: of the whole step, by :func:`padded_totals`. None where these rows are the whole step; they are
+        loss: `[batch, length]` floating: the per-token losses of one micro-batch.
+        mask: `[batch, length]` of 0 and 1, any dtype, on the device of `loss`.
+        totals: of the whole step, by `padded_totals`. None where these rows are the whole step; they are
             counted then, which makes the host wait for a device.
-        aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``.
-        divisor: L of ``constant``, in tokens; refused with any other aggregation.
-        group_index: prompt group of each row; ``prompt_mean`` needs it.
+        aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
+        divisor: L of `constant`, in tokens; refused with any other aggregation.
+        group_index: prompt group of each row; `prompt_mean` needs it.
         rollout_id: rollout of each row, where the totals were counted with rollouts.
         data_parallel_size: ranks that the trainer averages gradients over; 1 where it sums them.
 
     Returns:
-        0-d, float32 or, for float64, float64: what to call ``backward()`` on. Summed over micro-batches and averaged
+        0-d, float32 or, for float64, float64: what to call `backward()` on. Summed over micro-batches and averaged
         over the data-parallel ranks it is the objective.
 
     Raises:
         ValueError: shapes, ids or a divisor that do not fit, or ids that are not in the totals.
     """
-    check_divisor(aggregation, divisor)
+    mode = checked_aggregation(aggregation, divisor)
     _check_mask(mask)
     if loss.shape != mask.shape:
         raise ValueError(
@@ -103,63 +103,43 @@ def reduce_padded(
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )
-    mode = get_aggregation(aggregation)
-    divisors = mode.divisors(
-        _row_denominators(mode, mask, totals, group_index, rollout_id), divisor
-    )
+    denominators: Tensor | None
+    if mode.defaults_to_own_tokens and rollout_id is None:
+        denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
+    else:
+        # Looked up by id: no row is counted here, and no device waited for.
+        rows = _counted_rows([0] * mask.shape[0], group_index, rollout_id)
+        denominators = mode.denominators(totals, rows)
+        if denominators is not None:
+            denominators = to_device(denominators, mask.device)
+    divisors = mode.divisors(denominators, divisor)
     weights = mask.to(torch.float64)
     weights = weights / (divisors[:, None] if isinstance(divisors, Tensor) else divisors)
     inner_sum = WeightedSum(weights.flatten())(loss.flatten())
     return inner_sum * (data_parallel_size / mode.outer_count(totals))
 
 
-def _row_denominators(
-    mode: Aggregation,
-    mask: Tensor,
-    totals: StepTotals,
-    group_index: Sequence[int] | None,
-    rollout_id: Sequence[int] | None,
-) -> Tensor | None:
-    """[batch] float64 on the mask's device: D or G of each row, or None."""
-    if mode.name == "sample_mean" and rollout_id is None:
-        return mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
-    # The modes that are left look totals up by id: no row is counted here, and no device waited for.
-    rows = _counted_rows([0] * mask.shape[0], group_index, rollout_id)
-    denominators = counted_denominators(mode, totals, rows)
-    if denominators is not None and mask.device.type == "cuda":
-        return denominators.pin_memory().to(mask.device, non_blocking=True)
-    return None if denominators is None else denominators.to(mask.device)
-
-
 def _counted_rows(
     active_tokens: Sequence[int],
     group_index: Sequence[int] | None,
     rollout_id: Sequence[int] | None,
-) -> list[CountedSample]:
+) -> list[BareSample]:
     """One counted sample per row."""
-    for field, ids in (("group_index", group_index), ("rollout_id", rollout_id)):
-        if ids is not None and len(ids) != len(active_tokens):
+
+    def ids(field: str, given: Sequence[int] | None) -> Sequence[int | None]:
+        if given is None:
+            return [None] * len(active_tokens)
+        if len(given) != len(active_tokens):
             raise ValueError(
-                f"{field} has {len(ids)} ids for {len(active_tokens)} rows: give one per row"
+                f"{field} has {len(given)} ids for {len(active_tokens)} rows: give one per row"
             )
+        return [checked_integer(f"{field}[{row}]", value) for row, value in enumerate(given)]
+
+    columns = (active_tokens, ids("group_index", group_index), ids("rollout_id", rollout_id))
     return [
-        CountedSample(
-            num_active_tokens=int(count),
-            group_index=None if group_index is None else _id("group_index", row, group_index[row]),
-            rollout_id=None if rollout_id is None else _id("rollout_id", row, rollout_id[row]),
-            name=f"row {row}",
-        )
-        for row, count in enumerate(active_tokens)
+        BareSample(count, group, rollout, f"row {row}")
+        for row, (count, group, rollout) in enumerate(zip(*columns, strict=True))
     ]
-
-
-def _id(field: str, row: int, value: object) -> int:
-    number = as_integer(value)
-    if number is None:
-        raise ValueError(
-            f"{field}[{row}] is {value!r}, expected an integer: a cut id would join rows"
-        )
-    return number
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -168,6 +148,5 @@ def _check_mask(mask: Tensor) -> None:
     if mask.dim() != 2:
         raise ValueError(f"mask has shape {list(mask.shape)}: expected [batch, length]")
     # On a device the check would make the host wait.
-    if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
-        wrong = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
-        raise ValueError(f"mask{wrong} is {mask[tuple(wrong)].item()}: expected 0 or 1")
+    if mask.device.type == "cpu":
+        check_mask("mask", mask)

@@ -2,26 +2,139 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig, required_inputs
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.head import log_probs_and_entropy
-from megatron_pg.loss.corrections import Corrected, apply_corrections
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.corrections import CORRECTIONS, Corrected, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
-from megatron_pg.loss.objectives import ObjectiveOutput, get_objective
-from megatron_pg.loss.reduction import (
-    StepReduction,
-    policy_gradient_reduction,
-    sample_mean_reduction,
+from megatron_pg.loss.metrics import (
+    MicroBatchMetrics,
+    Scored,
+    checksum,
+    policy_metrics,
+    step_sums,
 )
+from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput, get_objective
+from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios
 from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.sample import LOG_PROB_FIELDS
 from megatron_pg.step.totals import StepTotals
+
+
+def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
+    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
+
+    Then it is known as soon as they are. The rows say it of themselves; of a user's function nothing is known.
+    """
+    if OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config):
+        return False
+    return all(row.is_sum_over_tokens for row in OBJECTIVES.rows_on(config)) and all(
+        row.is_sum_over_tokens for row in CORRECTIONS.rows_on(config)
+    )
+
+
+def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
+    """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
+    rows = OBJECTIVES.rows_on(config)
+    is_regularized = bool(config.kl_loss_coef or config.entropy_coef)
+    return not is_regularized and any(row.zero_advantage_is_zero_gradient for row in rows)
+
+
+class LossTerms(NamedTuple):
+    """The loss of one micro-batch on one rank, 0-d each, and what its metrics are made of."""
+
+    loss: Tensor
+    """What is differentiated."""
+    reported: dict[str, Tensor]
+    """By the name of the metric."""
+    outcome: ObjectiveOutput
+    corrected: Corrected
+
+
+class MicroBatchLoss:
+    """The loss of one micro-batch on one rank, as a function of its log-probs and entropy.
+
+    Built on the host before the model has run: the weight of every token is fixed here, by masks and totals alone.
+
+    Args:
+        config, batch, totals, context_parallel_group, step_share: as for `policy_loss_function`.
+
+    Raises:
+        ValueError: the batch lacks an input of the objective; the flags that ask for it are named.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        batch: PackedBatch,
+        totals: StepTotals,
+        context_parallel_group: dist.ProcessGroup | None = None,
+        step_share: float = 1.0,
+    ) -> None:
+        for field, flags in required_inputs(config).items():
+            if field in LOG_PROB_FIELDS and getattr(batch, field) is None:
+                raise ValueError(
+                    f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
+                    f"Sample({field}=...) to every sample of the step"
+                )
+        self.config, self.batch = config, batch
+        self._group, self._step_share = context_parallel_group, step_share
+        self._policy_gradient = policy_gradient_reduction(config, batch, totals)
+        if config.kl_loss_coef or config.entropy_coef:
+            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, totals)
+
+    def terms(self, log_probs: Tensor, entropy: Tensor | None) -> LossTerms:
+        """The loss without its metrics: objective, corrections, aggregation, regularizers.
+
+        Args:
+            log_probs: [window] float32.
+            entropy: [window] float32, or None.
+        """
+        config, batch = self.config, self.batch
+        sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=self._group)
+        outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
+        corrected = apply_corrections(
+            config, batch, log_probs, outcome.loss, batch.loss_mask, sequence=sequence
+        )
+        inner_sum = self._policy_gradient.inner_sum(corrected.pg_loss)
+        pg_loss = inner_sum / self._policy_gradient.outer_count
+        reported = {"loss": pg_loss, "pg_loss": pg_loss}
+        loss = inner_sum / (config.grad_divisor or self._policy_gradient.outer_count)
+        penalty: Tensor | float = 0.0
+        if config.kl_loss_coef:
+            reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
+            penalty = penalty + config.kl_loss_coef * reported["kl_loss"]
+        if config.entropy_coef and entropy is not None:
+            reported["entropy_loss"] = self._sample_mean(entropy)
+            penalty = penalty - config.entropy_coef * reported["entropy_loss"]
+        reported["loss"] = pg_loss + penalty
+        return LossTerms(loss + penalty, reported, outcome, corrected)
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, MicroBatchMetrics]:
+        """The loss, to be differentiated, and its detached metrics; arguments as for `terms`.
+
+        Raises:
+            ValueError: the entropy is needed and None.
+        """
+        config = self.config
+        if entropy is None and config.needs_entropy:
+            raise ValueError(
+                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
+                "of the window's response tokens, in nats"
+            )
+        terms = self.terms(log_probs, entropy)
+        metrics = step_sums(terms.reported, self._step_share)
+        metrics.add(checksum(self._policy_gradient, self._step_share, terms.loss.device))
+        scored = Scored(self.batch, log_probs, entropy, terms.outcome, terms.corrected)
+        metrics.add(policy_metrics(config, scored, share=self._step_share))
+        return terms.loss, metrics
 
 
 def policy_loss_function(
@@ -43,17 +156,17 @@ def policy_loss_function(
     Args:
         config: the objective and its aggregation.
         batch: the packed micro-batch, on the logits' device.
-        logits: ``[1, local_tokens, v/tp]`` or ``[local_tokens, v/tp]``, bf16, fp16 or fp32: the model's output.
+        logits: `[1, local_tokens, v/tp]` or `[local_tokens, v/tp]`, bf16, fp16 or fp32: the model's output.
             They may be overwritten by their gradient in backward.
         totals: the totals of the whole step.
         tensor_parallel_group: the group over which the vocabulary is split; None where it is not.
         context_parallel_group: the group over which sequences are split; None at size 1.
         vocab_size: the vocabulary without padding; None counts every column.
         step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
-            and micro-batches the shares add up to 1: ``1 / (ranks * num_microbatches)``.
+            and micro-batches the shares add up to 1: `1 / (ranks * num_microbatches)`.
 
     Returns:
-        The 0-d loss, to be differentiated, and the detached metrics (see :mod:`megatron_pg.loss.metrics`).
+        The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
 
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
@@ -72,17 +185,10 @@ def policy_loss_function(
         temperature=config.rollout_temperature,
         row_mask=batch.row_mask,
         vocab_size=vocab_size,
-        with_entropy=needs_entropy(config),
+        with_entropy=config.needs_entropy,
     )
-    return policy_loss_from_log_probs(
-        config,
-        batch,
-        log_probs[batch.logit_rows],
-        None if entropy is None else entropy[batch.logit_rows],
-        totals=totals,
-        context_parallel_group=context_parallel_group,
-        step_share=step_share,
-    )
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    return loss(log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows])
 
 
 def policy_loss_from_log_probs(
@@ -94,129 +200,19 @@ def policy_loss_from_log_probs(
     totals: StepTotals,
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
-    reductions: LossReductions | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """:func:`policy_loss_function` for a model that returns log-probs.
+    """`policy_loss_function` for a model that returns log-probs.
 
     Args:
-        log_probs: ``[window]`` float32, of the window's response tokens at the rollout temperature.
-        entropy: ``[window]`` float32, nats; None where neither the loss nor a metric needs it (`needs_entropy`).
-        reductions: ``LossReductions.build(config, batch, totals)``, where it is at hand.
-        The others are those of :func:`policy_loss_function`.
+        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature.
+        entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
+        The others are those of `policy_loss_function`.
 
     Raises:
         ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
     """
-    check_inputs(config, batch)
-    if entropy is None and needs_entropy(config):
-        raise ValueError(
-            "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of "
-            "the window's response tokens, in nats"
-        )
-    if reductions is None:
-        reductions = LossReductions.build(config, batch, totals)
-    terms = loss_terms(
-        config,
-        batch,
-        log_probs,
-        entropy,
-        reductions,
-        context_parallel_group=context_parallel_group,
-    )
-    pg_loss = terms.inner_sum / reductions.policy_gradient.outer_count
-    reported = {"loss": pg_loss + terms.penalty, "pg_loss": pg_loss, **terms.regularizers}
-    metrics = step_sums(reported, step_share)
-    metrics.add(checksum(reductions.policy_gradient, step_share, terms.loss.device))
-    metrics.add(
-        policy_metrics(
-            config,
-            batch,
-            log_probs,
-            entropy,
-            terms.outcome,
-            terms.corrected,
-            step_share=step_share,
-        )
-    )
-    return terms.loss, metrics
-
-
-@dataclass(frozen=True)
-class LossReductions:
-    """How the terms of a micro-batch's loss are summed; made on the host, of masks and totals alone."""
-
-    policy_gradient: StepReduction
-    sample_mean: StepReduction | None
-    """Of KL and entropy terms; None without them."""
-
-    @classmethod
-    def build(
-        cls, config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-    ) -> LossReductions:
-        """Arguments are those of `policy_loss_from_log_probs`."""
-        regularized = bool(config.kl_loss_coef or config.entropy_coef)
-        return cls(
-            policy_gradient_reduction(config, batch, totals),
-            sample_mean_reduction(batch, totals) if regularized else None,
-        )
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """The loss of one micro-batch on one rank, and what its metrics are made of."""
-
-    loss: Tensor
-    """0-d, to be differentiated."""
-    inner_sum: Tensor
-    penalty: Tensor | float
-    """What the regularizers add to the loss."""
-    regularizers: dict[str, Tensor]
-    """0-d each, before their coefficients."""
-    outcome: ObjectiveOutput
-    corrected: Corrected
-
-
-def loss_terms(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    reductions: LossReductions,
-    *,
-    context_parallel_group: dist.ProcessGroup | None = None,
-) -> LossTerms:
-    """The loss without its metrics; arguments as of `policy_loss_from_log_probs`, inputs checked before."""
-    sequence = sequence_log_ratios(
-        config, batch, log_probs, context_parallel_group=context_parallel_group
-    )
-    outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
-    corrected = apply_corrections(
-        config, batch, log_probs, outcome.loss, batch.loss_mask, sequence=sequence
-    )
-    policy_gradient = reductions.policy_gradient
-    inner_sum = policy_gradient.inner_sum(corrected.pg_loss)
-
-    regularizers = {}
-    if reductions.sample_mean is not None:
-        if config.kl_loss_coef:
-            kl = kl_penalty(config, batch, log_probs)
-            regularizers["kl_loss"] = (config.kl_loss_coef, reductions.sample_mean(kl))
-        if entropy is not None and config.entropy_coef:
-            regularizers["entropy_loss"] = (-config.entropy_coef, reductions.sample_mean(entropy))
-    penalty = sum(coefficient * value for coefficient, value in regularizers.values())
-    return LossTerms(
-        loss=inner_sum / (config.grad_divisor or policy_gradient.outer_count) + penalty,
-        inner_sum=inner_sum,
-        penalty=penalty,
-        regularizers={name: value for name, (_, value) in regularizers.items()},
-        outcome=outcome,
-        corrected=corrected,
-    )
-
-
-def needs_entropy(config: PolicyLossConfig) -> bool:
-    """Whether the loss or a metric reads the entropy."""
-    return config.entropy_coef > 0 or config.pg_metrics == "with_entropy"
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    return loss(log_probs, entropy)
 
 
 def check_vocabulary(
@@ -239,14 +235,4 @@ def check_vocabulary(
             raise ValueError(
                 f"{sample.name}: response token id {int(largest)} is outside the vocabulary of {vocab_size}: "
                 "tokenizer and model do not belong together"
-            )
-
-
-def check_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
-    """Refuses a micro-batch without an input that the settings need, naming the flags. Reads no tensor."""
-    for field, flags in required_inputs(config).items():
-        if field in LOG_PROB_FIELDS and getattr(batch, field) is None:
-            raise ValueError(
-                f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give Sample({field}=...) "
-                "to every sample of the step"
             )

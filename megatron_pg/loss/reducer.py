@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import checked_divisor, get_aggregation
+from megatron_pg.config.custom import (
+    CUSTOM_FUNCTIONS,
+    check_returned,
+    load_custom_function,
+    named_keywords,
+)
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.validation import layout_violation
+from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.transfer import to_device
+from megatron_pg.step.totals import StepTotals
 
 Reducer = Callable[[Tensor], Tensor]
-"""reducer(x): x ``[window]``, the per-token loss of this rank's window -> 0-d inner sum of this rank."""
+"""reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
 
 
 def get_pg_loss_reducer(
@@ -30,7 +41,7 @@ def get_pg_loss_reducer(
 ) -> Reducer:
     """Builds the reducer of one micro-batch on one rank.
 
-    ``reducer(x)`` is ``sum over the window of weight * x`` with the weights of :mod:`megatron_pg.loss.aggregation`. It is
+    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is
     local to the rank: no communication, no host synchronisation, and no more operators for many samples than for
     one. Summed over ranks and micro-batches and divided by the outer count of the step it is the objective. Neither
     a value nor a gradient of a masked position reaches it, NaN and infinity included.
@@ -39,20 +50,20 @@ def get_pg_loss_reducer(
         total_lengths: prompt and response tokens of each sample of the micro-batch, over all of its context-parallel
             group.
         response_lengths: response tokens of each sample.
-        loss_masks: one ``[response_length]`` tensor of 0 and 1 per sample, any dtype, all on one device.
+        loss_masks: one `[response_length]` tensor of 0 and 1 per sample, any dtype, all on one device.
         calculate_per_token_loss: the masked token sum instead, whatever the aggregation.
-        aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``.
-        divisor: L of ``constant``; refused with any other aggregation.
-        denominators: ``[samples]`` active tokens of each sample's rollout (``sample_mean``) or prompt group
-            (``prompt_mean``) over the whole step. None means the sample's own, and is refused for ``prompt_mean``.
+        aggregation: `sample_mean`, `prompt_mean`, `token_mean` or `constant`.
+        divisor: L of `constant`; refused with any other aggregation.
+        denominators: `[samples]` active tokens of each sample's rollout (`sample_mean`) or prompt group
+            (`prompt_mean`) over the whole step. None means the sample's own, and is refused for `prompt_mean`.
         cp_rank: rank in the context-parallel group; None means 0.
         cp_size: size of the context-parallel group; None means 1, never a global.
-        qkv_format: ``thd``; ``bshd`` has no window under context parallelism.
+        qkv_format: `thd`; `bshd` has no window under context parallelism.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
             not wanted. The reducer raises one when its argument is not as long as the window.
-        NotImplementedError: ``bshd`` with ``cp_size`` above 1.
+        NotImplementedError: `bshd` with `cp_size` above 1.
     """
     cp_size = 1 if cp_size is None else cp_size
     if cp_rank is None:
@@ -61,72 +72,109 @@ def get_pg_loss_reducer(
                 f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
             )
         cp_rank = 0
-    check_qkv_format(qkv_format, cp_size)
-    check_divisor(aggregation, divisor)
+    mode = checked_aggregation(aggregation, divisor, qkv_format)
+    if layout := layout_violation(qkv_format, cp_size):
+        raise NotImplementedError(layout)
     window = TokenWindow.build(total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size)
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
+    if denominators is not None:
+        denominators = _checked_denominators(denominators, mode, window)
+    elif (
+        mode.denominator is not None
+        and not mode.defaults_to_own_tokens
+        and not calculate_per_token_loss
+    ):
+        raise ValueError(
+            f"denominators is None, and --loss-aggregation {aggregation} needs one per sample: the active tokens of its "
+            "prompt group over the whole step"
+        )
     if calculate_per_token_loss:
-        if denominators is not None:
-            _checked_denominators(denominators, aggregation, window)
-        aggregation, divisor, denominators = "token_mean", None, None
-    weights = token_weights(
-        window, loss_masks, aggregation=aggregation, divisor=divisor, denominators=denominators
-    )
-    return WeightedSum(weights)
+        mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
+    return WeightedSum(token_weights(window, loss_masks, mode, divisor, denominators))
 
 
 class WeightedSum:
-    """A reducer: ``x -> sum(weights * x)`` over the positions of non-zero weight, in float32 or, for float64, float64."""
+    """A reducer: `x -> sum(weights * x)` over the positions of non-zero weight, in float32 or, for float64, float64."""
 
     def __init__(self, weights: Tensor) -> None:
         """Args: weights: [window] float64 on any device; 0 at masked positions."""
-        self._weights = weights
-        self._moved: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-
-    @property
-    def weights(self) -> Tensor:
+        self.weights = weights
         """[window] float64: the weight of each token, before the outer count."""
-        return self._weights
-
-    def weights_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """([window] weights, [window] bool that is True where they are 0) on x's device, in x's precision."""
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        key = (x.device, dtype)
-        if key not in self._moved:
-            # Kept for calls to come: built under inference mode they could not take part in a backward pass.
-            with torch.inference_mode(False):
-                weights = to_device(self._weights.to(dtype), x.device)
-                self._moved[key] = (weights, weights == 0)
-        return self._moved[key]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [window] floating -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
-        if x.shape != self._weights.shape:
+        if x.shape != self.weights.shape:
             raise ValueError(
                 f"the reducer got {list(x.shape)} per-token losses, and this rank's token window has "
-                f"{self._weights.numel()}: pass the losses of the window's response tokens, one dimension, in its order"
+                f"{self.weights.numel()}: pass the losses of the window's response tokens, one dimension, in its order"
             )
-        weights, is_masked = self.weights_like(x)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weights = to_device(self.weights, x.device).to(dtype)
         # masked_fill and not a product: 0 * NaN is NaN.
-        return (x.to(weights.dtype).masked_fill(is_masked, 0.0) * weights).sum()
+        return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`inner_sum(x) / outer_count`: this rank's share of an aggregate over the whole step."""
+
+    inner_sum: Reducer
+    """x [window] -> 0-d, rank-local."""
+    outer_count: int
+    """The count of the step that the inner sum is divided by."""
+    used_and_expected_weight: tuple[float, float] | None = None
+    """The sum of this micro-batch's weights on this rank, and that of the whole step's from the totals; None where they are
+    not known (a custom reducer)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [window] -> 0-d. Summed over ranks and micro-batches it is the aggregate."""
+        return self.inner_sum(x) / self.outer_count
+
+
+def policy_gradient_reduction(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
+) -> Reduction:
+    """The aggregation that the config names, over the samples of one micro-batch."""
+    if config.custom_pg_loss_reducer_function_path is not None:
+        return _custom_reduction(config, batch, totals)
+    mode = AGGREGATIONS[config.loss_aggregation]
+    return aggregated(mode, batch, totals, config.loss_aggregation_divisor)
+
+
+def aggregated(
+    mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float | None = None
+) -> Reduction:
+    """One aggregation over the samples of one micro-batch; made on the host, of masks and totals alone."""
+    weights = token_weights(
+        batch.window,
+        [sample.loss_mask for sample in batch.samples],
+        mode,
+        divisor,
+        mode.denominators(totals, batch.samples),
+    )
+    inner_weight = mode.inner_weight(totals, divisor or 1.0)
+    return Reduction(
+        inner_sum=WeightedSum(to_device(weights, batch.loss_mask.device)),
+        outer_count=mode.outer_count(totals),
+        # Read while the weights are on the host: nobody waits.
+        used_and_expected_weight=(float(weights.sum()), inner_weight),
+    )
 
 
 def token_weights(
     window: TokenWindow,
     loss_masks: Sequence[Tensor],
-    *,
-    aggregation: str,
+    mode: Aggregation,
     divisor: float | None = None,
-    denominators: Sequence[float] | Tensor | None = None,
+    denominators: Tensor | None = None,
 ) -> Tensor:
-    """[window] float64 on the masks' device: ``mask / divisor of the token's sample``, for one aggregation."""
-    mode = get_aggregation(aggregation)
+    """[window] float64 on the masks' device: `mask / divisor of the token's sample`, for one aggregation."""
     flat_mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0)
     device = flat_mask.device
     mask = flat_mask.to(torch.float64)
     if denominators is not None:
-        denominators = to_device(_checked_denominators(denominators, aggregation, window), device)
-    elif aggregation == "sample_mean":
+        denominators = to_device(denominators, device)
+    elif mode.defaults_to_own_tokens:
         sample_ids = torch.repeat_interleave(
             torch.arange(window.num_samples),
             torch.tensor(window.response_lengths, dtype=torch.int64),
@@ -140,36 +188,50 @@ def token_weights(
     return window_mask / divisors
 
 
-def check_qkv_format(qkv_format: str, cp_size: int) -> None:
-    """Refuses the layouts that have no token window."""
-    if qkv_format not in ("thd", "bshd"):
-        raise ValueError(f"--qkv-format is {qkv_format!r}: expected thd or bshd")
-    if qkv_format == "bshd" and cp_size > 1:
-        raise NotImplementedError(
-            f"--qkv-format bshd with --context-parallel-size {cp_size}: BSHD chunks every sequence by the padded maximum "
-            "length of the micro-batch, which the reducer is not told; use --qkv-format thd"
-        )
-
-
-def check_divisor(aggregation: str, divisor: float | None) -> None:
-    """Refuses a divisor without ``constant`` and ``constant`` without one."""
-    get_aggregation(aggregation)
-    if aggregation == "constant":
-        checked_divisor(divisor)
-    elif divisor is not None:
+def _custom_reduction(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
+) -> Reduction:
+    """A user's reducer; by the field's convention its inner sum is over rollouts, or tokens in per-token mode."""
+    window, field = batch.window, "custom_pg_loss_reducer_function_path"
+    path = str(getattr(config, field))
+    where = f"--custom-pg-loss-reducer-function-path {path}"
+    function = load_custom_function(field, path)
+    context_parallel = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+    all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
+    loss_masks = torch.split(all_masks.to(batch.loss_mask.device), list(window.response_lengths))
+    named = named_keywords(function, CUSTOM_FUNCTIONS[field].keywords)
+    reducer = function(
+        list(window.total_lengths),
+        list(window.response_lengths),
+        list(loss_masks),
+        config.calculate_per_token_loss,
+        **{name: context_parallel[name] for name in named},
+    )
+    if not callable(reducer):
         raise ValueError(
-            f"--loss-aggregation-divisor {divisor} with --loss-aggregation {aggregation}: only constant divides by "
-            "it; drop the divisor or choose constant"
+            f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
         )
+    per_token = config.calculate_per_token_loss
+    return Reduction(
+        inner_sum=functools.partial(_checked_sum, reducer, f"{where}: the reducer"),
+        outer_count=max(totals.num_active_tokens if per_token else totals.num_rollouts, 1),
+    )
+
+
+def _checked_sum(reducer: Reducer, where: str, x: Tensor) -> Tensor:
+    inner_sum = reducer(x)
+    meaning = "the weighted sum of x over this rank's window"
+    check_returned(inner_sum, (), where, meaning, differentiable_in=x)
+    return inner_sum
 
 
 def _checked_denominators(
-    denominators: Sequence[float] | Tensor, aggregation: str, window: TokenWindow
+    denominators: Sequence[float] | Tensor, mode: Aggregation, window: TokenWindow
 ) -> Tensor:
     """[num_samples] float64. Values are read only where they lie on the host."""
-    if aggregation in ("token_mean", "constant"):
+    if mode.denominator is None:
         raise ValueError(
-            f"denominators are given and the aggregation is {aggregation}, which divides by none: leave them out, or "
+            f"denominators are given and the aggregation is {mode.name}, which divides by none: leave them out, or "
             "choose sample_mean or prompt_mean"
         )
     values = torch.as_tensor(denominators, dtype=torch.float64)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import TABLES
 from megatron_pg.loss.masking import masked, required_log_probs
-
-if TYPE_CHECKING:
-    from megatron_pg.config import PolicyLossConfig
-    from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch
 
 
 class SequenceReduction:
@@ -94,7 +92,7 @@ def sequence_log_ratios(
     *,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> SequenceLogRatios | None:
-    """What gspo and the sequence-level corrections need of a micro-batch, in one all-reduce.
+    """What the rows that are on need of whole sequences, in one all-reduce.
 
     Whether there is an all-reduce depends on the config alone: either every rank of the
     context-parallel group joins it or none does.
@@ -111,15 +109,16 @@ def sequence_log_ratios(
     Raises:
         ValueError: the batch lacks log-probs that a setting needs.
     """
-    needs_policy, needs_mismatch = _needs_policy(config), _needs_mismatch(config)
-    if not needs_policy and not needs_mismatch:
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    sums = {name for row in rows_on for name in row.sums_over_sequences()}
+    if not sums:
         return None
     loss_mask, nothing = batch.loss_mask, torch.zeros_like(batch.loss_mask, dtype=torch.float64)
     policy = mismatch = nothing
-    if needs_policy:
+    if "policy" in sums:
         old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
         policy = masked(log_probs, loss_mask).double() - masked(old_log_probs, loss_mask)
-    if needs_mismatch:
+    if "mismatch" in sums:
         mismatch = rollout_mismatch(batch).double()
     reduction = SequenceReduction(
         batch.window_segment_ids, batch.window.num_samples, context_parallel_group
@@ -139,15 +138,3 @@ def rollout_mismatch(batch: PackedBatch) -> Tensor:
     rollout_log_probs = required_log_probs(batch, "rollout_log_probs", "a rollout correction")
     old_log_probs = masked(old_log_probs.detach(), batch.loss_mask)
     return old_log_probs - masked(rollout_log_probs.detach(), batch.loss_mask)
-
-
-def _needs_policy(config: PolicyLossConfig) -> bool:
-    is_gspo = config.policy_loss == "gspo" and config.custom_policy_loss_path is None
-    return is_gspo or config.use_opsm
-
-
-def _needs_mismatch(config: PolicyLossConfig) -> bool:
-    weights_sequences = config.use_tis and config.tis_level == "sequence"
-    return config.use_geometric_rejection or (
-        weights_sequences and config.custom_tis_function_path is None
-    )

@@ -1,5 +1,38 @@
-"""Everything that imports Megatron-Core: the scale contract, process groups, versions, CPU running.
+"""Megatron-Core's side: a step's policy loss in its schedules, process groups, running on a CPU.
 
-The submodules are imported by name (`from megatron_pg.megatron.loss import megatron_loss`); this file
-imports none of them, so that `import megatron_pg` works where Megatron is not installed.
+What is named here is imported when it is first used, so that `megatron_pg.megatron.scale_contract` and the reading of a
+trainer's globals work where Megatron-Core is not installed.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
+    from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+    from megatron_pg.megatron.groups import ParallelGroups
+    from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
+
+__all__ = [
+    "ParallelGroups",
+    "PolicyStep",
+    "enable_cpu_runtime",
+    "packed_seq_params",
+    "torch_block_spec",
+]
+
+_PLACES = {
+    "ParallelGroups": "groups",
+    "PolicyStep": "policy_step",
+    "enable_cpu_runtime": "cpu.runtime",
+    "packed_seq_params": "policy_step",
+    "torch_block_spec": "cpu.layer_spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -2,18 +2,11 @@
 
 `GPTModel.forward(output_processor=...)` of megatron-core 0.18 and later hands over the hidden states, the output
 layer and its weight before the logits are computed (models/gpt/gpt_model.py). What takes them there and what turns
-the model's output into the loss belong to one micro-batch, so they are one object:
-
-    fused = FusedOutput(config, batch, totals, num_microbatches=..., model=model)
-    output = model(tokens, position_ids, None, packed_seq_params=..., output_processor=fused.output_processor)
-    return output, fused.loss_func
-
-`megatron_pg.megatron.output_head` chooses between this and `megatron_loss` by `--fused-lm-head`.
+the model's output into the loss belong to one micro-batch, so they are one object.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -24,82 +17,60 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.policy_loss import (
-    LossReductions,
-    check_inputs,
+    MicroBatchLoss,
     check_vocabulary,
-    loss_terms,
-    policy_loss_from_log_probs,
+    is_sum_over_tokens,
+    leaves_out_zero_advantages,
 )
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.micro_batch import MicroBatchScale
-from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
-from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.totals import StepTotals
-from megatron_pg.step.transfer import to_device
+from megatron_pg.step.batch import PackedBatch, to_device
 
 
-class FusedOutput:
-    """The output end of the model for one micro-batch: `output_processor` and `loss_func`.
+class FusedHead:
+    """The output end of the model for one micro-batch: `output_processor` and `loss`.
 
-    Only rows that score an active token enter the output layer, and only those with a gradient the products of
-    backward (see `active_rows`). Where `is_sum_over_tokens`, the gradients are computed in the same pass (three matrix
-    products); otherwise the log-probs are, and backward multiplies again unless `keep_logits` (see
-    `megatron_pg.head.from_hidden`). In the first case the gradient that the schedule hands to the loss is worked out
-    beforehand (`ScaleContract.incoming_gradient`) and the weight's gradient goes straight to `main_grad`, in forward: a
-    forward pass that is to have no backward belongs under `torch.no_grad()` or `model.eval()`.
+    Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
+    Where the loss is a sum over tokens, the gradients are computed in the same pass (three matrix products); otherwise the
+    log-probs are, and backward multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`). In the first
+    case, with a `loss_scale`, the weight's gradient goes straight to `main_grad`, in forward: a forward pass that is to
+    have no backward belongs under `torch.no_grad()` or `model.eval()`.
 
     Args:
-        config, batch, totals, num_microbatches, model, groups, vocab_size: as for
-            `megatron_pg.megatron.loss.megatron_loss`. `config.fp32_lm_head` asks for float32 logits.
+        micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
+        groups: the process groups.
+        vocab_size: the vocabulary without padding; None counts every column.
+        loss_scale: 0-d, the gradient that the schedule will hand to the loss; None where it is not known.
         keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
         chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
-
-    Raises:
-        NotImplementedError: megatron-core is older than 0.18, or the model is no GPTModel.
-        ValueError: as `megatron_loss`.
     """
 
     def __init__(
         self,
-        config: PolicyLossConfig,
-        batch: PackedBatch,
-        totals: StepTotals,
+        micro_batch_loss: MicroBatchLoss,
+        groups: ParallelGroups,
         *,
-        num_microbatches: int,
-        model: Any,
-        groups: ParallelGroups | None = None,
         vocab_size: int | None = None,
+        loss_scale: Tensor | None = None,
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        _check_model(model)
-        self._model = model
-        self._config, self._batch, self._totals = config, batch, totals
-        self._keep_logits = keep_logits
-        self._scale = MicroBatchScale.build(
-            config, batch, totals, num_microbatches=num_microbatches, model=model, groups=groups
-        )
-        self._groups = self._scale.groups
+        config = micro_batch_loss.config
+        self._micro_batch_loss, self._batch = micro_batch_loss, micro_batch_loss.batch
+        self._groups, self._loss_scale, self._keep_logits = groups, loss_scale, keep_logits
         self._options = HeadOptions(
-            tensor_parallel_group=self._groups.tensor,
+            tensor_parallel_group=groups.tensor,
             temperature=config.rollout_temperature,
             vocab_size=vocab_size,
             fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
         )
-        check_inputs(config, batch)
-        active, self._gradient_rows = active_rows(config, batch)
-        self._active = to_device(active, batch.tokens.device)
+        active, self._gradient_rows = active_rows(config, self._batch)
+        self._active = to_device(active, self._batch.tokens.device)
         self._metrics: MicroBatchMetrics | None = None
 
     def output_processor(
@@ -120,7 +91,7 @@ class FusedOutput:
             config: the model's.
 
         Returns:
-            The loss [1], or log_probs and entropy [2, active tokens]: `loss_func` takes either.
+            The loss [1], or log_probs and entropy [2, active tokens]: `loss` takes either.
 
         Raises:
             NotImplementedError: the output layer does more than multiply by its weight.
@@ -128,29 +99,25 @@ class FusedOutput:
                 vocabulary.
         """
         weight = _plain_weight(output_layer, output_weight, config)
-        check_vocabulary(
-            self._batch, weight.shape[0], self._groups.tensor, self._options.vocab_size
-        )
-        hidden = self._active_rows(self._whole_hidden(hidden_states, output_layer))
-        targets = self._batch.targets[self._batch.logit_rows[self._active]]
-        loss_scale = self._scale.incoming_gradient(self._model, hidden.device)
+        vocab_size = self._options.vocab_size
+        check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
+        rows = self._batch.logit_rows[self._active]
+        hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
+        targets = self._batch.targets[rows]
         # What float16 cannot hold without the loss scale waits for backward.
-        waits = hidden.dtype == torch.float16 and loss_scale is None
-        if is_sum_over_tokens(self._config) and not waits:
-            return self._loss_in_one_pass(hidden, weight, targets, loss_scale)
+        waits = hidden.dtype == torch.float16 and self._loss_scale is None
+        if is_sum_over_tokens(self._micro_batch_loss.config) and not waits:
+            return self._loss_in_one_pass(hidden, weight, targets)
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, self._options, keep_logits=self._keep_logits
         )
         return torch.stack(outputs)
 
-    def loss_func(self, output_tensor: Tensor) -> ScheduleOutput:
-        """What the schedule calls on the last stage with the model's output."""
-        if self._metrics is None:
-            log_probs, entropy = output_tensor.unbind()
-            loss, metrics = self._policy_loss(log_probs, entropy)
-        else:
-            loss, metrics = output_tensor[0], self._metrics
-        return self._scale.apply(loss, metrics)
+    def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
+        """The local loss and its metrics from the model's output."""
+        if self._metrics is not None:
+            return output_tensor[0], self._metrics
+        return self._micro_batch_loss(*map(self._in_window, output_tensor.unbind()))
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""
@@ -167,35 +134,12 @@ class FusedOutput:
             )
         return hidden_states[:, 0]
 
-    def _active_rows(self, hidden: Tensor) -> Tensor:
-        return hidden.index_select(0, self._batch.logit_rows[self._active])
-
     def _in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """[rows of the active tokens] -> [window], 0 elsewhere: the loss masks those positions."""
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 
-    @functools.cached_property
-    def _reductions(self) -> LossReductions:
-        return LossReductions.build(self._config, self._batch, self._totals)
-
-    def _policy_loss(
-        self, log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)
-    ) -> tuple[Tensor, MicroBatchMetrics]:
-        return policy_loss_from_log_probs(
-            self._config,
-            self._batch,
-            self._in_window(log_probs, rows),
-            self._in_window(entropy, rows),
-            totals=self._totals,
-            context_parallel_group=self._groups.context,
-            step_share=self._scale.step_share,
-            reductions=self._reductions,
-        )
-
-    def _loss_in_one_pass(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_scale: Tensor | None
-    ) -> Tensor:
+    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Gradients chunk by chunk; value and metrics from all log-probs together.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
@@ -205,16 +149,11 @@ class FusedOutput:
         everything = slice(0, len(self._active))
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+            of_window = self._in_window(log_probs, rows), self._in_window(entropy, rows)
             if rows == everything:
-                loss, self._metrics = self._policy_loss(log_probs, entropy)
+                loss, self._metrics = self._micro_batch_loss(*of_window)
                 return loss
-            return loss_terms(
-                self._config,
-                self._batch,
-                self._in_window(log_probs, rows),
-                self._in_window(entropy, rows),
-                self._reductions,
-            ).loss
+            return self._micro_batch_loss.terms(*of_window).loss
 
         total, log_probs, entropy = linear_token_loss(
             hidden,
@@ -223,27 +162,56 @@ class FusedOutput:
             token_loss,
             self._options,
             gradient_rows=self._gradient_rows,
-            loss_scale=loss_scale,
+            loss_scale=self._loss_scale,
         )
         if self._metrics is None:  # in several chunks, or of no token
-            value, self._metrics = self._policy_loss(log_probs, entropy)
+            of_window = self._in_window(log_probs), self._in_window(entropy)
+            value, self._metrics = self._micro_batch_loss(*of_window)
             total = value + (total - total.detach())
         return total[None]
 
 
-def _check_model(model: Any) -> None:
+def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
+    """Which tokens of the window are scored, on the host: those with a gradient first.
+
+    Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
+    wanted for the metrics alone.
+
+    Returns:
+        [active tokens] int64 into the window, and how many of them have a gradient.
+    """
+    in_window = batch.window.response_indices
+    nothing = [torch.zeros(0)]
+    active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
+    with_gradient = active
+    if leaves_out_zero_advantages(config):
+        advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
+        with_gradient = active & (advantages[in_window] != 0)
+    first = with_gradient.nonzero()[:, 0]
+    rest = (active & ~with_gradient).nonzero()[:, 0]
+    return torch.cat([first, rest]), len(first)
+
+
+def require_output_processor(model: Any) -> None:
+    """Refuses a Megatron-Core or a model that has no place for the fused head.
+
+    Args:
+        model: wrapped or not, or a list of chunks; None is not looked at.
+    """
     if not supports_output_processor():
         raise NotImplementedError(
             "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
-            "older one drop --fused-lm-head and use megatron_loss on the model's logits"
+            "older one drop --fused-lm-head"
         )
     module = model[0] if isinstance(model, (list, tuple)) else model
     while hasattr(module, "module"):
         module = module.module
+    if module is None:
+        return
     if "output_processor" not in inspect.signature(type(module).forward).parameters:
         raise NotImplementedError(
             f"the fused head needs a model whose forward takes output_processor, as GPTModel's; found "
-            f"{type(module).__name__}: drop --fused-lm-head and use megatron_loss on the model's logits"
+            f"{type(module).__name__}: drop --fused-lm-head"
         )
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import versions
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,14 @@ ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[s
 
 @dataclass(frozen=True)
 class ScaleContract:
-    """How one micro-batch's loss is handed to the schedule."""
+    """How the losses of a step's micro-batches are handed to the schedule, on one rank."""
 
     calculate_per_token_loss: bool
     """The mode of the *model's* config; a host may force it whatever the flags say."""
     factor: float
     """What the local loss is multiplied by."""
-    num_tokens: int
-    """n of per-token mode, on this rank."""
+    counts_all_tokens: bool
+    """Whether n of per-token mode is all local tokens of a micro-batch, padding included, or its active ones."""
     schedule_factor: float
     """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
 
@@ -61,14 +62,17 @@ class ScaleContract:
         with torch.no_grad():
             return torch.as_tensor(scale(known), device=device).reshape(())
 
-    def apply(self, loss: Tensor, metrics: dict[str, Tensor]) -> ScheduleOutput:
-        """The tuple that the schedule expects of this mode. `loss` 0-d, attached to the graph."""
+    def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
+        """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics
         # An int32 tensor: the schedule adds it to an int32 accumulator, and clamps it.
-        num_tokens = torch.full((), self.num_tokens, dtype=torch.int32, device=loss.device)
-        return scaled, num_tokens, metrics
+        num_tokens = (
+            batch.window.local_tokens if self.counts_all_tokens else batch.num_active_tokens
+        )
+        n = torch.full((), num_tokens, dtype=torch.int32, device=loss.device)
+        return scaled, n, metrics
 
 
 def scale_contract(
@@ -79,10 +83,8 @@ def scale_contract(
     data_parallel_size: int,
     context_parallel_size: int,
     num_microbatches: int,
-    num_active_tokens: int,
-    num_local_tokens: int,
 ) -> ScaleContract:
-    """The contract of one micro-batch on one rank.
+    """The contract of one step on one rank.
 
     Args:
         model_config: the model's TransformerConfig, or None where it is not at hand.
@@ -91,8 +93,6 @@ def scale_contract(
         data_parallel_size: DP, without context parallelism.
         context_parallel_size: CP.
         num_microbatches: M of this data-parallel rank.
-        num_active_tokens: active tokens of this rank's window.
-        num_local_tokens: all tokens of this rank's part of the micro-batch, padding included.
 
     Raises:
         ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss or multi-token prediction
@@ -112,12 +112,12 @@ def scale_contract(
         return ScaleContract(
             calculate_per_token_loss=False,
             factor=float(data_parallel_size * num_microbatches),
-            num_tokens=0,
+            counts_all_tokens=False,
             schedule_factor=context_parallel_size / num_microbatches,
         )
     if not scales_auxiliary_loss_by_tokens(model_config):
         return ScaleContract(
-            True, float(max(totals.num_active_tokens, 1)), num_active_tokens, schedule_factor=1.0
+            True, float(max(totals.num_active_tokens, 1)), False, schedule_factor=1.0
         )
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
         raise NotImplementedError(
@@ -132,9 +132,7 @@ def scale_contract(
             "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
             "policy gradient is the same)"
         )
-    return ScaleContract(
-        True, float(max(totals.num_tokens, 1)), num_local_tokens, schedule_factor=1.0
-    )
+    return ScaleContract(True, float(max(totals.num_tokens, 1)), True, schedule_factor=1.0)
 
 
 @functools.cache

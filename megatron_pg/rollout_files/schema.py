@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_pg.step.integers import as_integer
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, as_integer
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"

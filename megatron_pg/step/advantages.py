@@ -58,7 +58,7 @@ def group_advantages(
     Args:
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
-        method: ``grpo``, ``dr_grpo`` or ``rloo``.
+        method: `grpo`, `dr_grpo` or `rloo`.
 
     Raises:
         ValueError: sizes that differ, a reward that is not finite, rewards whose advantages float32 does not hold, ids
@@ -73,14 +73,15 @@ def group_advantages(
     size = group_sizes[group].double()
 
     def group_sum(values: Tensor) -> Tensor:
-        """[samples] -> [samples]: the sum over the sample's group."""
-        return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)[group]
+        """[samples] -> [groups]."""
+        return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)
 
-    centered = reward - group_sum(reward) / size
+    centered = reward - group_sum(reward)[group] / size
     # Decided on the rewards themselves: their mean rounds, and would leave a residue to normalise.
-    is_equal = _group_spread(reward, group, groups.numel()) == 0
+    one_of_group = torch.zeros(groups.numel(), dtype=torch.float64).scatter_(0, group, reward)
+    is_equal = group_sum((reward != one_of_group[group]).double()) == 0
     if method == "grpo":
-        variance = group_sum(centered.square()) / (size - 1).clamp(min=1)
+        variance = group_sum(centered.square())[group] / (size - 1).clamp(min=1)
         # An infinite one would make zeros of advantages.
         std = torch.where(variance.isinf(), torch.nan, variance.sqrt())
         advantages = centered / (std + STD_EPSILON)
@@ -95,15 +96,6 @@ def group_advantages(
         num_groups=groups.numel(),
         zero_advantage_groups=tuple(groups[is_equal].tolist()),
     )
-
-
-def _group_spread(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """[samples] values and group numbers 0, 1, ... -> [groups] largest minus smallest value."""
-    largest = torch.full((num_groups,), -torch.inf, dtype=values.dtype)
-    smallest = torch.full((num_groups,), torch.inf, dtype=values.dtype)
-    largest.scatter_reduce_(0, group, values, "amax")
-    smallest.scatter_reduce_(0, group, values, "amin")
-    return largest - smallest
 
 
 def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,9 +16,9 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     """Every rank's picklable value, in rank order; every rank of the group must call it. None: this rank alone."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
-    gathered: list[Value | None] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
-    return cast(list[Value], gathered)
+    return gathered
 
 
 class OtherRankError(RuntimeError):
@@ -29,20 +29,16 @@ class OtherRankError(RuntimeError):
 class _Failure:
     """What a rank sends in place of its share."""
 
+    kind: type[Exception]
+    """What the other ranks raise."""
     message: str
-    is_value_error: bool
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        is_value_error = isinstance(error, ValueError)
-        # That of a ValueError is written for the user; others say little without their kind.
-        message = str(error) if is_value_error else f"{type(error).__name__}: {error}"
-        return cls(message, is_value_error)
-
-    def on(self, rank: int) -> Exception:
-        """The error of rank `rank`, as the other ranks raise it."""
-        kind = ValueError if self.is_value_error else OtherRankError
-        return kind(f"data-parallel rank {rank}: {self.message}")
+        # The message of a ValueError is written for the user; others say little without their kind.
+        if isinstance(error, ValueError):
+            return cls(ValueError, str(error))
+        return cls(OtherRankError, f"{type(error).__name__}: {error}")
 
 
 def compute_and_gather(
@@ -50,9 +46,9 @@ def compute_and_gather(
     share: Callable[[Value], Shared],
     group: dist.ProcessGroup | None,
 ) -> tuple[Value, list[Shared]]:
-    """This rank's ``compute()``, and ``share()`` of it from every rank, in rank order.
+    """This rank's `compute()`, and `share()` of it from every rank, in rank order.
 
-    Every rank of the group must call it. An error of ``compute`` or ``share`` travels in place of the value, whatever
+    Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, whatever
     its kind, so that no rank is left waiting in the collective: a file may be unreadable on one node alone.
 
     Args:
@@ -75,6 +71,6 @@ def compute_and_gather(
     shared = []
     for rank, part in enumerate(gather(mine, group)):
         if isinstance(part, _Failure):
-            raise part.on(rank)
+            raise part.kind(f"data-parallel rank {rank}: {part.message}")
         shared.append(part)
     return value, shared

@@ -12,18 +12,23 @@ from torch import Tensor
 
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.transfer import to_device
+
+RESPONSE_FIELDS = {
+    "loss_mask": torch.bool,
+    **dict.fromkeys(("advantages", *LOG_PROB_FIELDS), torch.float32),
+}
+"""The fields of a sample that have one value per response token."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """What the model and the loss need of one micro-batch on one rank. Built by :func:`pack`.
+    """What the model and the loss need of one micro-batch on one rank. Built by `pack`.
 
-    The model is fed ``tokens[None]`` and ``position_ids[None]``, each ``[1, local_tokens]``.
+    The model is fed `tokens[None]` and `position_ids[None]`, each `[1, local_tokens]`.
     """
 
     window: TokenWindow
-    """The layout; its index tensors stay on the host, ``cu_seqlens`` moves with the batch."""
+    """The layout; its index tensors stay on the host, `cu_seqlens` moves with the batch."""
     samples: tuple[Sample, ...]
     """The samples, on the host."""
     tokens: Tensor
@@ -51,7 +56,7 @@ class PackedBatch:
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
     largest_target: int
-    """The largest id among ``targets`` (a host number), to be held against the size of the vocabulary."""
+    """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`; from the host to CUDA through pinned memory, unblocked."""
@@ -67,6 +72,13 @@ class PackedBatch:
         return dataclasses.replace(self, window=window, **tensors)
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def pack(
     samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
 ) -> PackedBatch:
@@ -77,7 +89,7 @@ def pack(
             pipeline-parallel groups. Empty gives one dummy segment that no objective counts.
         cp_rank: rank in the context-parallel group.
         cp_size: its size.
-        pad_to_multiple: see :meth:`TokenWindow.build`; ``cp_size * tp_size`` under sequence parallelism.
+        pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
 
     Raises:
         ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each.
@@ -89,56 +101,48 @@ def pack(
         cp_size=cp_size,
         pad_to_multiple=pad_to_multiple,
     )
-    all_tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
-    loss_mask = _of_window([s.loss_mask for s in samples], window, torch.bool)
-    log_probs = {
-        field: _of_window([getattr(s, field) for s in samples], window, torch.float32)
-        for field in LOG_PROB_FIELDS
-        if _all_carry(field, samples)
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
+    response_fields: dict[str, Any] = {
+        field: _of_window(field, dtype, samples, window) for field, dtype in RESPONSE_FIELDS.items()
     }
-    targets = _gather_or_zero(all_tokens, window.target_indices)
+    loss_mask = response_fields["loss_mask"]
+    targets = _gather_or_zero(tokens, window.target_indices)
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
     row_mask[window.logit_rows] = loss_mask
     return PackedBatch(
         window=window,
         samples=tuple(samples),
-        tokens=_gather_or_zero(all_tokens, window.token_indices),
+        tokens=_gather_or_zero(tokens, window.token_indices),
         # Padding past a sequence's end must not index past the model's last learned position.
         position_ids=torch.where(window.token_indices >= 0, window.position_ids, 0),
         targets=targets,
         row_mask=row_mask,
         logit_rows=window.logit_rows,
         window_segment_ids=window.window_segment_ids,
-        loss_mask=loss_mask,
-        advantages=_of_window(
-            [torch.as_tensor(s.advantages) for s in samples], window, torch.float32
-        ),
-        old_log_probs=log_probs.get("old_log_probs"),
-        ref_log_probs=log_probs.get("ref_log_probs"),
-        rollout_log_probs=log_probs.get("rollout_log_probs"),
+        **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_target=int(targets.max()),
     )
 
 
-def _of_window(responses: Sequence[Tensor], window: TokenWindow, dtype: torch.dtype) -> Tensor:
-    """[window] of a field that has one value per response token."""
-    return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
-
-
-def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """``values[indices]`` with 0 where the index is -1."""
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded[indices]
-
-
-def _all_carry(field: str, samples: Sequence[Sample]) -> bool:
-    """Whether the samples carry `field`; an empty micro-batch lacks nothing."""
-    present = [getattr(sample, field) is not None for sample in samples]
-    if any(present) and not all(present):
-        without, with_them = present.index(False), present.index(True)
+def _of_window(
+    field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
+) -> Tensor | None:
+    """[window] of a field that has one value per response token, or None where no sample of the micro-batch has it."""
+    responses = [getattr(sample, field) for sample in samples]
+    lacks = [response is None for response in responses]
+    if any(lacks) and not all(lacks):
+        without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
             f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
-    return all(present)
+    if any(lacks):
+        return None
+    return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
+
+
+def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
+    """`values[indices]` with 0 where the index is -1."""
+    padded = torch.cat([values, values.new_zeros(1)])
+    return padded[indices]

@@ -1,7 +1,7 @@
 """Dealing sequences to bins of limited capacity: lengths in, bins out. NumPy and the host alone.
 
 As few bins as first-fit decreasing needs (at most 11/9 of the fewest possible plus 6/9, Dosa 2007; in practice the
-lower bound ``ceil(sum / capacity)`` where sequences are short beside the capacity), and their loads evened out by
+lower bound `ceil(sum / capacity)` where sequences are short beside the capacity), and their loads evened out by
 longest-processing-time-first (Graham 1969) wherever that keeps within the capacity.
 """
 
@@ -60,24 +60,6 @@ def plan_bins(
     return _bins_by_load(bin_of_sequence, sizes, num_bins)
 
 
-def balance(lengths: ArrayLike, num_bins: int) -> list[Indices]:
-    """Deals every sequence to one of `num_bins` bins of any capacity, the loads as even as that goes.
-
-    Args:
-        lengths: [sequences] positive integers.
-        num_bins: how many.
-
-    Returns:
-        Per bin the indices of its sequences, ascending; empty where there are too few.
-    """
-    sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    _check_sizes(sizes, 1, num_bins)
-    order = _longest_first(sizes, None)
-    bin_of_sequence = np.zeros(sizes.size, dtype=np.int64)
-    bin_of_sequence[order] = _longest_to_lightest(sizes[order].tolist(), num_bins)
-    return _bins_by_load(bin_of_sequence, sizes, num_bins)
-
-
 def _check_sizes(sizes: Indices, capacity: int, multiple: int) -> None:
     if capacity < 1 or multiple < 1:
         raise ValueError(
@@ -118,7 +100,7 @@ def _deal(
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
     """The first bin with room for each sequence, in the order given.
 
-    ``room`` is a binary tree over the bins whose inner nodes hold the largest room below them, so that a sequence
+    `room` is a binary tree over the bins whose inner nodes hold the largest room below them, so that a sequence
     takes time logarithmic in the number of bins. All bins but one are more than half full, which bounds their number.
     """
     most_bins = 2 * sum(sizes) // capacity + 1

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_pg.config.planning import OVERSIZED
+from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.bins import balance, plan_bins
+from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import packed_multiple, padded_length
-from megatron_pg.step.totals import SampleCounts, StepTotals, totals_of_counts
+from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by :func:`plan_step`."""
+    """How one data-parallel rank runs a step. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending; longest micro-batch first. An empty one is legal: pack()
@@ -26,34 +26,12 @@ class StepPlan:
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
-    """The totals of the step over all data-parallel ranks, ``num_tokens`` included."""
+    """The totals of the step over all data-parallel ranks, `num_tokens` included."""
 
     @property
     def num_microbatches(self) -> int:
-        """M, as the schedule and ``megatron_loss`` take it."""
+        """M, as Megatron's schedule takes it."""
         return len(self.microbatches)
-
-
-@dataclass(frozen=True, eq=False)
-class _RankPlan:
-    """One rank's own plan, before it has heard of the others."""
-
-    microbatches: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]
-    counts: SampleCounts
-
-
-@dataclass(frozen=True, eq=False)
-class _Announcement:
-    """What a rank tells the others of its plan."""
-
-    num_microbatches: int
-    num_tokens: int
-    counts: SampleCounts
-
-    @classmethod
-    def of(cls, plan: _RankPlan) -> _Announcement:
-        return cls(len(plan.microbatches), sum(plan.tokens), plan.counts)
 
 
 def plan_step(
@@ -65,61 +43,69 @@ def plan_step(
     pad_to_multiple: int = 1,
     microbatch_group_size: int = 1,
     ragged: bool = False,
-    oversized: str = "error",
+    oversized: OversizedSamples = "error",
     seed: int | None = None,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches and counts the step.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
-    ``step_totals``; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
+    `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
     and get the same plan. One exchange over the data-parallel group. Samples whose masks a correction shrinks
-    (``accepted_samples``) must have been shrunk before.
+    (`accepted_samples`) must have been shrunk before.
 
     Args:
         samples: this data-parallel rank's samples of the step. None at all is legal.
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
-            included; a rank holds ``1 / cp_size`` of them.
+            included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: as given to ``pack``.
-        pad_to_multiple: as given to ``pack``.
+        cp_size: as given to `pack`.
+        pad_to_multiple: as given to `pack`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
-            needs ``config.microbatch_group_size_per_vp_stage``.
+            needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
             ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
-        oversized: ``error``, or ``own_microbatch`` for a micro-batch of its own, above the budget.
-        seed: see :func:`megatron_pg.step.plan_bins`.
+        oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
+        seed: see `plan_bins`.
 
     Raises:
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a
             rollout over several prompt groups.
     """
-
     multiple = packed_multiple(cp_size, pad_to_multiple)
 
-    def plan_rank() -> _RankPlan:
+    def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
-        if oversized != "own_microbatch":
-            _refuse_oversized(samples, lengths, capacity, oversized)
+        if oversized == "error":
+            _refuse_oversized(samples, lengths, capacity)
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
-        tokens = [_packed_tokens([lengths[i] for i in bin_], multiple) for bin_ in microbatches]
-        return _RankPlan(microbatches, tuple(tokens), SampleCounts.of(samples))
+        # An empty one is a dummy segment of the smallest length.
+        tokens = tuple(
+            max(-(-sum(lengths[i] for i in members) // multiple), 1) * multiple
+            for members in microbatches
+        )
+        return microbatches, tokens
 
-    plan, everyone = compute_and_gather(plan_rank, _Announcement.of, data_parallel_group)
-    most = len(plan.microbatches) if ragged else max(rank.num_microbatches for rank in everyone)
-    totals = totals_of_counts([rank.counts for rank in everyone], plan.counts)
-    num_tokens = sum(rank.num_tokens for rank in everyone)
+    (microbatches, tokens), everyone = compute_and_gather(
+        plan_rank,
+        lambda plan: (len(plan[0]), sum(plan[1]), sample_counts(samples)),
+        data_parallel_group,
+    )
+    numbers, tokens_of_ranks, counts = zip(*everyone, strict=True)
+    most = len(microbatches) if ragged else max(numbers)
+    num_tokens = sum(tokens_of_ranks)
     if not ragged:
-        num_tokens += multiple * sum(most - rank.num_microbatches for rank in everyone)
-    num_added = most - len(plan.microbatches)
+        num_tokens += multiple * sum(most - number for number in numbers)
+    num_added = most - len(microbatches)
     return StepPlan(
-        microbatches=plan.microbatches + ((),) * num_added,
-        microbatch_tokens=plan.tokens + (multiple,) * num_added,
-        totals=dataclasses.replace(totals, num_tokens=num_tokens),
+        microbatches=microbatches + ((),) * num_added,
+        microbatch_tokens=tokens + (multiple,) * num_added,
+        totals=dataclasses.replace(totals_of_counts(counts, samples), num_tokens=num_tokens),
     )
 
 
@@ -134,16 +120,17 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: as given to ``pack``.
+        cp_size: as given to `pack`.
 
     Returns:
         Per rank the indices of its samples, ascending; empty where there are too few samples.
 
     Raises:
-        ValueError: ``data_parallel_size`` is below 1.
+        ValueError: `data_parallel_size` is below 1.
     """
     lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
-    return [members.tolist() for members in balance(lengths, data_parallel_size)]
+    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size)
+    return [members.tolist() for members in bins]
 
 
 def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
@@ -156,11 +143,7 @@ def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
     return max_tokens_per_microbatch // multiple * multiple
 
 
-def _refuse_oversized(
-    samples: Sequence[Sample], lengths: Sequence[int], capacity: int, oversized: str
-) -> None:
-    if oversized not in OVERSIZED:
-        raise ValueError(f"oversized is {oversized!r}: expected one of {', '.join(OVERSIZED)}")
+def _refuse_oversized(samples: Sequence[Sample], lengths: Sequence[int], capacity: int) -> None:
     for sample, length in zip(samples, lengths, strict=True):
         if length > capacity:
             raise ValueError(
@@ -168,8 +151,3 @@ def _refuse_oversized(
                 f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
                 "--oversized-samples own_microbatch"
             )
-
-
-def _packed_tokens(lengths: Sequence[int], multiple: int) -> int:
-    """Tokens of a micro-batch of these padded lengths; an empty one is a dummy segment of the smallest length."""
-    return max(-(-sum(lengths) // multiple), 1) * multiple

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from megatron_pg.step.integers import as_integer
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
@@ -20,22 +20,24 @@ LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of the step: ``total_length = prompt_length + response_length`` tokens.
+    """One sequence of the step: `total_length = prompt_length + response_length` tokens.
 
-    Building it converts and checks every field, on the host, so that nothing has to be checked on a step's path.
+    Building it converts and checks every field, on the host, so that nothing has to be checked on a step's path. The
+    per-token fields may be given as tensors or as sequences of numbers, `advantages` as one number for all response
+    tokens too; what is stored has the types below.
 
     Raises:
-        ValueError: naming the sample (``name``), the field, what was found and what was expected.
+        ValueError: naming the sample (`name`), the field, what was found and what was expected.
     """
 
     tokens: Tensor
     """[total_length] int64: the prompt's tokens, then the response's."""
     response_length: int
-    """Response tokens; 0 is legal and contributes nothing, ``total_length`` is not (the prompt has a token)."""
+    """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a token)."""
     loss_mask: Tensor
-    """[response_length] of 0 and 1, stored as bool: which response tokens the objective counts."""
-    advantages: Tensor | float = 0.0
-    """[response_length] float32, or one number for every response token."""
+    """[response_length] bool, given as 0 and 1: which response tokens the objective counts."""
+    advantages: Tensor = torch.zeros(())
+    """[response_length] float32."""
     old_log_probs: Tensor | None = None
     """[response_length] float32, nats: log-probs under the policy that the step starts from."""
     ref_log_probs: Tensor | None = None
@@ -49,20 +51,40 @@ class Sample:
     name: str = "sample"
     """How error messages call this sample."""
 
+    if TYPE_CHECKING:
+        # What may be given is wider than what is stored; the code is a dataclass's own.
+        def __init__(
+            self,
+            tokens: Values,
+            response_length: int,
+            loss_mask: Values,
+            advantages: Values | float = 0.0,
+            old_log_probs: Values | None = None,
+            ref_log_probs: Values | None = None,
+            rollout_log_probs: Values | None = None,
+            group_index: int | None = None,
+            rollout_id: int | None = None,
+            name: str = "sample",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        tokens = self._vector("tokens", self.tokens, torch.int64)
-        object.__setattr__(self, "tokens", tokens)
-        self._check_lengths()
+        self._store("tokens", self._vector("tokens", torch.int64))
+        for field in ("response_length", "group_index", "rollout_id"):
+            value = getattr(self, field)
+            if value is not None or field == "response_length":
+                self._store(field, checked_integer(f"{self.name}: {field}", value))
+        check_lengths(
+            (f"{self.name}: response_length", self.response_length),
+            ("total_length", self.total_length),
+        )
         self._check_response_tokens()
-        object.__setattr__(self, "loss_mask", self._checked_loss_mask())
-        self._set_per_response_token("advantages", self._expanded(self.advantages))
+        loss_mask = self._per_response_token("loss_mask", torch.float64)
+        check_mask(f"{self.name}: loss_mask", loss_mask)
+        self._store("loss_mask", loss_mask.bool())
+        self._store("advantages", self._checked_advantages())
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
-                self._set_per_response_token(field, getattr(self, field))
-        self._check_advantages()
-        for field in ("group_index", "rollout_id"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, self._integer(field, getattr(self, field)))
+                self._store(field, self._per_response_token(field, torch.float32))
 
     @property
     def total_length(self) -> int:
@@ -79,93 +101,39 @@ class Sample:
         """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for it."""
         return int(self.loss_mask.sum())
 
-    def _vector(self, field: str, values: Values, dtype: torch.dtype) -> Tensor:
-        """A one-dimensional host tensor, with an error that names the field where there is none to be had."""
+    def _store(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _vector(self, field: str, dtype: torch.dtype) -> Tensor:
+        """A one-dimensional host tensor of the field, with an error that names it where there is none to be had."""
+        where = f"{self.name}: {field}"
         try:
-            vector = torch.as_tensor(values)
+            vector = torch.as_tensor(getattr(self, field))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{self.name}: {field} is no sequence of numbers ({error})") from error
+            raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
-            raise ValueError(
-                f"{self.name}: {field} has shape {list(vector.shape)}, expected one dimension"
-            )
+            raise ValueError(f"{where} has shape {list(vector.shape)}, expected one dimension")
         if vector.device.type != "cpu":
             raise ValueError(
-                f"{self.name}: {field} is on {vector.device}, expected a host tensor: samples are checked and packed "
-                "on the host, and the packed micro-batch is moved with PackedBatch.to(device)"
+                f"{where} is on {vector.device}, expected a host tensor: samples are checked and packed on the host, "
+                "and the packed micro-batch is moved with PackedBatch.to(device)"
             )
         is_integer = not (vector.is_floating_point() or vector.dtype == torch.bool)
         if dtype == torch.int64 and vector.numel() and not is_integer:
-            raise ValueError(f"{self.name}: {field} has dtype {vector.dtype}, expected integers")
+            raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
         if vector.is_complex():
-            raise ValueError(
-                f"{self.name}: {field} has dtype {vector.dtype}, expected real numbers"
-            )
+            raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
         # A copy: what was checked must not change with a buffer that the caller fills again.
         return vector.detach().to(dtype, copy=True)
 
-    def _check_lengths(self) -> None:
-        object.__setattr__(
-            self, "response_length", self._integer("response_length", self.response_length)
-        )
-        if not 0 <= self.response_length:
-            raise ValueError(
-                f"{self.name}: response_length is {self.response_length}, expected 0 or more"
-            )
-        if self.prompt_length < 1:
-            raise ValueError(
-                f"{self.name}: {self.total_length} tokens with response_length {self.response_length} leave a prompt "
-                f"of {self.prompt_length}: the prompt needs at least one token, whose logit predicts the response's "
-                "first"
-            )
-
-    def _checked_loss_mask(self) -> Tensor:
-        values = self._vector("loss_mask", self.loss_mask, torch.float64)
-        self._check_size("loss_mask", values)
-        wrong = ((values != 0) & (values != 1)).nonzero()
-        if wrong.numel():
-            position = int(wrong[0])
-            raise ValueError(
-                f"{self.name}: loss_mask[{position}] is {float(values[position])}, expected 0 or 1 (a mask of "
-                "document ids or weights would be summed as token counts)"
-            )
-        return values.bool()
-
-    def _expanded(self, advantages: Values | float) -> Values:
-        """One number stands for every response token."""
-        if isinstance(advantages, (int, float, numbers.Real)) or (
-            isinstance(advantages, Tensor) and advantages.dim() == 0
-        ):
-            try:
-                return torch.full((self.response_length,), float(advantages))
-            except (RuntimeError, OverflowError) as error:
-                raise ValueError(
-                    f"{self.name}: advantages is {advantages!r}, expected a number that float32 holds"
-                ) from error
-        return advantages
-
-    def _set_per_response_token(self, field: str, values: Values) -> None:
-        vector = self._vector(field, values, torch.float32)
-        self._check_size(field, vector)
-        object.__setattr__(self, field, vector)
-
-    def _check_size(self, field: str, vector: Tensor) -> None:
+    def _per_response_token(self, field: str, dtype: torch.dtype) -> Tensor:
+        vector = self._vector(field, dtype)
         if vector.numel() != self.response_length:
             raise ValueError(
                 f"{self.name}: {field} has {vector.numel()} values, expected one per response token "
                 f"({self.response_length})"
             )
-
-    def _check_advantages(self) -> None:
-        """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
-        advantages = torch.as_tensor(self.advantages)
-        wrong = (self.loss_mask & ~torch.isfinite(advantages)).nonzero()
-        if wrong.numel():
-            position = int(wrong[0])
-            raise ValueError(
-                f"{self.name}: advantages[{position}] is {float(advantages[position])} at an active token, "
-                "expected a finite number"
-            )
+        return vector
 
     def _check_response_tokens(self) -> None:
         """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
@@ -177,8 +145,65 @@ class Sample:
                 "the vocabulary, 0 or more"
             )
 
-    def _integer(self, field: str, value: object) -> int:
-        number = as_integer(value)
-        if number is None:
-            raise ValueError(f"{self.name}: {field} is {value!r}, expected an integer of 64 bits")
-        return number
+    def _checked_advantages(self) -> Tensor:
+        """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
+        given: object = self.advantages
+        if isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.dim() == 0):
+            try:
+                advantages = torch.full((self.response_length,), float(given))
+            except (RuntimeError, OverflowError) as error:
+                raise ValueError(
+                    f"{self.name}: advantages is {given!r}, expected a number that float32 holds"
+                ) from error
+        else:
+            advantages = self._per_response_token("advantages", torch.float32)
+        wrong = (self.loss_mask & ~torch.isfinite(advantages)).nonzero()
+        if wrong.numel():
+            position = int(wrong[0])
+            raise ValueError(
+                f"{self.name}: advantages[{position}] is {float(advantages[position])} at an active token, "
+                "expected a finite number"
+            )
+        return advantages
+
+
+def as_integer(value: object) -> int | None:
+    """The 64-bit integer that a Python, NumPy or 0-d tensor value is; None for anything else, 3.0 and True included."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
+def checked_integer(where: str, value: object) -> int:
+    """`as_integer`, and a ValueError that begins with `where` for what is none."""
+    number = as_integer(value)
+    if number is None:
+        raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")
+    return number
+
+
+def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
+    """Refuses lengths of one sample that leave no prompt; the two are given with what an error calls them."""
+    (response_name, response_length), (total_name, total_length) = response, total
+    if response_length < 0:
+        raise ValueError(f"{response_name} is {response_length}, expected 0 or more")
+    if total_length <= response_length:
+        raise ValueError(
+            f"{response_name} is {response_length} and {total_name} {total_length}, expected at least 1 more: the prompt "
+            "needs at least one token (a beginning-of-sequence token will do), whose logit predicts the response's first"
+        )
+
+
+def check_mask(where: str, mask: Tensor) -> None:
+    """Refuses a host mask of any shape with values other than 0 and 1, naming the first of them."""
+    wrong = ((mask != 0) & (mask != 1)).nonzero()
+    if wrong.numel():
+        index = wrong[0].tolist()
+        raise ValueError(
+            f"{where}{index} is {mask[tuple(index)].item()}, expected 0 or 1 (a mask of document ids or weights would be "
+            "summed as token counts)"
+        )

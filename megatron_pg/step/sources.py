@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import AnySample
 
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
     """The error of rollout files that give no step: a run of none would look like one that went well.
 
     Args:
-        paths: as given by ``--rollout-files``.
-        num_skipped: bad rows that ``--on-bad-row skip`` has passed over.
+        paths: as given by `--rollout-files`.
+        num_skipped: bad rows that `--on-bad-row skip` has passed over.
     """
     found = "no rows"
     if num_skipped:
@@ -22,7 +22,7 @@ def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
     return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({found})")
 
 
-class SampleSource(Protocol):
+class SampleSource(Protocol[AnySample]):
     """One data-parallel rank's share of a stream of samples, dealt out in slots.
 
     All ranks are asked for the same number of slots at a time. Slot i of rank r comes, in the order of the whole
@@ -40,16 +40,16 @@ class SampleSource(Protocol):
     def seek(self, position: Any) -> None:
         """Continues from a position, of this source or of one with the same stream."""
 
-    def pull(self, count: int) -> list[Sample | None]:
+    def pull(self, count: int) -> list[AnySample | None]:
         """The next `count` slots, fewer only at the end of this rank's share; None where a slot holds no sample."""
 
 
-class IteratorSource:
+class IteratorSource(Generic[AnySample]):
     """Samples of an iterator: every rank iterates over its own share. Positions count samples."""
 
     can_reshard = False
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
+    def __init__(self, samples: Iterable[AnySample]) -> None:
         self._samples = iter(samples)
         self._position = 0
 
@@ -76,8 +76,8 @@ class IteratorSource:
                 "that the position is of"
             )
 
-    def pull(self, count: int) -> list[Sample | None]:
+    def pull(self, count: int) -> list[AnySample | None]:
         """The next samples, fewer than `count` at the end."""
-        pulled: list[Sample | None] = list(itertools.islice(self._samples, count))
+        pulled: list[AnySample | None] = list(itertools.islice(self._samples, count))
         self._position += len(pulled)
         return pulled

@@ -1,12 +1,12 @@
 """Which tokens of a packed micro-batch live on which context-parallel rank. All offset arithmetic is here.
 
-The layout is THD with the zigzag of Transformer Engine's ``thd_get_partitioned_indices``: at context-parallel size
-``c > 1`` a sequence is padded to ``2 c k`` tokens, ``k = ceil(total / (2 c))``, and rank ``r`` owns its chunks ``r``
-and ``2 c - 1 - r`` of ``k`` tokens each; at ``c = 1`` nothing is padded. Sequences follow each other, so a rank holds
-``[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]``.
+The layout is THD with the zigzag of Transformer Engine's `thd_get_partitioned_indices`: at context-parallel size
+`c > 1` a sequence is padded to `2 c k` tokens, `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r`
+and `2 c - 1 - r` of `k` tokens each; at `c = 1` nothing is padded. Sequences follow each other, so a rank holds
+`[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`.
 
-The logit at position ``p`` predicts token ``p + 1``, so response token ``t`` (``prompt_length <= t < total``) is scored
-on the rank that owns position ``t - 1``.
+The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t < total`) is scored
+on the rank that owns position `t - 1`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.step.integers import as_integer
+from megatron_pg.step.sample import check_lengths, checked_integer
 
 
 @dataclass(frozen=True, eq=False)
 class TokenWindow:
-    """The tokens of one packed micro-batch on one context-parallel rank. Built by :meth:`build`.
+    """The tokens of one packed micro-batch on one context-parallel rank. Built by `build`.
 
     "Window" is the response tokens that this rank scores, in the order of its local rows. Over the ranks of a
     context-parallel group the windows are disjoint and cover every response token once.
@@ -90,21 +90,23 @@ class TokenWindow:
             cp_rank: rank in the context-parallel group.
             cp_size: size of the context-parallel group.
             pad_to_multiple: the packed length over the whole group becomes a multiple of this, by one extra padding
-                segment (``cp_size * tp_size`` under sequence parallelism). It belongs to no sample.
+                segment (`cp_size * tp_size` under sequence parallelism). It belongs to no sample.
 
         Raises:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
                 response token would have no logit), or sizes out of range.
         """
-        total_lengths = _integers("total_lengths", total_lengths)
-        response_lengths = _integers("response_lengths", response_lengths)
-        _check_lengths(total_lengths, response_lengths)
-        _check_context_parallel(cp_rank, cp_size, pad_to_multiple)
+        total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
+        if cp_size < 1 or not 0 <= cp_rank < cp_size:
+            raise ValueError(
+                f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
+            )
+        if pad_to_multiple < 1:
+            raise ValueError(f"pad_to_multiple is {pad_to_multiple}: expected 1 or more")
         totals = torch.tensor(total_lengths, dtype=torch.int64)
         responses = torch.tensor(response_lengths, dtype=torch.int64)
         chunks = _chunk_lengths(totals, cp_size, pad_to_multiple)
-        chunks_per_sequence = 2 * cp_size if cp_size > 1 else 1
-        padded = chunks * chunks_per_sequence
+        padded = chunks * _chunks_per_sequence(cp_size)
 
         segment_ids, position_ids = _local_positions(chunks, cp_rank, cp_size)
         # The padding segment is a sequence of no tokens and no response.
@@ -142,32 +144,34 @@ class TokenWindow:
         )
 
 
+def _chunks_per_sequence(cp_size: int) -> int:
+    return 2 * cp_size if cp_size > 1 else 1
+
+
 def padded_length(total_length: int, cp_size: int) -> int:
-    """Tokens that one sequence takes in a packed micro-batch: ``2 c ceil(total / (2 c))``, or ``total`` at size 1."""
-    return total_length if cp_size == 1 else 2 * cp_size * math.ceil(total_length / (2 * cp_size))
+    """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))`, or `total` at size 1."""
+    multiple = _chunks_per_sequence(cp_size)
+    return -(-total_length // multiple) * multiple
 
 
 def packed_multiple(cp_size: int, pad_to_multiple: int) -> int:
     """Packed lengths are multiples of this; it is also the length of an empty micro-batch's dummy segment."""
-    return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
+    return math.lcm(_chunks_per_sequence(cp_size), pad_to_multiple)
 
 
 def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor:
     """[segments] tokens of one chunk of each segment; a padding segment comes last where one is needed."""
-    chunks_per_sequence = 2 * cp_size if cp_size > 1 else 1
-    chunks = (totals + chunks_per_sequence - 1) // chunks_per_sequence
+    number = _chunks_per_sequence(cp_size)
+    chunks = (totals + number - 1) // number
     multiple = packed_multiple(cp_size, pad_to_multiple)
-    packed = int(chunks.sum()) * chunks_per_sequence
+    packed = int(chunks.sum()) * number
     padding = -packed % multiple if packed else multiple
-    if padding:
-        chunks = torch.cat([chunks, torch.tensor([padding // chunks_per_sequence])])
-    return chunks
+    return torch.cat([chunks, torch.tensor([padding // number])]) if padding else chunks
 
 
 def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
     """[local_tokens] segment and in-sequence position of each token of this rank."""
-    chunks_per_rank = 2 if cp_size > 1 else 1
-    local_lengths = chunks * chunks_per_rank
+    local_lengths = chunks * (_chunks_per_sequence(cp_size) // cp_size)
     segment_ids = torch.repeat_interleave(torch.arange(chunks.numel()), local_lengths)
     starts = local_lengths.cumsum(0) - local_lengths
     offset = torch.arange(segment_ids.numel()) - starts[segment_ids]
@@ -179,45 +183,19 @@ def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor
     return segment_ids, offset + shift
 
 
-def _integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(lengths, Tensor):
-        lengths = lengths.tolist()
-    numbers = []
-    for sample, length in enumerate(lengths):
-        number = as_integer(length)
-        if number is None:
-            raise ValueError(f"{name}[{sample}] is {length!r}, expected an integer")
-        numbers.append(number)
-    return tuple(numbers)
-
-
-def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int]) -> None:
+def _checked_lengths(
+    total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(total_lengths) != len(response_lengths):
         raise ValueError(
             f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
             "give one of each per sample"
         )
-    for sample, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        if response < 0:
-            raise ValueError(f"response_lengths[{sample}] is {response}: expected 0 or more tokens")
-        if total < 1:
-            raise ValueError(f"total_lengths[{sample}] is {total}: expected at least 1 token")
-        if response > total:
-            raise ValueError(
-                f"response_lengths[{sample}] is {response}, more than total_lengths[{sample}] = {total}: the total "
-                "counts prompt and response"
-            )
-        if response == total:
-            raise ValueError(
-                f"sample {sample} has prompt_length 0 (total {total}, response {response}): no logit predicts its "
-                "first response token; give the prompt at least one token (a beginning-of-sequence token will do)"
-            )
-
-
-def _check_context_parallel(cp_rank: int, cp_size: int, pad_to_multiple: int) -> None:
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
-        )
-    if pad_to_multiple < 1:
-        raise ValueError(f"pad_to_multiple is {pad_to_multiple}: expected 1 or more")
+    totals, responses = [], []
+    for sample, lengths in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        names = (f"total_lengths[{sample}]", f"response_lengths[{sample}]")
+        total, response = map(checked_integer, names, lengths)
+        check_lengths((f"sample {sample}: {names[1]}", response), (names[0], total))
+        totals.append(total)
+        responses.append(response)
+    return tuple(totals), tuple(responses)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,18 +13,50 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
-from megatron_pg.step.sample import Sample
+
+
+class CountedSample(Protocol):
+    """What the totals of a step and the aggregations ask of a sample: its counts and ids, not its tokens."""
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Response tokens that the loss mask keeps."""
+
+    @property
+    def group_index(self) -> int | None:
+        """The prompt group, any int64."""
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Samples with the same id, any int64, are one rollout; None makes the sample a rollout of its own."""
+
+    @property
+    def name(self) -> str:
+        """How error messages call the sample."""
+
+
+AnySample = TypeVar("AnySample", bound=CountedSample)
+
+
+@dataclass(frozen=True)
+class BareSample:
+    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens."""
+
+    num_active_tokens: int
+    group_index: int | None = None
+    rollout_id: int | None = None
+    name: str = "sample"
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks. Built by :func:`step_totals`; equal on every rank
+    """Counts of one optimizer step over all data-parallel ranks. Built by `step_totals`; equal on every rank
     but for the two mappings, which hold the ids of this rank's samples."""
 
     num_rollouts: int
     """N: rollouts, those without an active token included."""
     num_prompt_groups: int | None
-    """P: prompt groups, those without an active token included; None where samples lack a ``group_index``."""
+    """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
     num_active_tokens: int
     """T: active tokens."""
     num_active_rollouts: int
@@ -32,14 +64,14 @@ class StepTotals:
     num_active_prompt_groups: int | None
     """Prompt groups with at least one active token."""
     rollout_active_tokens: Mapping[int, int]
-    """D by ``rollout_id``."""
+    """D by `rollout_id`."""
     group_active_tokens: Mapping[int, int]
-    """G by ``group_index``."""
+    """G by `group_index`."""
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
 
-    def rollout_denominators(self, samples: Sequence[Sample]) -> Tensor:
+    def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """[len(samples)] float64 D: active tokens of each sample's rollout over the step."""
         return torch.tensor(
             [
@@ -51,7 +83,7 @@ class StepTotals:
             dtype=torch.float64,
         )
 
-    def group_denominators(self, samples: Sequence[Sample]) -> Tensor:
+    def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """[len(samples)] float64 G: active tokens of each sample's prompt group over the step."""
         return torch.tensor(
             [_known(self.group_active_tokens, sample, "group_index") for sample in samples],
@@ -59,7 +91,7 @@ class StepTotals:
         )
 
 
-def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
+def _known(totals: Mapping[int, int], sample: CountedSample, field: str) -> int:
     identifier = getattr(sample, field)
     if identifier is None:
         raise ValueError(
@@ -75,13 +107,13 @@ def _known(totals: Mapping[int, int], sample: Sample, field: str) -> int:
 
 
 def step_totals(
-    samples: Sequence[Sample], *, data_parallel_group: dist.ProcessGroup | None = None
+    samples: Sequence[CountedSample], *, data_parallel_group: dist.ProcessGroup | None = None
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
     differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of
-    ``(group_index, rollout_id, active tokens)`` per sample over the group; none where it is None or of size 1.
+    `(group_index, rollout_id, active tokens)` per sample over the group; none where it is None or of size 1.
 
     Args:
         samples: this data-parallel rank's samples of the step, over all its micro-batches.
@@ -90,98 +122,85 @@ def step_totals(
     Raises:
         ValueError: a rollout whose samples belong to different prompt groups, or to one and to none.
     """
-    local = SampleCounts.of(samples)
-    return totals_of_counts(gather(local, data_parallel_group), local)
+    return totals_of_counts(gather(sample_counts(samples), data_parallel_group), samples)
 
 
-@dataclass(frozen=True, eq=False)
-class SampleCounts:
-    """What one data-parallel rank tells the others of its samples: [samples] arrays, cheap to send."""
+SAMPLE_COUNTS = np.dtype(
+    [
+        ("group_index", np.int64),
+        ("has_group_index", np.bool_),
+        ("rollout_id", np.int64),
+        ("has_rollout_id", np.bool_),
+        ("active_tokens", np.int64),
+    ]
+)
+"""What one data-parallel rank tells the others of a sample. Any int64 may be an id, so none can mean None: it is 0 where
+the sample has none."""
 
-    group_index: NDArray[np.int64]
-    """0 where the sample has none."""
-    has_group: NDArray[np.bool_]
-    rollout_id: NDArray[np.int64]
-    """0 where the sample has none."""
-    has_rollout: NDArray[np.bool_]
-    active_tokens: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleCounts:
-        group_index, has_group = _identifiers([sample.group_index for sample in samples])
-        rollout_id, has_rollout = _identifiers([sample.rollout_id for sample in samples])
-        active_tokens = np.array([sample.num_active_tokens for sample in samples], dtype=np.int64)
-        return cls(group_index, has_group, rollout_id, has_rollout, active_tokens)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[SampleCounts]) -> SampleCounts:
-        return cls(
-            *(
-                np.concatenate([getattr(part, field.name) for part in parts])
-                for field in dataclasses.fields(cls)
-            )
-        )
+SampleCounts = NDArray[np.void]
+"""[samples] of `SAMPLE_COUNTS`, cheap to send."""
 
 
-def totals_of_counts(everyone: Sequence[SampleCounts], local: SampleCounts) -> StepTotals:
-    """The totals of a step from the counts of every data-parallel rank; `local` is this rank's own.
+def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
+    """[samples] counts and ids of one rank's samples."""
+    counts = np.zeros(len(samples), SAMPLE_COUNTS)
+    counts["active_tokens"] = [sample.num_active_tokens for sample in samples]
+    for field in ("group_index", "rollout_id"):
+        ids = [getattr(sample, field) for sample in samples]
+        counts[f"has_{field}"] = [value is not None for value in ids]
+        counts[field] = [0 if value is None else value for value in ids]
+    return counts
+
+
+def totals_of_counts(
+    everyone: Sequence[SampleCounts], samples: Sequence[CountedSample]
+) -> StepTotals:
+    """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
     Raises:
-        ValueError: see :func:`step_totals`.
+        ValueError: see `step_totals`.
     """
-    step = SampleCounts.concatenate(everyone)
+    step = np.concatenate(everyone)
     _check_rollouts_have_one_group(step)
-    rollouts = _sums_by_id(step.rollout_id, step.has_rollout, step.active_tokens)
-    groups = _sums_by_id(step.group_index, step.has_group, step.active_tokens)
-    alone = step.active_tokens[~step.has_rollout]
-    is_grouped = bool(step.has_group.all())
+    rollouts, groups = (_active_tokens_by(field, step) for field in ("rollout_id", "group_index"))
+    alone = step["active_tokens"][~step["has_rollout_id"]]
+    is_grouped = bool(step["has_group_index"].all())
     return StepTotals(
         num_rollouts=alone.size + len(rollouts),
         num_prompt_groups=len(groups) if is_grouped else None,
-        num_active_tokens=int(step.active_tokens.sum()),
-        num_active_rollouts=int(np.count_nonzero(alone))
-        + sum(total > 0 for total in rollouts.values()),
-        num_active_prompt_groups=sum(t > 0 for t in groups.values()) if is_grouped else None,
-        rollout_active_tokens=_of_ids(rollouts, local.rollout_id[local.has_rollout]),
-        group_active_tokens=_of_ids(groups, local.group_index[local.has_group]),
+        num_active_tokens=int(step["active_tokens"].sum()),
+        num_active_rollouts=int(np.count_nonzero(alone)) + sum(map(bool, rollouts.values())),
+        num_active_prompt_groups=sum(map(bool, groups.values())) if is_grouped else None,
+        rollout_active_tokens={
+            id_: rollouts[id_] for s in samples if (id_ := s.rollout_id) is not None
+        },
+        group_active_tokens={
+            id_: groups[id_] for s in samples if (id_ := s.group_index) is not None
+        },
     )
 
 
-def _identifiers(values: Sequence[int | None]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[samples] ids with 0 for None, and which of them there are; any int64 may be an id, so none can mean None."""
-    ids = np.array([0 if value is None else value for value in values], dtype=np.int64)
-    return ids, np.array([value is not None for value in values], dtype=np.bool_)
-
-
-def _sums_by_id(
-    ids: NDArray[np.int64], has_id: NDArray[np.bool_], values: NDArray[np.int64]
-) -> dict[int, int]:
-    """Sum of the values of each id; samples without one are left out."""
-    found, index = np.unique(ids[has_id], return_inverse=True)
-    sums = np.zeros(found.size, dtype=np.int64)
-    np.add.at(sums, index, values[has_id])
-    return dict(zip(found.tolist(), sums.tolist(), strict=True))
-
-
-def _of_ids(totals: Mapping[int, int], ids: NDArray[np.int64]) -> dict[int, int]:
-    """The totals of these ids."""
-    return {identifier: totals[identifier] for identifier in np.unique(ids).tolist()}
+def _active_tokens_by(field: str, counts: SampleCounts) -> dict[int, int]:
+    """The active tokens of each id; samples without one are left out."""
+    counts = counts[counts[f"has_{field}"]]
+    ids, index = np.unique(counts[field], return_inverse=True)
+    sums = np.zeros(ids.size, dtype=np.int64)
+    np.add.at(sums, index, counts["active_tokens"])
+    return dict(zip(ids.tolist(), sums.tolist(), strict=True))
 
 
 def _check_rollouts_have_one_group(step: SampleCounts) -> None:
-    rows = np.flatnonzero(step.has_rollout)
-    found, first, index = np.unique(step.rollout_id[rows], return_index=True, return_inverse=True)
+    rows = step[step["has_rollout_id"]]
+    ids, first, index = np.unique(rows["rollout_id"], return_index=True, return_inverse=True)
     expected = rows[first][index]
-    differs = (step.group_index[rows] != step.group_index[expected]) | (
-        step.has_group[rows] != step.has_group[expected]
-    )
-    if not differs.any():
-        return
-    at = int(np.flatnonzero(differs)[0])
-    one, other = (
-        int(step.group_index[sample]) if step.has_group[sample] else None
-        for sample in (expected[at], rows[at])
-    )
-    raise ValueError(
-        f"rollout_id {int(found[index[at]])} has samples of group_index {one} and {other}: a rollout answers one prompt"
-    )
+    group = ["group_index", "has_group_index"]
+    differs = np.flatnonzero(rows[group] != expected[group])
+    if differs.size:
+        at = differs[0]
+        one, other = (
+            int(row["group_index"]) if row["has_group_index"] else None
+            for row in (expected[at], rows[at])
+        )
+        raise ValueError(
+            f"rollout_id {int(ids[index[at]])} has samples of group_index {one} and {other}: a rollout answers one prompt"
+        )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.loss import megatron_loss
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals, step_totals
+from tests.step_loss import step_loss
 
 from .models import ModelOptions
 from .one_step import LossFactory
@@ -25,7 +25,7 @@ PER_TOKEN = ModelOptions(calculate_per_token_loss=True)
 class Mutant:
     """A wrong implementation, the step that reveals it, and how the damage looks."""
 
-    loss: LossFactory = megatron_loss
+    loss: LossFactory = step_loss
     pack_batch: Callable[..., PackedBatch] = pack
     run: Run = Run()
     options: ModelOptions = ModelOptions()
@@ -37,7 +37,7 @@ def scaled(factor: Callable[[ParallelGroups, int], float]) -> LossFactory:
     """The package's loss times a factor of the process groups and the number of micro-batches."""
 
     def factory(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
-        right = megatron_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
+        right = step_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
         number = factor(ParallelGroups.from_model(model), num_microbatches)
 
         def loss_func(output: Tensor) -> Any:
@@ -53,7 +53,7 @@ def with_totals(change: Callable[[StepTotals, PackedBatch], StepTotals]) -> Loss
     """The package's loss from other totals than the step's."""
 
     def factory(config, batch, totals, **keywords):  # type: ignore[no-untyped-def]
-        return megatron_loss(config, batch, change(totals, batch), **keywords)
+        return step_loss(config, batch, change(totals, batch), **keywords)
 
     return factory
 
@@ -64,7 +64,7 @@ def changed_output(
     """Something else returned to the schedule."""
 
     def factory(config, batch, totals, **keywords):  # type: ignore[no-untyped-def]
-        right = megatron_loss(config, batch, totals, **keywords)
+        right = step_loss(config, batch, totals, **keywords)
         return lambda output: change(right(output), batch, output)
 
     return factory
@@ -89,7 +89,7 @@ def phantom_tokens(totals: StepTotals, batch: PackedBatch) -> StepTotals:
 def mean_of_micro_batch_means(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
     """Each micro-batch normalized by itself, then averaged by the schedule and over data."""
     here = step_totals(batch.samples)
-    right = megatron_loss(config, batch, here, num_microbatches=num_microbatches, model=model)
+    right = step_loss(config, batch, here, num_microbatches=num_microbatches, model=model)
     share = ParallelGroups.from_model(model).data_size * num_microbatches
 
     def loss_func(output: Tensor) -> Any:
@@ -106,7 +106,7 @@ def two_values(result: tuple[Any, ...], batch: PackedBatch, output: Tensor) -> t
 
 def metric_without_clone(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
     """The reported loss shares memory with the returned one, which the schedule rescales in place."""
-    right = megatron_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
+    right = step_loss(config, batch, totals, num_microbatches=num_microbatches, model=model)
     factor = ParallelGroups.from_model(model).data_size * num_microbatches
 
     def loss_func(output: Tensor) -> Any:

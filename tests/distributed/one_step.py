@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.check.model import MAX_SEQUENCE_LENGTH
-from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.output_head import OutputHead
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
@@ -34,7 +31,8 @@ from .models import (
 from .steps import Run
 
 LossFactory = Callable[..., Callable[[Tensor], Any]]
-Head = Callable[..., OutputHead]
+Head = Callable[..., MicroBatchHead]
+"""(step, batch) -> the head of one micro-batch, where the model has a part in it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def train_step(
     chunks: list[DistributedDataParallel],
     sharding: Sharding,
     run: Run,
-    loss: LossFactory = megatron_loss,
+    loss: LossFactory | None = None,
     pack_batch: Callable[..., PackedBatch] = pack,
     samples: list[PlainSample] | None = None,
     head: Head | None = None,
@@ -68,24 +66,19 @@ def train_step(
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
     Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace
-    them. `samples` are the run's where None. `head` takes the place of `loss` where the model has
-    a part in it, called as `loss` is.
+    them. `samples` are the run's where None. `head` takes the place of the step's own.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    if head is None:
+    if loss is not None:
 
-        def head(*arguments: Any, **keywords: Any) -> OutputHead:
-            return OutputHead(loss(*arguments, **keywords))
+        def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+            count = step.num_microbatches
+            wrong = loss(step.config, batch, step.totals, num_microbatches=count, model=chunks)
+            return replace(step.head(batch), loss_func=wrong)
 
-    metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples)
-    groups = ParallelGroups.from_model(chunks)
-    reduced = reduce_metrics(
-        run.config,
-        metrics,
-        contributes=groups.is_last_pipeline_stage and groups.tensor_rank == 0,
-        device="cpu",
-    )
+    step, metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples)
+    reduced = step.metrics(metrics)
     gradients = gather_gradients(chunks)
     return None if gradients is None else Outcome(gradients, reduced)
 
@@ -94,48 +87,28 @@ def run_schedule(
     chunks: list[DistributedDataParallel],
     sharding: Sharding,
     run: Run,
-    head: Head,
+    head: Head | None = None,
     pack_batch: Callable[..., PackedBatch] = pack,
     samples: list[PlainSample] | None = None,
     *,
     forward_only: bool = False,
-) -> list[Any]:
+) -> tuple[PolicyStep, list[Any]]:
     """Megatron's schedule over the micro-batches of a step; returns their metrics."""
     groups = ParallelGroups.from_model(chunks)
     micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
 
-    def batches() -> Iterator[PackedBatch]:
-        for samples in micro_batches:
-            yield pack_batch(
-                samples,
-                cp_rank=groups.context_rank,
-                cp_size=groups.context_size,
-                pad_to_multiple=_pad_to_multiple(sharding),
-            )
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(iterator)
-        end = head(run.config, batch, totals, num_microbatches=len(micro_batches), model=model)
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-            **end.model_arguments,
+    batches = [
+        pack_batch(
+            samples,
+            cp_rank=groups.context_rank,
+            cp_size=groups.context_size,
+            pad_to_multiple=_pad_to_multiple(sharding),
         )
-        return output, end.loss_func
-
-    several = len(chunks) > 1
-    metrics: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[batches() for _ in chunks] if several else batches(),
-        model=chunks if several else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=MAX_SEQUENCE_LENGTH,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    return metrics
+        for samples in micro_batches
+    ]
+    step = PolicyStep(run.config, totals=totals, num_microbatches=len(batches), model=chunks)
+    heads = partial(head or PolicyStep.head, step)
+    return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)
 
 
 def _pad_to_multiple(sharding: Sharding) -> int:

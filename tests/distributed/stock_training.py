@@ -22,8 +22,7 @@ from megatron_pg import (
     step_totals,
     validate_policy_loss_args,
 )
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron import PolicyStep
 from tests.random_steps import package_samples
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
@@ -59,7 +58,7 @@ def stock_step(
 
     samples = package_samples(run.samples)
     micro_batches = cut(samples)
-    totals = step_totals(samples, data_parallel_group=None)  # line 1
+    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=get_num_microbatches())
 
     def batches() -> Iterator[PackedBatch]:
         rank = torch.distributed.get_rank()
@@ -68,16 +67,8 @@ def stock_step(
 
     def forward_step(data_iterator: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
         batch = next(data_iterator)
-        output = model(
-            batch.tokens[None],
-            batch.position_ids[None],
-            None,
-            packed_seq_params=packed_seq_params(batch),
-        )
-        loss_func = megatron_loss(
-            config, batch, totals, num_microbatches=get_num_microbatches()
-        )  # line 2
-        return output, loss_func
+        head = step.head(batch)
+        return model(**head.model_inputs), head.loss_func
 
     logged, skipped, *_ = training.train_step(
         forward_step,

@@ -19,12 +19,12 @@ from megatron_pg.config.versions import (
     moe_auxiliary_loss_under_context_parallel_is_right,
     per_token_moe_under_context_parallel_is_right,
 )
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.packing import packed_seq_params
+from megatron_pg.megatron import packed_seq_params
 from megatron_pg.step.batch import pack
 from tests import oracle
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples, random_sample
+from tests.step_loss import step_loss
 
 from .compare import compare
 from .launch import RankError, run_ranks
@@ -87,7 +87,7 @@ def reference_step() -> Outcome:
 
 def active_tokens_for_all_tokens(config, batch, totals, **keywords):  # type: ignore[no-untyped-def]
     """Mutant: n of per-token mode is the active tokens, by which Megatron does not scale the rest."""
-    right = megatron_loss(config, batch, totals, **keywords)
+    right = step_loss(config, batch, totals, **keywords)
 
     def loss_func(output: Tensor) -> Any:
         loss, tokens, metrics = right(output)
@@ -98,7 +98,7 @@ def active_tokens_for_all_tokens(config, batch, totals, **keywords):  # type: ig
 
 
 def sharded_step(
-    sharding: Sharding, options: ModelOptions, loss: LossFactory = megatron_loss
+    sharding: Sharding, options: ModelOptions, loss: LossFactory | None = None
 ) -> Outcome | None:
     return train_step(build(sharding, options), sharding, RUN, loss, samples=equal_micro_batches())
 

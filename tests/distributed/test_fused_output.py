@@ -10,11 +10,11 @@ import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.megatron.fused_head import FusedOutput
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.output_head import OutputHead
-from megatron_pg.megatron.token_sums import active_rows, is_sum_over_tokens
-from megatron_pg.step.batch import pack
+from megatron_pg.loss.policy_loss import is_sum_over_tokens
+from megatron_pg.megatron import ParallelGroups
+from megatron_pg.megatron.fused_head import active_rows
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -57,11 +57,14 @@ LOSS_SCALE = 1024.0
 
 
 def fused_head(mode: str, chunk_tokens: int = 5) -> Head:
-    def head(*arguments: Any, **keywords: Any) -> OutputHead:
-        fused = FusedOutput(
-            *arguments, keep_logits=MODES[mode], chunk_tokens=chunk_tokens, **keywords
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        fused = step.fused_head(batch, keep_logits=MODES[mode], chunk_tokens=chunk_tokens)
+        added = {"output_processor": fused.output_processor}
+        return MicroBatchHead(
+            lambda output: step.scale.apply(*fused.loss(output), batch),
+            step.head(batch).model_inputs | added,
+            added,
         )
-        return OutputHead(fused.loss_func, {"output_processor": fused.output_processor})
 
     return head
 
@@ -75,7 +78,7 @@ def fused_step(
 def pass_through(
     chunks: list, sharding: Sharding, run: Run, mode: str, *, forward_only: bool = False
 ) -> list[Any]:
-    return run_schedule(chunks, sharding, run, fused_head(mode), forward_only=forward_only)
+    return run_schedule(chunks, sharding, run, fused_head(mode), forward_only=forward_only)[1]
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
@@ -113,17 +116,18 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 
 def private_buffers() -> list[bool]:
-    """Whether each weight gradient made from here on waits in a buffer of its own; filled as they are made."""
-    from megatron_pg.head import forward_gradients
+    """Whether each weight gradient made in forward from here on waits in a buffer of its own; filled as they are made."""
+    from megatron_pg.head import from_hidden
 
     made: list[bool] = []
-    plain = forward_gradients.WeightGradient
+    plain = from_hidden.ForwardGradients
 
-    def recorded(weight: Any, *, final: bool) -> Any:
-        made.append(not final)
-        return plain(weight, final=final)
+    def recorded(*arguments: Any) -> Any:
+        gradients = plain(*arguments)
+        made.append(not gradients.weight.is_direct)
+        return gradients
 
-    forward_gradients.WeightGradient = recorded
+    from_hidden.ForwardGradients = recorded
     return made
 
 
@@ -162,16 +166,16 @@ def test_with_a_loss_scale_straight_to_main_grad(
 
 def without_context_factor(sharding: Sharding) -> list[bool]:
     """Mutant: the schedule's factor CP is forgotten in what is worked out beforehand. Which gradients are NaN then."""
-    from megatron_pg.megatron import micro_batch
+    from megatron_pg.megatron import policy_step
 
-    whole = micro_batch.scale_contract
+    whole = policy_step.scale_contract
 
     def mutated(*arguments: Any, **options: Any) -> Any:
         found = whole(*arguments, **options)
         factor = found.schedule_factor / options["context_parallel_size"]
         return replace(found, schedule_factor=factor)
 
-    micro_batch.scale_contract = mutated
+    policy_step.scale_contract = mutated
     chunks = build(sharding, DENSE)
     pass_through(chunks, sharding, RUNS[0], "one pass")
     return [bool(gradient.isnan().any()) for gradient in main_grads(chunks)]
@@ -257,14 +261,24 @@ def test_evaluation_leaves_no_gradient(case: str, references: dict[bool, list[Ou
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
-    from megatron_pg.megatron import fused_head
+    from megatron_pg.loss.policy_loss import MicroBatchLoss
 
-    whole = fused_head.loss_terms
+    whole, called = MicroBatchLoss.terms, MicroBatchLoss.__call__
 
-    def without_regularizers(config: PolicyLossConfig, *arguments: Any, **options: Any) -> Any:
-        return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments, **options)
+    def without_regularizers(loss: MicroBatchLoss, *arguments: Any) -> Any:
+        right = loss.config
+        loss.config = replace(right, kl_loss_coef=0.0, entropy_coef=0.0)
+        terms = whole(loss, *arguments)
+        loss.config = right
+        return terms
 
-    fused_head.loss_terms = without_regularizers
+    def right_value(loss: MicroBatchLoss, *arguments: Any) -> Any:
+        MicroBatchLoss.terms = whole
+        value = called(loss, *arguments)
+        MicroBatchLoss.terms = without_regularizers
+        return value
+
+    MicroBatchLoss.terms, MicroBatchLoss.__call__ = without_regularizers, right_value
     return steps(sharding, DENSE, "one pass")
 
 
@@ -279,14 +293,14 @@ def refusal_of_a_token_outside() -> str:
     sharding = Sharding()
     chunks = build(sharding, DENSE)
     sample = Sample([1, 2, 30], 1, [1], 1.0, name="the sample")
-    fused = FusedOutput(
+    step = PolicyStep(
         PolicyLossConfig(policy_loss="reinforce"),
-        pack([sample]),
-        step_totals([sample]),
+        totals=step_totals([sample]),
         num_microbatches=1,
         model=chunks,
         vocab_size=30,
     )
+    fused = step.fused_head(pack([sample]))
     layer = chunks[0].module.output_layer
     hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
     try:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_pg.loss.aggregation import AGGREGATIONS, get_aggregation
+from megatron_pg.loss.aggregation import AGGREGATIONS, checked_aggregation
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
@@ -154,7 +154,7 @@ def test_totals_count_rollouts_groups_and_tokens() -> None:
 
 
 def denominators(totals: StepTotals, samples: list[Sample], name: str) -> list[float] | None:
-    found = get_aggregation(name).denominators(totals, samples)
+    found = AGGREGATIONS[name].denominators(totals, samples)
     if found is None:
         return None
     assert found.dtype == torch.float64
@@ -176,7 +176,7 @@ def test_outer_count_equals_the_oracles(aggregation: str) -> None:
     for seed in range(5):
         step = random_step(seed)
         totals = step_totals(package_samples(step))
-        found = get_aggregation(aggregation).outer_count(totals)
+        found = AGGREGATIONS[aggregation].outer_count(totals)
         assert found == oracle.outer_count(step, aggregation)
 
 
@@ -191,25 +191,25 @@ def test_inner_weight_is_the_sum_of_all_weights(name: str, aggregation: str) -> 
     expected = oracle.aggregate(step, ones, aggregation, 4.0) * oracle.outer_count(
         step, aggregation
     )
-    found = get_aggregation(aggregation).inner_weight(totals, divisor)
+    found = AGGREGATIONS[aggregation].inner_weight(totals, divisor)
     assert found == pytest.approx(expected.item(), abs=1e-12)
 
 
 def test_aggregations_are_the_four() -> None:
     assert set(AGGREGATIONS) == set(oracle.AGGREGATIONS)
-    with pytest.raises(ValueError, match=r"(?s)seq_mean.*sample_mean.*prompt_mean"):
-        get_aggregation("seq_mean")
+    with pytest.raises(ValueError, match=r"(?s)sample_mean.*prompt_mean.*'seq_mean'"):
+        checked_aggregation("seq_mean", None)
 
 
 def test_missing_group_is_refused_and_never_read_as_one_group() -> None:
     samples = package_samples([plain_sample([1]), plain_sample([1], group=None)])
     totals = step_totals(samples)
-    prompt_mean = get_aggregation("prompt_mean")
+    prompt_mean = AGGREGATIONS["prompt_mean"]
     with pytest.raises(ValueError, match="group_index"):
         prompt_mean.outer_count(totals)
     with pytest.raises(ValueError, match="group_index"):
         prompt_mean.denominators(totals, samples)
-    assert get_aggregation("sample_mean").outer_count(totals) == 2
+    assert AGGREGATIONS["sample_mean"].outer_count(totals) == 2
 
 
 def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
@@ -217,7 +217,7 @@ def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
     stranger = Sample([0, 1], 1, [1], 0.0, group_index=2, rollout_id=2, name="task-9")
     for aggregation, field in (("sample_mean", "rollout_id"), ("prompt_mean", "group_index")):
         with pytest.raises(ValueError, match=rf"(?s)task-9.*{field}"):
-            get_aggregation(aggregation).denominators(totals, [stranger])
+            AGGREGATIONS[aggregation].denominators(totals, [stranger])
 
 
 def test_rollout_of_two_prompts_is_refused() -> None:
@@ -240,7 +240,7 @@ def test_rollout_of_a_prompt_and_of_none_is_refused(groups: tuple[int | None, ..
 @pytest.mark.parametrize("divisor", (None, 0, -1, math.nan, math.inf))
 def test_impossible_constant_divisors_are_refused(divisor: float | None) -> None:
     with pytest.raises(ValueError, match="loss-aggregation-divisor"):
-        get_aggregation("constant").divisors(None, divisor)
+        checked_aggregation("constant", divisor)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from megatron_pg.config import (
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.flags import field_docstrings, flag_names
-from megatron_pg.config.policy_loss import FIELD_TYPES, config_fields
-from megatron_pg.config.validation import OPTIONAL_SAMPLE_FIELDS
-from megatron_pg.config.values import choices_of, flag_of
+from megatron_pg.config.fields import fields_of
+from megatron_pg.config.flags import field_docstrings
+from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample
 from tests.fast import flags_page
@@ -39,6 +38,8 @@ def custom_tis(config, batch, log_probs, pg_loss):
     return pg_loss, batch.loss_mask
 
 
+FIELDS = fields_of(PolicyLossConfig)
+FLAGS = [field.flag for field in FIELDS.values() if field.has_flag] + ["--pg-loss-divisor"]
 REDUCER = f"--custom-pg-loss-reducer-function-path {HERE}.custom_reducer"
 MOE = {"num_experts": 8, "moe_aux_loss_coeff": 0.01}
 
@@ -291,7 +292,7 @@ def test_bshd_under_context_parallelism_is_not_implemented():
 def test_the_parser_lists_the_words_of_a_choice(flag, capsys):
     with pytest.raises(SystemExit):
         parse(f"{flag} typo")
-    assert choices_of(FIELD_TYPES[flag[2:].replace("-", "_")])[-1] in capsys.readouterr().err
+    assert FIELDS[flag[2:].replace("-", "_")].choices[-1] in capsys.readouterr().err
 
 
 OUT_OF_RANGE = {
@@ -332,7 +333,7 @@ OUT_OF_RANGE = {
 
 
 def test_every_field_has_a_case_out_of_range():
-    assert set(OUT_OF_RANGE) == set(config_fields())
+    assert set(OUT_OF_RANGE) == set(FIELDS)
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
@@ -343,7 +344,7 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
     for value in OUT_OF_RANGE[name] + ([math.nan, math.inf, -math.inf] if is_number else []):
         with pytest.raises(ValueError) as refusal:
             PolicyLossConfig(**{name: value})
-        assert flag_of(name) in str(refusal.value)
+        assert FIELDS[name].flag in str(refusal.value)
         assert repr(value) in str(refusal.value)
 
 
@@ -454,7 +455,7 @@ def test_defaults_of_the_flags_are_those_of_the_config():
 
 
 def test_the_aggregations_offered_are_those_there_are():
-    assert set(choices_of(FIELD_TYPES["loss_aggregation"])) == set(AGGREGATIONS)
+    assert set(FIELDS["loss_aggregation"].choices) == set(AGGREGATIONS)
 
 
 def test_a_flag_that_the_parser_has_is_left_as_it_is():
@@ -474,8 +475,8 @@ def test_a_flag_of_the_same_name_and_another_meaning_is_refused():
 
 def test_help_states_the_formulas():
     text = " ".join(add_policy_loss_args(argparse.ArgumentParser()).format_help().split())
-    for name in flag_names():
-        assert flag_of(name) in text
+    for flag in FLAGS:
+        assert flag in text
     for formula in (
         "1/N sum_i (sum_t m x / max(D_i, 1))",
         "1/max(T, 1) sum m x",
@@ -489,7 +490,7 @@ def test_help_states_the_formulas():
 
 
 def test_every_field_is_documented_and_the_page_of_flags_is_up_to_date():
-    assert set(field_docstrings()) == set(config_fields())
+    assert set(field_docstrings(PolicyLossConfig)) == set(FIELDS)
     for name in flags_page.TABLES:
         assert flags_page.written_table(name) == flags_page.table(name)
 
@@ -586,7 +587,7 @@ def test_our_help_renders_on_the_parser_of_megatron():
     arguments = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
     parser = add_policy_loss_args(arguments.add_megatron_arguments(argparse.ArgumentParser()))
     formatter = parser._get_formatter()
-    for name in flag_names():
-        action = parser._option_string_actions[flag_of(name)]
-        assert action.dest == name
+    for flag in FLAGS:
+        action = parser._option_string_actions[flag]
+        assert action.dest == flag[2:].replace("-", "_")
         assert formatter._expand_help(action)

@@ -384,4 +384,4 @@ def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes() -> N
 
 def test_numpy_integers_and_scalars_are_numbers() -> None:
     kept = sample(response_length=np.int64(3), advantages=np.float32(0.5))
-    assert kept.response_length == 3 and torch.as_tensor(kept.advantages).tolist() == [0.5] * 3
+    assert kept.response_length == 3 and kept.advantages.tolist() == [0.5] * 3

@@ -44,7 +44,10 @@ def scaled(ratio: float) -> Row:
     ("flags", "named"),
     [
         (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size"),
-        (["--context-parallel-size", "0"], "--context-parallel-size is 0"),
+        (
+            ["--context-parallel-size", "0"],
+            "--context-parallel-size must be an integer >= 1; found 0",
+        ),
         (["--context-parallel-size", "3"], "--context-parallel-size = 3 must divide"),
         (
             ["--virtual-pipeline-model-parallel-size", "2"],

@@ -8,12 +8,14 @@ import os
 import pytest
 
 from megatron_pg.config.custom import (
-    POLICY_LOSS_PARAMETERS,
-    REDUCER_KEYWORDS,
-    REDUCER_PARAMETERS,
+    CUSTOM_FUNCTIONS,
     load_function,
     named_keywords,
 )
+
+POLICY_LOSS_PARAMETERS = CUSTOM_FUNCTIONS["custom_policy_loss_path"].positional
+REDUCER_PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional
+REDUCER_KEYWORDS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].keywords
 
 FLAG = "--custom-policy-loss-path"
 

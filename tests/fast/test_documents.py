@@ -111,7 +111,7 @@ def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize(
     ("keywords", "flag"),
-    (({"docs_per_step": 0}, "--docs-per-step is 0"), ({"mode": "most"}, "--docs-per-step-mode")),
+    (({"docs_per_step": 0}, "--docs-per-step .* 0"), ({"mode": "most"}, "--docs-per-step-mode")),
 )
 def test_settings_out_of_range_are_refused(keywords: dict[str, object], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):

@@ -18,13 +18,13 @@ import torch
 import megatron_pg
 from megatron_pg import cli
 from megatron_pg.config import add_policy_loss_args, validation
+from megatron_pg.config import planning as planning_arguments
 from megatron_pg.explain import main as explain
 from megatron_pg.explain import text
 from megatron_pg.explain.flags import build_parser
 from megatron_pg.explain.options import parse_options
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector
-from megatron_pg.step import arguments as planning_arguments
 from tests import oracle
 from tests.random_steps import plain_sample
 

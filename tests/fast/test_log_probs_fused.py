@@ -13,11 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import WeightGradient, default_chunk_tokens
 from tests.fast.log_probs_oracle import reference
 from tests.fast.test_log_probs_parallel import run_processes

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import autograd, vocabulary_shard
-from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head import forward_gradients, from_logits, rows_torch, vocabulary_shard
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
 from tests.fast.test_log_probs_parallel import MASK, TEMPERATURE, VOCAB_SIZE, WIDTH, inputs
@@ -26,7 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.head import promise, rows_triton, triton_promise, triton_statistics
+    from megatron_pg.head import kernels as triton_kernels
+    from megatron_pg.head import rows_triton
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -52,7 +53,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         rows_triton, "_GRADIENT_TILES", dict.fromkeys((2, 4), (request.param[1], 2))
     )
-    monkeypatch.setattr(autograd, "row_passes", lambda logits: rows_triton)
+    monkeypatch.setattr(from_logits, "row_passes", lambda logits: rows_triton)
     # The interpreter cuts float32 to bfloat16 where a GPU rounds.
     monkeypatch.setitem(shared.ROUNDING, torch.bfloat16, 2.0**-7)
 
@@ -126,18 +127,16 @@ class TestKernels:
         if dead_rows:
             gradients = [torch.where(torch.arange(9) % 2 == 0, each, 0.0) for each in gradients]
         shard = VocabularyShard.build(width, width - 7, None)
-        temperature = torch.tensor(0.9)
-        statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
+        whole = LogitRows(logits, targets, shard, torch.tensor(0.9))
+        statistics = rows_triton.row_statistics(whole)
         found = []
         for row_by_row in (True, False):
             out = logits.clone()
             rows = [slice(row, row + 1) for row in range(9)] if row_by_row else [slice(0, 9)]
             for each in rows:
                 of_rows = [gradient[each] for gradient in gradients]
-                rows_triton.write_gradient(
-                    out[each], targets[each], shard, temperature, statistics.rows(each), *of_rows,
-                    out[each],
-                )  # fmt: skip
+                part = LogitRows(out[each], targets[each], shard, whole.temperature)
+                rows_triton.write_gradient(part, statistics.rows(each), of_rows, out[each])
             found.append(out)
         assert torch.equal(*found) and (found[0][:, width - 7 :] == 0).all()
 
@@ -170,12 +169,11 @@ def gradient_of(
     logits: Tensor, targets: Tensor, overlapping: bool, out: Tensor | None = None
 ) -> Tensor:
     shard = VocabularyShard.build(logits.shape[1], 33, None)
-    temperature = torch.tensor(0.9)
-    statistics = rows_triton.row_statistics(logits, targets, shard, temperature)
+    rows = LogitRows(logits, targets, shard, torch.tensor(0.9))
+    statistics = rows_triton.row_statistics(rows)
     if out is None:
         out = logits if overlapping else torch.full_like(logits, float("nan"))
-    gradients = shared.incoming(len(targets))
-    rows_triton.write_gradient(logits, targets, shard, temperature, statistics, *gradients, out)
+    rows_triton.write_gradient(rows, statistics, shared.incoming(len(targets)), out)
     return out
 
 
@@ -188,8 +186,8 @@ def gradient_of_shard(
     width: int,
 ) -> Tensor:
     own = logits[:, shard.start : shard.start + width].clone()
-    temperature = torch.tensor(TEMPERATURE)
-    rows_triton.write_gradient(own, targets, shard, temperature, statistics, *gradients, own, MASK)
+    rows = LogitRows(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
+    rows_triton.write_gradient(rows, statistics, gradients, own)
     return own
 
 
@@ -212,9 +210,8 @@ def sharded_statistics(
     ]
     for shard in shards:
         own = logits[:, shard.start : shard.start + width]
-        statistics = rows_triton.row_statistics(
-            own, targets, shard, torch.tensor(TEMPERATURE), MASK
-        )
+        rows = LogitRows(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
+        statistics = rows_triton.row_statistics(rows)
     return shards, statistics
 
 
@@ -248,24 +245,26 @@ def promises() -> dict[str, tuple[float, float, Tensor | None, Tensor | None, bo
 @needs_interpreter
 @pytest.mark.parametrize("case", list(promises()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_promises(case: str, dtype: torch.dtype) -> None:
+def test_promises(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel and the torch code spoil the same gradients: the whole first row, and nothing else."""
     promised, arrives, before, now, kept = promises()[case]
     scales = torch.tensor(arrives), torch.tensor(promised)
-    sample = None
+    held = None
     if before is not None and now is not None:
         buffer = torch.ones(15, 11)  # of which the present sample is a view
         buffer[::3, : now.shape[1]] = now
-        sample = before, buffer[::3, : now.shape[1]]
-    for module in (promise, triton_promise):
+        samples = before, buffer[::3, : now.shape[1]]
+        held = tuple(forward_gradients.holds_anything(sample) for sample in samples)
+    for passes in (rows_torch, rows_triton):
+        monkeypatch.setattr(forward_gradients, "row_passes", lambda _, passes=passes: passes)
         gradients = [torch.ones(3, 1100, dtype=dtype), torch.ones(7, 1100)]
-        module.spoil_unless_kept(*scales, sample, gradients)
+        forward_gradients.spoil_unless_kept(*scales, held, *gradients)
         for gradient in gradients:
             assert gradient[:1].isnan().all() == (not kept) and (gradient[1:] == 1).all()
             assert kept == bool((gradient == 1).all())
         alone = torch.ones(2, 3)
-        module.spoil_unless_kept(*scales, sample, [alone])
-        module.spoil_unless_kept(*scales, sample, [torch.ones(0, 3)])
+        forward_gradients.spoil_unless_kept(*scales, held, alone)
+        forward_gradients.spoil_unless_kept(*scales, held, torch.ones(0, 3))
         assert alone[:1].isnan().all() == (not kept)
 
 
@@ -282,18 +281,18 @@ def test_rows_that_no_vector_can_be_read_from_do_not_begin_at_lines(stride: int)
 def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: parts merged without moving their dot products to the common maximum."""
     logits, targets = peaked_logits(6, 37)
-    shard = VocabularyShard.build(37, None, None)
+    rows = LogitRows(logits, targets, VocabularyShard.build(37, None, None), torch.tensor(1.0))
     monkeypatch.setattr(rows_triton, "_VECTORS", 2)
-    right = rows_triton.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+    right = rows_triton.row_statistics(rows).entropy
 
-    whole = triton_statistics._rescale
+    whole = triton_kernels._rescale
 
     def broken(maximum, safe, scale):
         shift, shrink = whole(maximum, safe, scale)
         return shift * 0.0, shrink
 
-    monkeypatch.setattr(triton_statistics, "_rescale", broken)
-    wrong = rows_triton.row_statistics(logits, targets, shard, torch.tensor(1.0)).entropy
+    monkeypatch.setattr(triton_kernels, "_rescale", broken)
+    wrong = rows_triton.row_statistics(rows).entropy
     wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
     torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)
     assert not torch.allclose(wrong.double(), wanted, rtol=1e-3, atol=1e-3)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig, versions
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron import scale_contract as scale_contract_module
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.micro_batch import MicroBatchScale
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import StepTotals, step_totals
@@ -28,6 +27,7 @@ from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+from tests.step_loss import step_loss
 
 LossOutput = tuple[Any, ...]
 """(loss, metrics) or (loss, n, metrics)."""
@@ -74,7 +74,7 @@ def megatron_gradients(
 
 
 def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
-    """What megatron_loss returns to the schedule, on a rank of this job."""
+    """What loss_func returns to the schedule, on a rank of this job."""
     contract = scale_contract(
         None,
         totals,
@@ -82,10 +82,8 @@ def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutpu
         data_parallel_size=job.dp_size,
         context_parallel_size=job.cp_size,
         num_microbatches=result.num_microbatches,
-        num_active_tokens=result.batch.num_active_tokens,
-        num_local_tokens=result.batch.window.local_tokens,
     )
-    return contract.apply(result.loss, result.metrics)
+    return contract.apply(result.loss, result.metrics, result.batch)
 
 
 def drop_data_parallel(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
@@ -262,10 +260,14 @@ def moe_contract(**changes: object) -> ScaleContract:
         "data_parallel_size": 2,
         "context_parallel_size": 1,
         "num_microbatches": 2,
-        "num_active_tokens": 8,
-        "num_local_tokens": 32,
     } | changes
     return scale_contract(settings.pop("model_config"), settings.pop("totals"), **settings)
+
+
+def num_tokens(contract: ScaleContract) -> int:
+    """n of a micro-batch of 32 local tokens, 8 of them active."""
+    batch = SimpleNamespace(num_active_tokens=8, window=SimpleNamespace(local_tokens=32))
+    return int(contract.apply(torch.ones(()), {}, batch)[1])  # type: ignore[arg-type]
 
 
 MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
@@ -281,7 +283,7 @@ def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
     changes = {} if model_config is None else {"model_config": model_config}
     contract = moe_contract(**changes)
-    assert contract.num_tokens == 32
+    assert num_tokens(contract) == 32
     assert contract.factor == 100
 
 
@@ -289,7 +291,7 @@ def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
 def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
     totals = step_totals(package_samples(random_step(seed=44)))
     contract = moe_contract(model_config=model_config, totals=totals)
-    assert contract.num_tokens == 8
+    assert num_tokens(contract) == 8
     assert contract.factor == totals.num_active_tokens
 
 
@@ -306,7 +308,7 @@ def test_auxiliary_loss_under_context_parallelism_needs_0_19(
 ) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     if version >= (0, 19):
-        assert moe_contract(context_parallel_size=2).num_tokens == 32
+        assert num_tokens(moe_contract(context_parallel_size=2)) == 32
     else:
         with pytest.raises(NotImplementedError, match=r"(?s)context-parallel-size.*0\.19"):
             moe_contract(context_parallel_size=2)
@@ -355,14 +357,12 @@ def test_the_gradient_that_backward_brings_is_known_beforehand(
         data_parallel_size=data_parallel_size,
         context_parallel_size=context_parallel_size,
         num_microbatches=num_microbatches,
-        num_active_tokens=11,
-        num_local_tokens=13,
     )
     config = SimpleNamespace(grad_scale_func=None)
     if loss_scale is not None:
         config.grad_scale_func = lambda loss: torch.tensor([loss_scale]) * loss
     local = torch.tensor(0.7, requires_grad=True)
-    output = contract.apply(local, {})[0]
+    output = contract.apply(local, {}, pack(samples))[0]
     if not per_token:
         output *= context_parallel_size
         output /= num_microbatches
@@ -411,21 +411,21 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
     for cp_rank in range(2):
         batch = pack(samples, cp_rank=cp_rank, cp_size=2)
         assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
-        scale = MicroBatchScale.build(
+        step = PolicyStep(
             PolicyLossConfig(calculate_per_token_loss=per_token != has_model),
-            batch,
-            totals,
+            totals=totals,
             num_microbatches=5,
             model=chunks(per_token) if has_model else None,
             groups=Groups(3, 2, cp_rank),  # type: ignore[arg-type]
         )
-        assert scale.step_share == pytest.approx(1 / (3 * 2 * 5), rel=1e-12)
-        assert scale.contract.calculate_per_token_loss == per_token
-        assert scale.contract.factor == (totals.num_active_tokens if per_token else 3 * 5)
+        assert step.share == pytest.approx(1 / (3 * 2 * 5), rel=1e-12)
+        assert step.scale.calculate_per_token_loss == per_token
+        assert step.scale.factor == (totals.num_active_tokens if per_token else 3 * 5)
         if per_token:
-            assert scale.contract.num_tokens == int(batch.loss_mask.sum())
+            _, n, _ = step.scale.apply(torch.ones(()), {}, batch)
+            assert n == int(batch.loss_mask.sum())
         if has_model:
-            found = scale.incoming_gradient(chunks(per_token), torch.device("cpu"))
+            found = step._incoming_gradient(torch.device("cpu"))
             expected = totals.num_active_tokens if per_token else 3 * 2
             assert found == pytest.approx(8 * expected, rel=1e-6)
 
@@ -438,15 +438,15 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
     config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1)
-    scale = MicroBatchScale.build(
+    step = PolicyStep(
         PolicyLossConfig(),
-        batch,
-        replace(step_totals(samples), num_tokens=1000),
+        totals=replace(step_totals(samples), num_tokens=1000),
         num_microbatches=1,
         model=SimpleNamespace(config=config),
         groups=Groups(context_size=cp_size),  # type: ignore[arg-type]
     )
-    assert (scale.contract.num_tokens, scale.contract.factor) == (len(batch.tokens), 1000)
+    _, n, _ = step.scale.apply(torch.ones(()), {}, batch)
+    assert (n, step.scale.factor) == (len(batch.tokens), 1000)
 
 
 @pytest.mark.parametrize("packed_for", ((0, 1), (1, 2), (0, 4)))
@@ -456,13 +456,12 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
     with pytest.raises(ValueError, match=f"rank {packed_for[0]} of {packed_for[1]} and this is "):
-        MicroBatchScale.build(
+        step_loss(
             PolicyLossConfig(),
             batch,
             step_totals(samples),
             num_microbatches=1,
-            model=None,
-            groups=Groups(context_size=2),  # type: ignore[arg-type]
+            groups=Groups(context_size=2),
         )
 
 
@@ -479,12 +478,12 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
     vocab_size = logits[0].shape[1] - 3
     groups = Groups(data_size=2)
     packed = torch.cat(logits)[None]
-    loss_func = megatron_loss(
+    loss_func = step_loss(
         config,
         batch,
         totals,
         num_microbatches=2,
-        groups=groups,  # type: ignore[arg-type]
+        groups=groups,
         vocab_size=vocab_size,
     )
     loss, *rest = loss_func(packed)
@@ -497,13 +496,20 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
 
 def test_it_is_of_use_in_training_alone() -> None:
     """None where no backward follows, or where `main_grad` holds parameters until then."""
-    contract = ScaleContract(True, 3.0, 1, schedule_factor=1.0)
-    scale = MicroBatchScale(groups=None, contract=contract, step_share=1.0)  # type: ignore[arg-type]
+    totals = replace(step_totals([]), num_active_tokens=3)
 
     def found(training: bool = True, reuses_buffer: bool = False) -> Tensor | None:
         ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=reuses_buffer)
-        model = SimpleNamespace(config=None, training=training, ddp_config=ddp_config)
-        return scale.incoming_gradient([model], torch.device("cpu"))
+        config = SimpleNamespace(calculate_per_token_loss=True)
+        model = SimpleNamespace(config=config, training=training, ddp_config=ddp_config)
+        step = PolicyStep(
+            PolicyLossConfig(),
+            totals=totals,
+            num_microbatches=1,
+            model=[model],
+            groups=Groups(),  # type: ignore[arg-type]
+        )
+        return step._incoming_gradient(torch.device("cpu"))
 
     assert found() == 3.0
     assert found(training=False) is None and found(reuses_buffer=True) is None

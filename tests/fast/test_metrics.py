@@ -17,6 +17,7 @@ from megatron_pg.loss.corrections import Corrected, accepted_samples
 from megatron_pg.loss.metrics import (
     EFFECTIVE_SAMPLE_SIZE,
     MicroBatchMetrics,
+    Scored,
     metric_names,
     policy_metrics,
     reduce_metrics,
@@ -308,7 +309,7 @@ def test_none_costs_nothing() -> None:
     outcome = OBJECTIVES["ppo"](config, batch, log_probs)
     corrected = Corrected(outcome.loss, batch.loss_mask, {})
     with CountDispatches() as counter:
-        metrics = policy_metrics(config, batch, log_probs, None, outcome, corrected)
+        metrics = policy_metrics(config, Scored(batch, log_probs, None, outcome, corrected))
     assert counter.count == 0
     assert metrics == {} and metrics.maxima is None and metrics.nan_tokens is None
 

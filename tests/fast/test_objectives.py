@@ -15,7 +15,6 @@ from megatron_pg.loss.objectives import (
     ObjectiveOutput,
     clipped_log_ratio,
     get_objective,
-    has_ratio,
 )
 from megatron_pg.loss.sequence import sequence_log_ratios
 from megatron_pg.step.batch import PackedBatch, pack
@@ -282,7 +281,7 @@ def test_gspo_ratio_is_one_number_a_sequence() -> None:
     expected = torch.cat(
         [torch.tensor(s.loss_mask, dtype=torch.float64) * oracle.policy_mean(s) for s in sequences]
     )
-    assert found.is_ratio_of_sequence
+    assert OBJECTIVES["gspo"].ratio == "sequence"
     torch.testing.assert_close(found.log_ratio, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -311,7 +310,7 @@ def test_only_objectives_with_a_ratio_report_one() -> None:
     for name in OBJECTIVES:
         found = package_objective(name, {}, package_batch(sequences), flat_log_probs(sequences))
         is_reported = found.log_ratio is not None
-        assert is_reported == has_ratio(PolicyLossConfig(policy_loss=name))
+        assert is_reported == (OBJECTIVES[name].ratio != "none")
         assert is_reported == (found.is_clipped is not None)
 
 

@@ -15,11 +15,9 @@ from megatron_pg.config import (
     validate_policy_loss_args,
     validation,
 )
-from megatron_pg.head.from_hidden import linear_token_loss
+from megatron_pg.head import linear_token_loss
 from megatron_pg.megatron import fused_head
-from megatron_pg.megatron.loss import megatron_loss
-from megatron_pg.megatron.output_head import output_head
-from megatron_pg.step.batch import pack
+from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.totals import step_totals
 
 
@@ -57,15 +55,6 @@ def test_the_flag_needs_a_megatron_that_has_the_hook(
             validate(line)
 
 
-@pytest.mark.parametrize("fp32_lm_head", [True, False])
-def test_a_loss_on_logits_refuses_them(fp32_lm_head: bool) -> None:
-    config = PolicyLossConfig(fused_lm_head=True, fp32_lm_head=fp32_lm_head)
-    batch = pack([])
-    flag = "--fp32-lm-head" if fp32_lm_head else "--fused-lm-head"
-    with pytest.raises(ValueError, match=f"{flag} acts in the output layer.*output_head"):
-        megatron_loss(config, batch, step_totals([]), num_microbatches=1)
-
-
 def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Headless(torch.nn.Module):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -73,10 +62,9 @@ def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(fused_head, "supports_output_processor", lambda: True)
     with pytest.raises(NotImplementedError, match="output_processor.*found Headless"):
-        output_head(
+        PolicyStep(
             PolicyLossConfig(fused_lm_head=True),
-            pack([]),
-            step_totals([]),
+            totals=step_totals([]),
             num_microbatches=1,
             model=[SimpleNamespace(module=Headless())],
         )

@@ -228,7 +228,7 @@ def test_the_seed_deals_equally_long_samples_differently() -> None:
 def test_settings_out_of_range_are_refused_by_flag() -> None:
     with pytest.raises(ValueError, match=r"--max-tokens-per-microbatch is 3.*at least 4"):
         plan_step([], max_tokens_per_microbatch=3, cp_size=2)
-    with pytest.raises(ValueError, match="oversized is 'drop'"):
+    with pytest.raises(ValueError, match="--oversized-samples .*found 'drop'"):
         plan_step([], max_tokens_per_microbatch=3, oversized="drop")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import get_aggregation
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -41,7 +41,7 @@ def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     return {
         "aggregation": aggregation,
         "divisor": DIVISOR if aggregation == "constant" else None,
-        "denominators": get_aggregation(aggregation).denominators(step_totals(samples), samples),
+        "denominators": AGGREGATIONS[aggregation].denominators(step_totals(samples), samples),
     }
 
 

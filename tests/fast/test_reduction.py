@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
-from megatron_pg.loss.reduction import policy_gradient_reduction
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer, policy_gradient_reduction
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import autograd, log_probs_and_entropy, rows_torch, vocabulary_shard
+from megatron_pg.head import from_logits, log_probs_and_entropy, rows_torch, vocabulary_shard
 from megatron_pg.head.from_hidden import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 
 rows_triton = pytest.importorskip("megatron_pg.head.rows_triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -115,7 +115,7 @@ def test_kernels_equal_the_torch_passes() -> None:
     logits, targets, *gradients = inputs(100, 3001, torch.bfloat16)
     found = op(logits, targets, gradients)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autograd, "row_passes", lambda logits: rows_torch)
+        patch.setattr(from_logits, "row_passes", lambda logits: rows_torch)
         expected = op(logits, targets, gradients)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
@@ -257,12 +257,12 @@ def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) 
     temperature = torch.tensor(0.7, device="cuda")
     shards = [VocabularyShard(r * width, width, 16000, gather) for r in range(size)]
     parts = [logits[:, shard.start : shard.start + width].contiguous() for shard in shards]
-    for shard, part in zip(shards, parts, strict=True):
-        statistics = rows_triton.row_statistics(part, targets, shard, temperature)
+    rows = [LogitRows(parts[r], targets, shards[r], temperature) for r in range(size)]
+    statistics = [rows_triton.row_statistics(part) for part in rows][-1]
     torch.testing.assert_close(statistics.log_probs.double(), wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(statistics.entropy.double(), wanted[1], rtol=1e-5, atol=1e-5)
-    for shard, part in zip(shards, parts, strict=True):
-        rows_triton.write_gradient(part, targets, shard, temperature, statistics, *gradients, part)
+    for part in rows:
+        rows_triton.write_gradient(part, statistics, gradients, part.logits)
     error = (torch.cat(parts, 1).double() - wanted[2]).abs()
     bound = ROUNDING[torch.bfloat16] * wanted[2].abs()
     assert (error <= bound + 1e-5 * summands(logits, *gradients, 0.7) + 1e-12).all()

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from megatron_pg.head import log_probs_and_entropy
-from megatron_pg.head.from_hidden import (
+from megatron_pg.head import (
     HeadOptions,
     linear_log_probs_and_entropy,
     linear_token_loss,
+    log_probs_and_entropy,
 )
 from tests.gpu.test_log_probs_cuda import ROUNDING, dense, inputs, summands
 

@@ -22,7 +22,7 @@ def context_parallel_place() -> tuple[int, int]:
 
 
 def global_args() -> argparse.Namespace | None:
-    """The arguments that the trainer gave ``megatron.training.global_vars.set_args``, or None."""
+    """The arguments that the trainer gave `megatron.training.global_vars.set_args`, or None."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None:
         return None

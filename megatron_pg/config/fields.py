@@ -1,0 +1,173 @@
+"""Values of the fields of a settings dataclass: what each may be, and what is wrong with those that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_pg.config.rows import TABLES, did_you_mean
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The finite numbers above `lower` (or equal to it, if closed) and up to `upper`; whole ones for an int field."""
+
+    lower: float
+    upper: float = math.inf
+    closed: bool = False
+    metavar: str = "X"
+
+    def contains(self, value: Any) -> bool:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            return False
+        number = float(value)
+        above = number >= self.lower if self.closed else number > self.lower
+        return above and number <= self.upper and math.isfinite(number)
+
+    def __str__(self) -> str:
+        text = f"{'>=' if self.closed else '>'} {self.lower:g}"
+        return text if math.isinf(self.upper) else f"{text} and <= {self.upper:g}"
+
+
+COUNT = Interval(1, closed=True, metavar="N")
+"""An integer from 1 on."""
+
+PYTHON_ONLY = "python only"
+"""Marks a field without a flag."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of a dataclass, read off its annotation."""
+
+    name: str
+    default: Any
+    type: Any
+    """bool, int, float, str or tuple."""
+    words: tuple[str, ...] | None
+    """Those of a `Literal`."""
+    interval: Interval | None
+    is_optional: bool
+    """Whether None is a value."""
+    has_flag: bool
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The words that it may be, of a `Literal` or of a table of rows."""
+        return tuple(TABLES[self.name]) if self.name in TABLES else self.words
+
+    @property
+    def flag(self) -> str:
+        """`--eps-clip` of `eps_clip`; the bare name where there is no flag."""
+        return flag_of(self.name) if self.has_flag else self.name
+
+    def violation(self, value: Any) -> str | None:
+        """What is wrong with a value by itself, None where nothing is."""
+        if value is None and self.is_optional:
+            return None
+        hint = ""
+        if self.choices is not None:
+            valid, expected = value in self.choices, "one of " + ", ".join(self.choices)
+            hint = "" if valid else self.did_you_mean(value)
+        elif self.type is bool:
+            valid, expected = isinstance(value, bool), "True or False"
+        elif self.type is tuple:
+            valid = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+            expected = "a sequence of words"
+        elif self.interval is not None:
+            is_whole = self.type is not int or isinstance(value, numbers.Integral)
+            valid = is_whole and self.interval.contains(value)
+            kind = "an integer" if self.type is int else "a finite number"
+            expected = f"{kind} {self.interval}"
+        else:
+            valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
+        if valid:
+            return None
+        return f"{self.flag} must be {expected}; found {value!r}{hint}"
+
+    def did_you_mean(self, value: Any) -> str:
+        """The end of a refusal of a word, with the nearest right one."""
+        if self.name in TABLES:
+            return TABLES[self.name].did_you_mean(value)
+        return did_you_mean(value, self.choices or ())
+
+
+def flag_of(name: str) -> str:
+    """The flag that stores to an attribute."""
+    return "--" + name.replace("_", "-")
+
+
+def fields_of(settings: type[Any]) -> dict[str, Field]:
+    """The fields of a settings dataclass, by name and in order.
+
+    An annotation says what a field may be: bool, `Literal` words, a word of the table of that name (`TABLES`),
+    `Annotated[float, Interval(...)]` or `Annotated[int, COUNT]`, a tuple of words, or an import path (str); `| None`
+    allows None.
+    """
+    if settings not in _FIELDS:
+        hints = get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.init]
+        _FIELDS[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
+    return _FIELDS[settings]
+
+
+_FIELDS: dict[type[Any], dict[str, Field]] = {}
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
+    notes: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *found = get_args(hint)
+        notes = tuple(found)
+    is_optional = False
+    if get_origin(hint) in (Union, UnionType):
+        is_optional = NoneType in get_args(hint)
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    words: tuple[str, ...] | None = None
+    if get_origin(hint) is Literal:
+        words, hint = get_args(hint), str
+    return Field(
+        name=field.name,
+        default=field.default,
+        type=get_origin(hint) or hint,
+        words=words,
+        interval=next((note for note in notes if isinstance(note, Interval)), None),
+        is_optional=is_optional,
+        has_flag=PYTHON_ONLY not in notes,
+    )
+
+
+def check_fields(settings: type[Any], values: Mapping[str, Any]) -> tuple[list[str], Any]:
+    """Checks every value by itself.
+
+    Args:
+        settings: the dataclass.
+        values: by field name; a field without one has its default.
+
+    Returns:
+        The violations, and the values as attributes with a default in the place of each that is wrong, so that what
+        else is wrong can be found in the same look.
+    """
+    violations, sound = [], {}
+    for field in fields_of(settings).values():
+        value = values.get(field.name, field.default)
+        violation = field.violation(None if value is dataclasses.MISSING else value)
+        if violation is not None:
+            violations.append(violation)
+            value = field.default
+        sound[field.name] = value
+    return violations, SimpleNamespace(**sound)
+
+
+def refuse(violations: Sequence[str], *, error: type[Exception] = ValueError) -> None:
+    """Raises one error with every violation; returns where there is none."""
+    if len(violations) == 1:
+        raise error(violations[0])
+    if violations:
+        listed = "".join(f"\n  {number}. {text}" for number, text in enumerate(violations, 1))
+        raise error(f"{len(violations)} settings cannot stand:{listed}")

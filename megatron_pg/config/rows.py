@@ -1,0 +1,135 @@
+"""Tables of rows: everything that a setting chooses by name, each row with its properties beside it.
+
+An aggregation, an objective, a correction is one row, defined beside its formula in `megatron_pg/loss`. Whatever depends
+on a property reads the row: the flag's words and help text, required inputs, refusals, metric names, what may go through the
+fused head, the tables of the docs. The tables are declared here, below everything that reads them, and filled when
+`megatron_pg` is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What every row has: a name, a text, and what it asks of the samples and of other settings."""
+
+    name: str
+    formula: str
+    about: str = ""
+    """What its letters mean, and its source."""
+    inputs: tuple[str, ...] = ()
+    """Optional fields of `Sample` that every sample must fill."""
+    options: tuple[str, ...] = ()
+    """Settings that only rows which name them read: given with another row, they are refused."""
+    needs: tuple[str, ...] = ()
+    """Those of them that must be given."""
+    flag: str = ""
+    """What errors call the row by, a format of `config`; "" for the table's flag with the row's name."""
+    when: Callable[[Any], bool] | None = None
+    """Whether the row is on under a config; None for the table's: the one that its setting names."""
+
+    @property
+    def help(self) -> str:
+        """Its part of the flag's help text."""
+        return f"{self.formula}, {self.about}" if self.about else self.formula
+
+    def refusals(self, config: Any) -> list[str]:
+        """What is wrong with a config under which the row is on, beyond `options` and `needs`."""
+        return []
+
+    def sums_over_sequences(self) -> tuple[str, ...]:
+        """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
+        rollout_log_prob)."""
+        return ()
+
+
+RowType = TypeVar("RowType", bound=Row)
+
+
+class Table(Mapping[str, RowType], Generic[RowType]):
+    """Rows by name, in the order in which they were added.
+
+    Args:
+        field: the setting that chooses a row, or what the rows are called where each has a flag of its own.
+        replaced_by: the setting that, where given, takes the place of any row.
+        also_known_as: other names that people give; they lead to a row's name in an error, and choose nothing.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        *,
+        replaced_by: str | None = None,
+        also_known_as: Mapping[str, str] | None = None,
+    ) -> None:
+        self.field = field
+        self.replaced_by = replaced_by
+        self._rows: dict[str, RowType] = {}
+        self._also_known_as = dict(also_known_as or {})
+        TABLES[field] = self
+
+    def add(self, row: RowType) -> RowType:
+        """Adds a row.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if row.name in self._rows:
+            raise ValueError(f"there is a row {row.name!r} already: give this one another name")
+        self._rows[row.name] = row
+        return row
+
+    def remove(self, name: str) -> None:
+        """Takes a row out again."""
+        del self._rows[name]
+
+    def rows_on(self, config: Any) -> list[RowType]:
+        """The rows that are on under a config, in the table's order."""
+        if self.is_replaced(config):
+            return []
+        chosen = getattr(config, self.field, None)
+        return [
+            row
+            for row in self.values()
+            if (row.name == chosen if row.when is None else row.when(config))
+        ]
+
+    def is_replaced(self, config: Any) -> bool:
+        """Whether a function of the user's own takes the place of the rows."""
+        return self.replaced_by is not None and getattr(config, self.replaced_by) is not None
+
+    def flag_of_row(self, row: Row, config: Any = None) -> str:
+        """The flags that turn a row on, for error messages."""
+        return row.flag.format(config=config) or f"--{self.field.replace('_', '-')} {row.name}"
+
+    def did_you_mean(self, name: object) -> str:
+        """The nearest name as the end of an error message; "" where none is near."""
+        return did_you_mean(name, self._rows, self._also_known_as)
+
+    def __getitem__(self, name: str) -> RowType:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+TABLES: dict[str, Table[Any]] = {}
+"""Every table, by its field."""
+
+
+def did_you_mean(
+    word: object, known: Iterable[str], also_known_as: Mapping[str, str] | None = None
+) -> str:
+    """`; did you mean X?` with the known word nearest to what was given; "" where none is near."""
+    text = str(word).lower()
+    names = {name.lower(): name for name in known} | dict(also_known_as or {})
+    found = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]}?" if found else ""

@@ -1,0 +1,230 @@
+"""`PolicyStep`: one optimizer step's policy loss in Megatron's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.metrics import reduce_metrics
+from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
+from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.totals import StepTotals
+
+
+@dataclass(frozen=True)
+class MicroBatchHead:
+    """What one micro-batch asks of the model, and what turns the model's output into the loss."""
+
+    loss_func: Callable[[Tensor], ScheduleOutput]
+    """What `forward_step` returns beside the model's output. The schedule calls it on the last pipeline stage, on every
+    tensor- and context-parallel rank, and gets what it expects of this model's config: `(loss, metrics)` or
+    `(loss, n, metrics)`; see `scale_contract.py`."""
+    model_inputs: dict[str, Any]
+    """Keyword arguments of `GPTModel.forward`: the micro-batch, and `model_arguments`."""
+    model_arguments: dict[str, Any]
+    """Those that the head adds, for a call of your own; none without `--fused-lm-head`."""
+
+
+class PolicyStep:
+    """The policy loss of one optimizer step on this rank: built once before the step, on every rank and stage.
+
+        step = PolicyStep(config, plan, model=model)
+        def forward_step(data_iterator, model):
+            head = step.head(next(data_iterator))
+            output = model(**head.model_inputs)
+            return output, head.loss_func
+        metrics = step.metrics(schedule_output)
+
+    The lines are the same with and without `--fused-lm-head`, in both of Megatron's loss modes and at any sharding.
+
+    Args:
+        config: the policy loss.
+        plan: what `plan_step` returned: the step's totals and this data-parallel rank's number of micro-batches.
+        model: the model that the schedule runs, wrapped or a list of virtual-pipeline chunks. Its config says in which loss
+            mode it runs and whether an auxiliary loss is scaled by tokens, its `pg_collection` which groups it runs on.
+            Without it the mode is `config.calculate_per_token_loss`, which the validated flags set, and the groups are
+            those of `parallel_state`: right unless the trainer overrides either on the model.
+        totals: the step's totals, where there is no plan.
+        num_microbatches: how many micro-batches this data-parallel rank runs in the step, where there is no plan.
+        groups: the process groups; None takes the model's.
+        vocab_size: the vocabulary without padding; None counts every column of the logits.
+
+    Raises:
+        ValueError: neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        plan: StepPlan | None = None,
+        *,
+        model: Any | None = None,
+        totals: StepTotals | None = None,
+        num_microbatches: int | None = None,
+        groups: ParallelGroups | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if plan is not None:
+            totals = plan.totals if totals is None else totals
+            num_microbatches = num_microbatches or plan.num_microbatches
+        if totals is None or num_microbatches is None:
+            raise ValueError(
+                "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
+                "returned, or both totals= and num_microbatches="
+            )
+        if config.fused_lm_head:
+            require_output_processor(model)
+        if groups is None:
+            groups = (
+                ParallelGroups.from_parallel_state()
+                if model is None
+                else ParallelGroups.from_model(model)
+            )
+        chunk = model[0] if isinstance(model, (list, tuple)) else model
+        # DDP and Float16Module carry the config of what they wrap.
+        model_config = None if chunk is None else chunk.config
+        self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
+        self.groups, self.vocab_size = groups, vocab_size
+        self.model, self._chunk = model, chunk
+        self.scale = scale_contract(
+            model_config,
+            totals,
+            calculate_per_token_loss=(
+                config.calculate_per_token_loss
+                if model_config is None
+                else bool(model_config.calculate_per_token_loss)
+            ),
+            data_parallel_size=groups.data_size,
+            context_parallel_size=groups.context_size,
+            num_microbatches=num_microbatches,
+        )
+        self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
+        """One micro-batch on this rank, as a part of the step's report."""
+
+    def head(self, batch: PackedBatch) -> MicroBatchHead:
+        """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
+
+        Args:
+            batch: the micro-batch, packed for this context-parallel rank, on the model's device.
+
+        Raises:
+            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input
+                of the objective.
+        """
+        self._check_packing(batch)
+        inputs = {
+            "input_ids": batch.tokens[None],
+            "position_ids": batch.position_ids[None],
+            "attention_mask": None,
+            "packed_seq_params": packed_seq_params(batch),
+        }
+        if not self.config.fused_lm_head:
+            return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
+        fused = self.fused_head(batch)
+        added = {"output_processor": fused.output_processor}
+        return MicroBatchHead(
+            lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
+        )
+
+    def fused_head(
+        self,
+        batch: PackedBatch,
+        *,
+        keep_logits: bool | None = None,
+        chunk_tokens: int | None = None,
+    ) -> FusedHead:
+        """The fused head of one micro-batch; see `FusedHead` for the arguments."""
+        device = batch.tokens.device
+        return FusedHead(
+            MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
+            self.groups,
+            vocab_size=self.vocab_size,
+            loss_scale=self._incoming_gradient(device),
+            keep_logits=keep_logits,
+            chunk_tokens=chunk_tokens,
+        )
+
+    def metrics(
+        self,
+        schedule_output: Sequence[Mapping[str, Tensor]],
+        *,
+        device: torch.device | str | None = None,
+    ) -> dict[str, float]:
+        """The step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
+
+        Args:
+            schedule_output: what the schedule returned on this rank.
+            device: where numbers are reduced; None is that of the model's parameters.
+
+        Raises:
+            RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
+        """
+        if device is None:
+            device = "cpu" if self._chunk is None else next(self._chunk.parameters()).device
+        # The other tensor-parallel ranks of the last stage hold the same numbers.
+        contributes = self.groups.is_last_pipeline_stage and self.groups.tensor_rank == 0
+        return reduce_metrics(self.config, schedule_output, contributes=contributes, device=device)
+
+    def _loss_of_logits(self, batch: PackedBatch, logits: Tensor) -> ScheduleOutput:
+        loss, metrics = policy_loss_function(
+            self.config,
+            batch,
+            logits,
+            totals=self.totals,
+            tensor_parallel_group=self.groups.tensor,
+            context_parallel_group=self.groups.context,
+            vocab_size=self.vocab_size,
+            step_share=self.share,
+        )
+        return self.scale.apply(loss, metrics, batch)
+
+    def _incoming_gradient(self, device: torch.device) -> Tensor | None:
+        """What backward will hand to the local loss, where the step has a backward.
+
+        None where it has none (gradients off, `model.eval()`), and where `main_grad` holds something else until
+        backward (DDP's reuse_grad_buf_for_mxfp8_param_ag keeps parameters there): whatever is known beforehand is
+        of no use then. A forward pass with gradients on and the model in training mode counts as training.
+        """
+        if not torch.is_grad_enabled() or not getattr(self._chunk, "training", True):
+            return None
+        ddp_config = getattr(self._chunk, "ddp_config", None)
+        if getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            return None
+        return self.scale.incoming_gradient(getattr(self._chunk, "config", None), device)
+
+    def _check_packing(self, batch: PackedBatch) -> None:
+        window, groups = batch.window, self.groups
+        if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
+            raise ValueError(
+                f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
+                f"rank {groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with "
+                "the rank's own"
+            )
+
+
+def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+    """`packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
+
+    The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
+    sequence's end is harmless: attention is causal and padding is scored by no loss. They are passed by keyword: the
+    fields of Megatron's class grow with each release.
+    """
+    window = batch.window
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=window.cu_seqlens,
+        cu_seqlens_kv=window.cu_seqlens,
+        max_seqlen_q=window.max_seqlen,
+        max_seqlen_kv=window.max_seqlen,
+    )

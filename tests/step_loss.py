@@ -1,0 +1,18 @@
+"""The package's loss function of one micro-batch, as a function that a mutant can stand in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_pg import PolicyLossConfig
+from megatron_pg.megatron import PolicyStep
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals
+
+
+def step_loss(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, **keywords: Any
+) -> Callable[..., Any]:
+    """`loss_func` of a step with these totals; `keywords` are those of `PolicyStep`."""
+    return PolicyStep(config, totals=totals, **keywords).head(batch).loss_func

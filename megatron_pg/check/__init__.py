@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron_pg.check.job import Launch, joined, prepare, report_failure
+from megatron_pg.check.job import Launch, joined, prepare
 from megatron_pg.check.options import check_world_size, parse_options
 from megatron_pg.config.versions import UnsupportedMegatronError
 
@@ -27,8 +27,11 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the command line after `megatron-pg check`.
 
     Returns:
-        The exit status: 0 when every row passes, 1 when one fails, 2 for flags that cannot be served and a
-        Megatron-Core that is not supported, each equal on every rank; 1 where this rank raises.
+        The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
+        served and a Megatron-Core that is not supported.
+
+    Raises:
+        SystemExit: with status 1, where this rank has failed.
     """
     _quiet_libraries()
     try:
@@ -39,21 +42,17 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
-    try:
-        with joined(launch, options.device):
-            with contextlib.redirect_stdout(sys.stderr):
-                # Importing them needs Megatron, and on the CPU its redirection.
-                from megatron_pg.check import report
-                from megatron_pg.check.step import run_check
+    with joined(launch, options.device):
+        with contextlib.redirect_stdout(sys.stderr):
+            # Importing them needs Megatron, and on the CPU its redirection.
+            from megatron_pg.check import report
+            from megatron_pg.check.step import run_check
 
-                rows = run_check(options)
-                write = report.as_json if as_json else report.as_text
-                text = write(rows, options, launch.world_size)
-            if launch.rank == 0:
-                print(text, flush=True)
-    except Exception as error:
-        report_failure(error)
-        return 1
+            rows = run_check(options)
+            write = report.as_json if as_json else report.as_text
+            text = write(rows, options, launch.world_size)
+        if launch.rank == 0:
+            print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1
 
 

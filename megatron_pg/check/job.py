@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,17 +14,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 TIMEOUT_MINUTES = 5
 """The longest that a collective waits for a rank that neither joins nor fails."""
-GRACE_SECONDS = 1.0
-"""What the failed rank is given to end first, so that a launcher takes it for the cause."""
-FAILURE = "megatron_pg_check/failure"
+POLL_SECONDS, GRACE_SECONDS = 0.2, 1.0
+"""How often a rank asks whether another has failed, and what it then gives that one to end first: a launcher takes the
+first for the cause."""
+FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 """The key of the message that the first rank to fail leaves in the job's store."""
 
 
@@ -96,55 +97,62 @@ def prepare(launch: Launch, device: str) -> None:
 def joined(launch: Launch, device: str) -> Iterator[None]:
     """The default process group, gloo on "cpu" and NCCL on "cuda"; entered by every rank, after `prepare`.
 
-    No rank leaves before the others are here: its end would cut off their output. Only an exception does, after which
-    torchrun's agent ends the others, or they themselves where there is no such agent.
+    No rank leaves before the others are here: its end would cut off their output. An exception ends this process with
+    status 1 at once, and torchrun's agent then the others; they end by themselves where there is no such agent.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     finished = threading.Event()
+    failures: Store = HashStore()
     if launch.world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=failures, rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own: the process group's is locked while a rank waits in it.
+        failures = TCPStore(*address, wait_for_workers=False)
         if not dist.is_torchelastic_launched():
-            threading.Thread(target=_end_with_the_first, args=(finished,), daemon=True).start()
+            watch = threading.Thread(target=_watch, args=(launch, failures, finished), daemon=True)
+            watch.start()
     try:
         yield
-    finally:
+    except Exception as error:
         finished.set()
+        _report(error, launch, failures)
+        raise SystemExit(1) from None
+    finished.set()
     dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
     dist.destroy_process_group()
 
 
-def _end_with_the_first(finished: threading.Event) -> None:
-    """Waits for the message of a rank that has failed, and ends this process with it; a thread of its own.
+def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
+    """Ends this process with the message of a rank that has failed; a thread of its own.
 
     A broken connection ends gloo's collectives, but NCCL waits without end for a peer that has never joined.
     """
-    # A connection of its own: the process group's is locked while a rank waits in it.
-    store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False
-    )
-    try:
-        store.wait([f"default_pg/{FAILURE}"], timedelta(days=1))
-        first = store.get(f"default_pg/{FAILURE}").decode()
-    except RuntimeError:
-        first = "the process that holds the job's store has died"
+    first = None
+    while first is None and not finished.wait(POLL_SECONDS):
+        try:
+            first = failures.get(FAILURE).decode() if failures.check([FAILURE]) else None
+        except RuntimeError:
+            first = "the process that holds the job's store has died"
     if not finished.wait(GRACE_SECONDS):
-        _say(first)
+        _say(launch, first)
         # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
         os._exit(1)
 
 
-def report_failure(error: Exception) -> None:
+def _report(error: Exception, launch: Launch, failures: Store) -> None:
     """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first."""
-    own = first = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+    own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
     # Where the store is gone, so is the process that held it, and with it what it knew.
     with contextlib.suppress(RuntimeError):
-        first = _get_default_store().compare_set(FAILURE, "", own).decode()
+        first = failures.compare_set(FAILURE, "", own).decode()
     if first == own:
         traceback.print_exception(error)
-    _say(first)
+    _say(launch, first)
+    # The store may end with this process.
+    time.sleep(2 * POLL_SECONDS)
 
 
-def _say(first: str) -> None:
-    print(f"megatron-pg check: rank {dist.get_rank()} ends: {first}", file=sys.stderr, flush=True)
+def _say(launch: Launch, first: str | None) -> None:
+    print(f"megatron-pg check: rank {launch.rank} ends: {first}", file=sys.stderr, flush=True)

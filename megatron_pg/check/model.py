@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
-from megatron_pg.check.options import UNSHARDED, CheckOptions
+from megatron_pg.check.options import UNSHARDED, VOCAB_SIZE, CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
@@ -49,13 +49,7 @@ class LogitTable(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        vocab_size: int,
-        *,
-        pre_process: bool,
-        post_process: bool,
-        **_: Any,
+        self, config: Any, vocab_size: int, pre_process: bool, post_process: bool, **_: Any
     ) -> None:
         super().__init__()
         self.config = config
@@ -110,7 +104,7 @@ def model_config(
         **sizes,
         expert_tensor_parallel_size=1,
         sequence_parallel=options.sequence_parallel and sharded,
-        num_layers=options.num_layers or max(2, options.num_pipeline_chunks),
+        num_layers=options.num_layers or max(2, options.num_chunks),
         hidden_size=2 * num_query_groups * head_size,
         num_attention_heads=2 * num_query_groups,
         num_query_groups=num_query_groups,
@@ -155,13 +149,14 @@ def build_chunks(
     """This rank's chunks of a model, without DDP.
 
     Args:
-        options: the device, the vocabulary and whose layers they are.
+        options: the device, and whose layers they are.
         config: of `model_config`; it has the sharding and the dtype.
         new_model: makes a chunk from GPTModel's keyword arguments.
         same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
         changes: keyword arguments of GPTModel that override those of here.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
+    tensor_size = options.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
         if options.transformer_impl == "transformer_engine":
@@ -174,7 +169,8 @@ def build_chunks(
         keywords: dict[str, Any] = dict(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=options.vocab_size,
+            # The samples' ids, and as many more as give every tensor-parallel rank the same number.
+            vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(**end),
             post_process=parallel_state.is_pipeline_last_stage(**end),

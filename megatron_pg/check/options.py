@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -76,33 +77,16 @@ class CheckOptions:
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks of one rank."""
-        return self.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def num_pipeline_chunks(self) -> int:
         """Model chunks of the whole pipeline."""
-        return self.pipeline_model_parallel_size * self.num_chunks
-
-    @property
-    def vocab_size(self) -> int:
-        """The samples' ids, and as many columns more as give every tensor-parallel rank the same number."""
-        size = self.tensor_model_parallel_size
-        return -(-VOCAB_SIZE // size) * size
-
-    @property
-    def pad_to_multiple(self) -> int:
-        """What the packed length must divide by: sequence parallelism splits a rank's tokens over TP."""
-        if not self.sequence_parallel:
-            return 1
-        return self.context_parallel_size * self.tensor_model_parallel_size
+        return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
     def num_microbatches(self, data_rank: int) -> int:
         """The M of a data-parallel rank, whose last one is empty: five or six by turns."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
         count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
         # Interleaved pipelines ask for multiples.
-        multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
+        is_interleaved = self.virtual_pipeline_model_parallel_size is not None
+        multiple = self.pipeline_model_parallel_size if is_interleaved else 1
         return -(-count // multiple) * multiple
 
 
@@ -172,29 +156,30 @@ def check_world_size(options: CheckOptions, world_size: int) -> None:
     Raises:
         ValueError: naming the flags.
     """
-    size = options.model_parallel_size
-    expert_size = options.expert_model_parallel_size * options.pipeline_model_parallel_size
-    started, violations = f"{world_size} processes were started, and ", []
-    if world_size % size:
-        violations.append(
-            f"{started}--tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size = {size} "
-            f"must divide them: torchrun --nproc-per-node {size} -m megatron_pg check ..."
-        )
-    if world_size % expert_size:
-        violations.append(
-            f"{started}--expert-model-parallel-size * --pipeline-model-parallel-size = {expert_size} must divide them"
-        )
-    refuse(violations)
+    sizes = {
+        "--tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
+            options.model_parallel_size
+        ),
+        "--expert-model-parallel-size * --pipeline-model-parallel-size": (
+            options.expert_model_parallel_size * options.pipeline_model_parallel_size
+        ),
+    }
+    right = f"torchrun --nproc-per-node {math.lcm(*sizes.values())} -m megatron_pg check ..."
+    refuse(
+        [
+            f"{world_size} processes were started, and {flags} = {size} must divide them: {right}"
+            for flags, size in sizes.items()
+            if world_size % size
+        ]
+    )
 
 
 def _violations(options: CheckOptions) -> Iterator[str]:
     """Sound values that do not go together, or that this machine cannot serve."""
-    tensor_size, pipeline_size = (
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-    )
+    tensor_size = options.tensor_model_parallel_size
+    pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
-    stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_pipeline_chunks
+    stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_chunks
     if options.device == "cuda" and not torch.cuda.is_available():
         yield "--device cuda: torch finds no GPU; use --device cpu"
     if options.transformer_impl == "transformer_engine":

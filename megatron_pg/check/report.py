@@ -70,10 +70,11 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
 
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
+    stages = options.virtual_pipeline_model_parallel_size
     parts = [
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
         f"PP {options.pipeline_model_parallel_size}",
-        f"VPP {options.virtual_pipeline_model_parallel_size}" if options.num_chunks > 1 else "",
+        f"VPP {stages}" if stages else "",
         f"CP {options.context_parallel_size}",
         f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
         f"DP {world_size // options.model_parallel_size}",

@@ -99,7 +99,9 @@ def set_parameters(model: Any) -> None:
                 # Larger queries and keys: attention is then not the mean over the tokens before.
                 of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
                 of_a_group[:, : -model.config.kv_channels] *= 4.0
-            elif ".local_experts." in shard.name and _chooses_experts(model.config):
+            elif ".local_experts." in shard.name and (
+                model.config.moe_router_topk < model.config.num_moe_experts
+            ):
                 # Along the direction that the loss pulls in, another step for every expert: the gradient of a router
                 # is that of the difference between experts.
                 step = 0.1
@@ -114,10 +116,6 @@ def set_parameters(model: Any) -> None:
                     direction = _direction(seed, whole.shape[1])
                     whole -= torch.outer(whole @ direction, direction) / direction.square().sum()
         parameter.copy_(shard.cut(whole))
-
-
-def _chooses_experts(config: Any) -> bool:
-    return bool(config.moe_router_topk < config.num_moe_experts)
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_pg.check.compare import Row, Step, compare
-from megatron_pg.check.model import (
-    LogitTable,
-    build_model,
-    initialize_groups,
-    model_config,
-)
+from megatron_pg.check.model import LogitTable, build_model, initialize_groups, model_config
 from megatron_pg.check.options import CUSTOM, VOCAB_SIZE, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, WholeModel
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -65,17 +61,14 @@ def run_check(options: CheckOptions) -> list[Row]:
             model = build_model(model_options, config, MODELS[name])
             for aggregation in aggregations:
                 metrics = train_step(model, model_options, groups, samples, aggregation)
-                has_own_weights = aggregation == CUSTOM and (
-                    options.custom_pg_loss_reducer_function_path is not None
-                )
                 step = Step(
                     model=name,
                     aggregation=aggregation,
                     calculate_per_token_loss=per_token,
                     dtype=model_options.dtype,
                     loss=metrics["loss"],
-                    # A custom reducer weighs the tokens by itself, and has none.
-                    checksum=1.0 if has_own_weights else metrics[CHECKSUM],
+                    # Only a custom reducer, which weighs the tokens by itself, has none.
+                    checksum=metrics.get(CHECKSUM, 1.0 if aggregation == CUSTOM else math.nan),
                 )
                 rows.append(compare(step, model, expected[aggregation]))
     return rows
@@ -125,12 +118,14 @@ def train_step(
     totals = step_totals(
         [s for each in micro_batches for s in each], data_parallel_group=groups.data
     )
+    # Sequence parallelism splits a rank's tokens once more.
+    pad_to_multiple = groups.context_size * groups.tensor_size if options.sequence_parallel else 1
     batches = [
         pack(
             each,
             cp_rank=groups.context_rank,
             cp_size=groups.context_size,
-            pad_to_multiple=options.pad_to_multiple,
+            pad_to_multiple=pad_to_multiple,
         ).to(options.device)
         for each in micro_batches
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_pg.check import model as builder
 from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
+from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 
 NUM_EXPERTS = 4
 SHAPE = {
@@ -132,11 +132,7 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
     Raises:
         AssertionError: two ranks that hold the same slice hold different gradients.
     """
-    mine = []
-    for chunk in chunks:
-        complete_reduce_scatter(chunk)
-        for shard, parameter in shards(chunk.module):
-            mine.append((shard, parameter.main_grad.detach().clone()))
+    mine = [(shard, gradient.clone()) for shard, gradient in gradient_slices(chunks)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class CorrectionInputs(NamedTuple):
     """[window] the per-token loss so far."""
     sequence: SequenceLogRatios | None
     """The sums over whole sequences, where a row that is on needs some."""
+
+    @property
+    def sequences(self) -> SequenceLogRatios:
+        """`sequence`, which a row that reads it has asked for."""
+        if self.sequence is None:
+            raise ValueError(
+                "a sequence-level correction needs the tokens of every context-parallel rank: pass "
+                "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
+            )
+        return self.sequence
 
 
 class Corrected(NamedTuple):
@@ -106,32 +116,7 @@ class Correction(Row):
 CORRECTIONS: Table[Correction] = Table("corrections")
 """By name; each is on by flags of its own."""
 
-Function = TypeVar("Function", bound=Callable[..., Corrected])
-
-
-def correction(
-    formula: str,
-    *,
-    flag: str,
-    when: Callable[[Any], bool],
-    **properties: Any,
-) -> Callable[[Function], Function]:
-    """Enters a function in the table, under its own name; `properties` are those of `Correction`."""
-
-    def add(function: Function) -> Function:
-        CORRECTIONS.add(
-            Correction(
-                name=function.__name__,
-                formula=formula,
-                flag=flag,
-                when=when,
-                function=function,
-                **properties,
-            )
-        )
-        return function
-
-    return add
+correction = CORRECTIONS.decorator(Correction)
 
 
 def apply_corrections(
@@ -200,14 +185,12 @@ def _weights_by_mismatch(config: Any, level: str, mode: str) -> bool:
     return bool(is_built_in and config.tis_level == level and config.tis_mode == mode)
 
 
-def importance_weights(
-    config: PolicyLossConfig, batch: PackedBatch, sequence: SequenceLogRatios | None = None
-) -> Tensor:
+def importance_weights(given: CorrectionInputs) -> Tensor:
     """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
-    if config.tis_level == "sequence":
-        mismatch = masked(_given(sequence).mismatch_sum_of_tokens(), batch.loss_mask)
+    if given.config.tis_level == "sequence":
+        mismatch = masked(given.sequences.sum_of_tokens("mismatch"), given.batch.loss_mask)
     else:
-        mismatch = rollout_mismatch(batch)
+        mismatch = rollout_mismatch(given.batch)
     return clamped_log_ratio(mismatch).exp().float()
 
 
@@ -221,11 +204,11 @@ def importance_weights(
 )
 def truncated_importance_sampling(given: CorrectionInputs) -> Corrected:
     """Weights every token by its own truncated ratio."""
-    config, batch = given.config, given.batch
-    weights = importance_weights(config, batch, given.sequence)
+    config = given.config
+    weights = importance_weights(given)
     clipped = {CLIPPED: _is_outside_tis_range(config, weights).float()}
     weighted = given.pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    return Corrected(weighted, batch.loss_mask, clipped)
+    return Corrected(weighted, given.batch.loss_mask, clipped)
 
 
 CORRECTIONS.add(
@@ -264,29 +247,6 @@ def icepop(given: CorrectionInputs) -> Corrected:
     return weighted._replace(loss_mask=given.batch.loss_mask & ~is_outside)
 
 
-class TISFunction(Protocol):
-    """What `--custom-tis-function-path` names. It takes the place of the weights of `--use-tis`."""
-
-    def __call__(
-        self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Weights or rejects tokens of one micro-batch on one context-parallel rank.
-
-        Args:
-            config: the settings of the loss.
-            batch: the micro-batch; its `old_log_probs` and `rollout_log_probs` [window] float32
-                are 0 at masked positions, as every input is.
-            log_probs: [window] of the policy in training, with gradient.
-            pg_loss: [window] the objective's per-token loss, with gradient.
-
-        Returns:
-            The new per-token loss [window], and the tokens to keep, [window] bool or 0/1. What the
-            loss mask of the batch drops stays dropped. A result that depends on other tokens of the
-            micro-batch makes the objective depend on packing; use
-            `megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
-        """
-
-
 @correction(
     "(pg_loss, loss_mask) by a function of the user's own",
     flag="--custom-tis-function-path",
@@ -300,7 +260,7 @@ def custom_tis(given: CorrectionInputs) -> Corrected:
     config, batch, log_probs, pg_loss, _ = given
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
-    function: TISFunction = load_custom_function("custom_tis_function_path", path)
+    function = load_custom_function("custom_tis_function_path", path)
     results = function(
         config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask), pg_loss
     )
@@ -333,7 +293,7 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
 )
 def geometric_rejection(given: CorrectionInputs) -> Corrected:
     """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = _given(given.sequence).mismatch_mean_of_tokens()
+    mean_mismatch = given.sequences.mean_of_tokens("mismatch")
     kept = given.batch.loss_mask & ~_is_geometric_outlier(given.config, mean_mismatch)
     return Corrected(given.pg_loss, kept, {})
 
@@ -349,18 +309,9 @@ def geometric_rejection(given: CorrectionInputs) -> Corrected:
 def opsm(given: CorrectionInputs) -> Corrected:
     """Drops the tokens of negative advantage of sequences that the policy has left behind."""
     batch = given.batch
-    is_off_policy = -_given(given.sequence).policy_mean_of_tokens() > given.config.opsm_delta
+    is_off_policy = -given.sequences.mean_of_tokens("policy") > given.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
     return Corrected(given.pg_loss, kept, {})
-
-
-def _given(sequence: SequenceLogRatios | None) -> SequenceLogRatios:
-    if sequence is None:
-        raise ValueError(
-            "a sequence-level correction needs the tokens of every context-parallel rank: pass "
-            "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
-        )
-    return sequence
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,22 +68,26 @@ class SequenceLogRatios:
     reduction: SequenceReduction
     active_tokens: Tensor
     """[samples] float64."""
-    policy_sum: Tensor
-    """[samples] float64: sum of log_prob - old_log_prob; 0 where no setting asks for it."""
-    mismatch_sum: Tensor
-    """[samples] float64: sum of old_log_prob - rollout_log_prob; 0 where no setting asks for it."""
+    sums: Mapping[str, Tensor]
+    """[samples] float64 each: "policy", of log_prob - old_log_prob, and "mismatch", of old_log_prob - rollout_log_prob; those
+    that a row asks for."""
 
-    def policy_mean_of_tokens(self) -> Tensor:
-        """[window] float64: the mean of log_prob - old_log_prob over the token's sample."""
-        return self.reduction.to_tokens(self.policy_sum / self.active_tokens.clamp(min=1))
+    def sum_of_tokens(self, name: str) -> Tensor:
+        """[window] float64: the sum over the token's sample.
 
-    def mismatch_sum_of_tokens(self) -> Tensor:
-        """[window] float64: the sum of old_log_prob - rollout_log_prob over the token's sample."""
-        return self.reduction.to_tokens(self.mismatch_sum)
+        Raises:
+            ValueError: no row that is on asks for it.
+        """
+        if name not in self.sums:
+            raise ValueError(
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sums_over_sequences()"
+            )
+        return self.reduction.to_tokens(self.sums[name])
 
-    def mismatch_mean_of_tokens(self) -> Tensor:
-        """[window] float64: the mean of old_log_prob - rollout_log_prob over its sample."""
-        return self.reduction.to_tokens(self.mismatch_sum / self.active_tokens.clamp(min=1))
+    def mean_of_tokens(self, name: str) -> Tensor:
+        """[window] float64: the mean over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
+        active_tokens = self.reduction.to_tokens(self.active_tokens)
+        return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
 
 
 def sequence_log_ratios(
@@ -113,19 +118,18 @@ def sequence_log_ratios(
     sums = {name for row in rows_on for name in row.sums_over_sequences()}
     if not sums:
         return None
-    loss_mask, nothing = batch.loss_mask, torch.zeros_like(batch.loss_mask, dtype=torch.float64)
-    policy = mismatch = nothing
+    rows = {"active": batch.loss_mask.double()}
     if "policy" in sums:
         old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
-        policy = masked(log_probs, loss_mask).double() - masked(old_log_probs, loss_mask)
+        new = masked(log_probs.detach(), batch.loss_mask).double()
+        rows["policy"] = new - masked(old_log_probs, batch.loss_mask)
     if "mismatch" in sums:
-        mismatch = rollout_mismatch(batch).double()
+        rows["mismatch"] = rollout_mismatch(batch).double()
     reduction = SequenceReduction(
         batch.window_segment_ids, batch.window.num_samples, context_parallel_group
     )
-    rows = torch.stack([loss_mask.double(), policy.detach(), mismatch])
-    active_tokens, policy_sum, mismatch_sum = reduction.sums(rows)
-    return SequenceLogRatios(reduction, active_tokens, policy_sum, mismatch_sum)
+    made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
+    return SequenceLogRatios(reduction, made.pop("active"), made)
 
 
 def rollout_mismatch(batch: PackedBatch) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import (
     Corrected,
+    CorrectionInputs,
     accepted_samples,
     apply_corrections,
     correction_metric_names,
@@ -210,7 +211,11 @@ def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(config, batch, sequence_log_ratios(config, batch, log_probs))
+    weights = importance_weights(
+        CorrectionInputs(
+            config, batch, log_probs, log_probs, sequence_log_ratios(config, batch, log_probs)
+        )
+    )
     expected = []
     for s in sequences:
         total = sum(oracle.mismatches(s))
@@ -255,7 +260,7 @@ def test_means_over_a_fully_masked_sequence_are_zero() -> None:
     sequences = random_sequences(14)
     config = PolicyLossConfig(**GEOMETRIC, **OPSM)
     ratios = sequence_log_ratios(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (ratios.policy_mean_of_tokens(), ratios.mismatch_mean_of_tokens())
+    means = (ratios.mean_of_tokens("policy"), ratios.mean_of_tokens("mismatch"))
     assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
     assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
 

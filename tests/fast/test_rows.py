@@ -1,0 +1,185 @@
+"""One row of a table is all there is to an objective or a correction: whatever depends on a property reads the row."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg import (
+    PolicyLossConfig,
+    add_policy_loss_args,
+    policy_loss_from_log_probs,
+    step_totals,
+    validate_policy_loss_args,
+)
+from megatron_pg.loss import CORRECTIONS, OBJECTIVES
+from megatron_pg.loss.corrections import Corrected, Correction, CorrectionInputs
+from megatron_pg.loss.metrics import metric_names
+from megatron_pg.loss.objectives import Objective, ObjectiveOutput
+from megatron_pg.loss.policy_loss import is_sum_over_tokens, leaves_out_zero_advantages
+from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+
+
+def sequence_score(config, batch, log_probs, sequence):
+    """-A s, s the ratio of the sequence, with the gradient of REINFORCE."""
+    log_ratio = torch.where(batch.loss_mask, sequence.mean_of_tokens("policy"), 0.0)
+    log_probs = torch.where(batch.loss_mask, log_probs, 0.0)
+    is_clipped = log_ratio > 0
+    loss = -batch.advantages * log_ratio.exp() * log_probs
+    return ObjectiveOutput(loss, log_ratio, is_clipped, is_clipped)
+
+
+def drop_long_mismatch(given: CorrectionInputs) -> Corrected:
+    """Drops the sequences whose log-probs add up to less than the rollout engine's."""
+    assert given.sequence is not None
+    kept = given.batch.loss_mask & (given.sequence.sum_of_tokens("mismatch") >= 0)
+    return Corrected(
+        given.pg_loss, kept, {"mismatch_sum": given.sequence.sum_of_tokens("mismatch")}
+    )
+
+
+OBJECTIVE = Objective(
+    name="sequence_score",
+    formula="-sg(s) A log_prob",
+    function=sequence_score,
+    inputs=("old_log_probs",),
+    options=("eps_clip_c",),
+    ratio="sequence",
+    zero_advantage_is_zero_gradient=True,
+)
+CORRECTION = Correction(
+    name="drop_long_mismatch",
+    formula="sequences drop where sum_t d < 0",
+    flag="--opsm-delta 7",
+    when=lambda config: config.opsm_delta == 7.0,
+    function=drop_long_mismatch,
+    inputs=("old_log_probs", "rollout_log_probs"),
+    sequence_sums=("mismatch",),
+    rejects=True,
+    metrics=("mismatch_sum",),
+)
+
+
+@pytest.fixture(autouse=True)
+def rows(request: pytest.FixtureRequest) -> Iterator[None]:
+    changes: dict[str, Any] = getattr(request, "param", {})
+    OBJECTIVES.add(replace(OBJECTIVE, **changes.get("objective", {})))
+    CORRECTIONS.add(replace(CORRECTION, **changes.get("correction", {})))
+    yield
+    OBJECTIVES.remove(OBJECTIVE.name)
+    CORRECTIONS.remove(CORRECTION.name)
+
+
+def parsed(line: str) -> argparse.Namespace:
+    return add_policy_loss_args(argparse.ArgumentParser()).parse_args(line.split())
+
+
+def refusal(line: str, **keywords: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        validate_policy_loss_args(parsed(line), **keywords)
+    return str(error.value)
+
+
+def everything_follows() -> None:
+    line = "--policy-loss sequence_score --opsm-delta 7"
+    text = " ".join(add_policy_loss_args(argparse.ArgumentParser()).format_help().split())
+    assert "sequence_score: -sg(s) A log_prob." in text
+    args = validate_policy_loss_args(parsed(line + " --eps-clip-c 3"))
+    config = PolicyLossConfig.from_args(args)
+    assert config.required_sample_fields == ("old_log_probs", "rollout_log_probs")
+    message = refusal(line, sample_fields=[])
+    assert "--opsm-delta 7 and --policy-loss sequence_score needs old_log_probs" in message
+    assert "--opsm-delta 7 needs rollout_log_probs" in message
+    accepted = refusal(line + " --rejection-denominator accepted")
+    assert "cannot count what --opsm-delta 7 rejects" in accepted
+    assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
+    assert not is_sum_over_tokens(config)
+    assert is_sum_over_tokens(PolicyLossConfig())
+    assert leaves_out_zero_advantages(config)
+
+    names = {"ratio_new_old", "clipped_ratio_fraction", "mismatch_sum", "rejected_fraction"}
+    assert names <= set(metric_names(config))
+    sequences = random_sequences(6)
+    batch = package_batch(sequences)
+    log_probs = flat_log_probs(sequences)
+    loss, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, None, totals=step_totals(batch.samples)
+    )
+    loss.backward()
+    assert set(metrics) == set(metric_names(config))
+    active = [sequence for sequence in sequences if sum(sequence.loss_mask)]
+    ratios = float(metrics["ratio_new_old_sum"][0])
+    document_means = float(metrics["ratio_new_old"][0])
+    assert ratios == pytest.approx(document_means) and len(active) > 1  # one number a sequence
+
+
+def test_a_row_of_ones_own_is_all_that_it_takes() -> None:
+    everything_follows()
+
+
+DROPPED = [
+    {kind: {name: default}}
+    for kind, row, names in (
+        ("objective", OBJECTIVE, ("inputs", "options", "ratio", "zero_advantage_is_zero_gradient")),
+        ("correction", CORRECTION, ("inputs", "sequence_sums", "rejects", "metrics", "when")),
+    )
+    for name in names
+    for default in [next(f.default for f in fields(row) if f.name == name)]
+] + [
+    {"objective": {"is_sum_over_tokens": True}, "correction": {"is_sum_over_tokens": True}},
+    {"objective": {"formula": "another"}},
+    {"correction": {"flag": "--another"}},
+]
+
+
+@pytest.mark.parametrize("rows", DROPPED, ids=str, indirect=True)
+def test_a_row_that_lacks_a_property_is_caught(rows: None) -> None:
+    caught = (AssertionError, KeyError, ValueError, pytest.fail.Exception)
+    with pytest.raises(caught):
+        everything_follows()
+
+
+def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
+    args = parsed("--eps-clip 5 --tis-clip -1 --cispo-lower-bound --loss-aggregation constant")
+    args.loss_aggregation = "token-mean"
+    args.policy_loss = "gpo"
+    with pytest.raises(ValueError) as error:
+        validate_policy_loss_args(args, sample_fields=["group_indx"])
+    message = str(error.value)
+    for part in (
+        "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
+        "--tis-clip must be a finite number > 0; found -1.0",
+        "found 'token-mean'; did you mean token_mean?",
+        "--policy-loss must be one of ppo, ",
+        "--cispo-lower-bound belongs to --policy-loss cispo",
+        "did you mean group_index?",
+        "needs old_log_probs of every sample",
+    ):
+        assert part in message
+    assert message.startswith("7 settings")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("DAPO", "prompt_mean"),
+        ("grpo", "sample_mean"),
+        ("Dr.GRPO", "constant"),
+        ("tokn_mean", "token_mean"),
+    ],
+)
+def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parsed(f"--loss-aggregation {word}")
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_the_parser_names_the_nearest_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--loss-agregation token_mean")
+    assert "did you mean --loss-aggregation?" in capsys.readouterr().err

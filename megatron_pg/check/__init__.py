@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_pg.check.job import Launch, joined, prepare
-from megatron_pg.check.options import check_world_size, parse_options
+from megatron_pg.check.options import parse_options
 from megatron_pg.config.versions import UnsupportedMegatronError
 
 
@@ -36,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     _quiet_libraries()
     try:
         launch = Launch.from_environment()
-        options, as_json = parse_options(arguments)
-        check_world_size(options, launch.world_size)
+        options, as_json = parse_options(arguments, world_size=launch.world_size)
         prepare(launch, options.device)
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)

@@ -110,12 +110,16 @@ def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
     )
 
 
-def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
+def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
     """The options, and whether the report is to be JSON.
+
+    Args:
+        arguments: the command line.
+        world_size: processes of the job; 0: not known, and nothing is checked against it.
 
     Raises:
         SystemExit: of argparse, for unknown flags and --help.
-        ValueError: flags that cannot be served on this machine or do not go together, all of them in one error.
+        ValueError: flags that cannot be served here or do not go together, all of them in one error.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-pg check",
@@ -137,7 +141,9 @@ def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
         args.transformer_impl = "transformer_engine" if use_te else "local"
     options = read_args(CheckOptions, args)
     violations, _ = check_fields(CheckOptions, vars(options))
-    refuse(violations or list(_violations(options)))
+    if not violations:
+        violations = [*_violations_of_sizes(options, world_size), *_violations_of_machine(options)]
+    refuse(violations)
     return options, args.json
 
 
@@ -150,47 +156,24 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def check_world_size(options: CheckOptions, world_size: int) -> None:
-    """Refuses a number of processes that the sizes do not divide.
-
-    Raises:
-        ValueError: naming the flags.
-    """
-    sizes = {
-        "--tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
-            options.model_parallel_size
-        ),
-        "--expert-model-parallel-size * --pipeline-model-parallel-size": (
-            options.expert_model_parallel_size * options.pipeline_model_parallel_size
-        ),
-    }
-    right = f"torchrun --nproc-per-node {math.lcm(*sizes.values())} -m megatron_pg check ..."
-    refuse(
-        [
-            f"{world_size} processes were started, and {flags} = {size} must divide them: {right}"
-            for flags, size in sizes.items()
-            if world_size % size
-        ]
-    )
-
-
-def _violations(options: CheckOptions) -> Iterator[str]:
-    """Sound values that do not go together, or that this machine cannot serve."""
+def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
+    """Sizes that do not go together, or not with the number of processes."""
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
     stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_chunks
-    if options.device == "cuda" and not torch.cuda.is_available():
-        yield "--device cuda: torch finds no GPU; use --device cpu"
-    if options.transformer_impl == "transformer_engine":
-        if options.device == "cpu":
-            yield "--transformer-impl transformer_engine runs on --device cuda only; use local"
-        elif options.dtype == "fp32":
-            yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
-        elif not has_transformer_engine():
-            yield "--transformer-impl transformer_engine: it cannot be imported; use local"
-    if options.fused_lm_head and not supports_output_processor():
-        yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
+    sizes = {
+        "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
+            options.model_parallel_size
+        ),
+        "expert-model-parallel-size * --pipeline-model-parallel-size": expert_size * pipeline_size,
+    }
+    for flags, size in sizes.items():
+        if world_size % size:
+            yield (
+                f"{world_size} processes were started, and --{flags} = {size} must divide them: torchrun "
+                f"--nproc-per-node {math.lcm(*sizes.values())} -m megatron_pg check ..."
+            )
     if options.num_layers is not None and options.num_layers % chunks:
         yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
     if options.sequence_parallel and tensor_size == 1:
@@ -212,6 +195,21 @@ def _violations(options: CheckOptions) -> Iterator[str]:
             f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel: Megatron "
             "trains no mixture of experts without it there"
         )
+
+
+def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
+    """What is asked for and not to be had here."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        yield "--device cuda: torch finds no GPU; use --device cpu"
+    if options.transformer_impl == "transformer_engine":
+        if options.device == "cpu":
+            yield "--transformer-impl transformer_engine runs on --device cuda only; use local"
+        elif options.dtype == "fp32":
+            yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
+        elif not has_transformer_engine():
+            yield "--transformer-impl transformer_engine: it cannot be imported; use local"
+    if options.fused_lm_head and not supports_output_processor():
+        yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
     for field in CUSTOM_FUNCTIONS:
         if path := getattr(options, field, None):
             try:

@@ -12,7 +12,7 @@ import torch
 from megatron_pg.check import main
 from megatron_pg.check.compare import Row, Step
 from megatron_pg.check.job import Launch
-from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
+from megatron_pg.check.options import CheckOptions, parse_options
 from megatron_pg.check.report import as_json, as_text, diagnosis
 from megatron_pg.check.step import LENGTHS, SAMPLES_PER_RANK, cut, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
@@ -101,15 +101,10 @@ def test_unsupported_megatron_is_refused(
 
 
 def test_world_size_is_a_multiple_of_the_model() -> None:
-    options, _ = parse_options(
-        [
-            *("--device", "cpu", "--tensor-model-parallel-size", "2"),
-            *("--context-parallel-size", "2"),
-        ]
-    )
-    check_world_size(options, 8)
+    flags = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
+    parse_options(flags, world_size=8)
     with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
-        check_world_size(options, 6)
+        parse_options(flags, world_size=6)
 
 
 def test_launch_is_read_from_the_environment() -> None:

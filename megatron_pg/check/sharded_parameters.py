@@ -130,7 +130,7 @@ def _direction(seed: int, size: int) -> Tensor:
 
 
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the gradients: DDP's ``main_grad`` or, of a bare model, ``grad``."""
+    """This rank's slices of the gradients: DDP's `main_grad` or, of a bare model, `grad`."""
     for chunk in chunks:
         complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):

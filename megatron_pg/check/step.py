@@ -41,14 +41,8 @@ def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
     # The table has logits for parameters, and no output layer that could be fused.
     names = [name for name in MODELS if name == "end to end" or not options.fused_lm_head]
-    aggregations = [
-        *AGGREGATIONS,
-        *(
-            [CUSTOM]
-            if options.custom_pg_loss_reducer_function_path or options.custom_policy_loss_path
-            else []
-        ),
-    ]
+    is_custom = options.custom_pg_loss_reducer_function_path or options.custom_policy_loss_path
+    aggregations = [*AGGREGATIONS, *([CUSTOM] if is_custom else [])]
     initialize_groups(options, sharded=False)
     references = {name: _reference(options, name, aggregations) for name in names}
     initialize_groups(options)

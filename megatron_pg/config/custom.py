@@ -22,14 +22,25 @@ class CustomFunction:
     """The arguments that it is given by position."""
     keywords: tuple[str, ...] = ()
     """Arguments that it is given by keyword, each if its signature names it."""
+    returns: str = ""
+    """What it returns, and what holds of its arguments."""
 
 
 CUSTOM_FUNCTIONS: Mapping[str, CustomFunction] = {
-    "custom_policy_loss_path": CustomFunction(("config", "batch", "log_probs")),
-    "custom_tis_function_path": CustomFunction(("config", "batch", "log_probs", "pg_loss")),
+    # A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
+    # are those of loss/sequence.py. Advantages and log-probs [window] float32 of the batch are 0 where masked.
+    "custom_policy_loss_path": CustomFunction(
+        ("config", "batch", "log_probs"),
+        returns="the per-token loss [window]; it goes through corrections and aggregation as a built-in loss does",
+    ),
+    "custom_tis_function_path": CustomFunction(
+        ("config", "batch", "log_probs", "pg_loss"),
+        returns="(per-token loss [window], tokens to keep [window] bool or 0/1); what is masked stays masked",
+    ),
     "custom_pg_loss_reducer_function_path": CustomFunction(
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
         keywords=("cp_rank", "cp_size"),
+        returns="reducer(x [window]) -> 0-d sum over this rank's window",
     ),
 }
 """By the setting that has the import path; the docstring of each says what the function returns."""

@@ -49,6 +49,7 @@ class Row:
 
 
 RowType = TypeVar("RowType", bound=Row)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Table(Mapping[str, RowType], Generic[RowType]):
@@ -82,6 +83,19 @@ class Table(Mapping[str, RowType], Generic[RowType]):
         if row.name in self._rows:
             raise ValueError(f"there is a row {row.name!r} already: give this one another name")
         self._rows[row.name] = row
+        return row
+
+    def decorator(self, row_type: Callable[..., RowType]) -> Callable[..., Callable[[F], F]]:
+        """A decorator `(formula, **properties)` that enters a function as a row, under its own name."""
+
+        def row(formula: str, **properties: Any) -> Callable[[F], F]:
+            def enter(function: F) -> F:
+                name = function.__name__
+                self.add(row_type(name=name, formula=formula, function=function, **properties))
+                return function
+
+            return enter
+
         return row
 
     def remove(self, name: str) -> None:

@@ -77,7 +77,7 @@ def validate_policy_loss_args(
     trainer = TrainerSettings.from_args(args)
     values, refused = _settled_spelling(args)
     violations, config = violations_of(values)
-    per_token, of_per_token = _settled_per_token_mode(config, trainer)
+    per_token, aggregation, of_per_token = _settled_per_token_mode(config, trainer)
     refused += violations + of_per_token
     refused += _sample_field_violations(config, sample_fields)
     refused += _custom_function_violations(config)
@@ -85,14 +85,10 @@ def validate_policy_loss_args(
     not_implemented = [layout] if layout else []
     not_implemented += _fused_head_violations(config, args)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
-    settled = {
-        "loss_aggregation": per_token.aggregation,
-        "loss_aggregation_divisor": config.loss_aggregation_divisor,
-        "calculate_per_token_loss": per_token.is_on,
-    }
     if trainer.rank == 0:
-        _log_decisions(args, config, per_token.aggregation)
-    vars(args).update(settled)
+        _log_decisions(config, aggregation)
+    args.loss_aggregation, args.calculate_per_token_loss = aggregation, per_token
+    args.loss_aggregation_divisor = config.loss_aggregation_divisor
     return args
 
 
@@ -141,14 +137,6 @@ def _has_balancing_loss(found: dict[str, Any]) -> bool:
     return any(coefficients) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
 
 
-@dataclass(frozen=True)
-class _PerTokenMode:
-    """Whether per-token mode is on, and the aggregation that is left beside it."""
-
-    is_on: bool
-    aggregation: str
-
-
 def _settled_spelling(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The values of the config with `--pg-loss-divisor` and the default aggregation resolved, and violations."""
     found = vars(args)
@@ -185,10 +173,8 @@ def _settled_spelling(args: argparse.Namespace) -> tuple[dict[str, Any], list[st
     return values, refused
 
 
-def _settled_per_token_mode(
-    config: Any, trainer: TrainerSettings
-) -> tuple[_PerTokenMode, list[str]]:
-    """The flag `--calculate-per-token-loss` and the aggregation in agreement, by the aggregation's row.
+def _settled_per_token_mode(config: Any, trainer: TrainerSettings) -> tuple[bool, str, list[str]]:
+    """Whether per-token mode is on, the aggregation that is left beside it by its row, and violations.
 
     A mode that the trainer forces on the model's config later is not the flag and is not seen here.
     """
@@ -200,7 +186,7 @@ def _settled_per_token_mode(
         # the model keep their scale.
         obstacles = trainer.auxiliary_losses + trainer.without_per_token_mode
         is_on = row.under_per_token_flag == chosen and not is_custom and not obstacles
-        return _PerTokenMode(is_on, chosen), []
+        return is_on, chosen, []
     refused = []
     if row.under_per_token_flag is None:
         refused.append(
@@ -212,7 +198,7 @@ def _settled_per_token_mode(
             f"--calculate-per-token-loss does not work with {trainer.without_per_token_mode[0]}: drop it and choose "
             "--loss-aggregation token_mean, whose gradient is the same without it"
         )
-    return _PerTokenMode(True, chosen if is_custom else row.under_per_token_flag), refused
+    return True, chosen if is_custom else row.under_per_token_flag, refused
 
 
 def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
@@ -265,7 +251,7 @@ def _fused_head_violations(config: PolicyLossConfig, args: argparse.Namespace) -
         yield "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
 
 
-def _log_decisions(args: argparse.Namespace, config: PolicyLossConfig, aggregation: str) -> None:
+def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:
     """Says on rank 0 what was changed, what is ignored and what is likely a mistake."""
     if aggregation != config.loss_aggregation:
         logger.warning(

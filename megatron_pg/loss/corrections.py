@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from megatron_pg.loss.masking import (
     required_log_probs,
     with_masked_inputs,
 )
+from megatron_pg.loss.objectives import ObjectiveOutput
 from megatron_pg.loss.sequence import SequenceLogRatios, rollout_mismatch
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
@@ -38,19 +39,6 @@ CLIPPED = "tis_clipped_fraction"
 RejectedByData = Callable[[PolicyLossConfig, Tensor, Tensor], Tensor]
 
 
-class CorrectionInputs(NamedTuple):
-    """What a correction may look at."""
-
-    config: PolicyLossConfig
-    batch: PackedBatch
-    log_probs: Tensor
-    """[window] of the policy in training."""
-    pg_loss: Tensor
-    """[window] the per-token loss so far."""
-    sequence: SequenceLogRatios | None
-    """The sums over whole sequences, where a row that is on needs some."""
-
-
 class Corrected(NamedTuple):
     """A micro-batch after one correction, or after all of them."""
 
@@ -62,12 +50,39 @@ class Corrected(NamedTuple):
     """[window] detached, by name; their means are over the tokens active before any rejection."""
 
 
+@dataclass(frozen=True)
+class Scored:
+    """One micro-batch on one rank, scored: what corrections and metrics may look at."""
+
+    config: PolicyLossConfig
+    batch: PackedBatch
+    log_probs: Tensor
+    """[window] of the policy in training."""
+    outcome: ObjectiveOutput
+    entropy: Tensor | None = None
+    """[window] in nats, where something reads it."""
+    sequence: SequenceLogRatios | None = None
+    """The sums over whole sequences, where a row that is on needs some."""
+    corrected: Corrected | None = None
+    """After all corrections; None before."""
+
+    @property
+    def sequences(self) -> SequenceLogRatios:
+        """`sequence`, which a row that reads it has asked for."""
+        if self.sequence is None:
+            raise ValueError(
+                "a sequence-level correction needs the tokens of every context-parallel rank: pass "
+                "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
+            )
+        return self.sequence
+
+
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
     """A correction and its properties. What is not stated is the careful answer."""
 
     function: Callable[..., Corrected]
-    """function(CorrectionInputs) -> Corrected, with its own rejections alone."""
+    """function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
     sequence_sums: tuple[str, ...] = ()
     """What it needs summed over whole sequences; see `Row.sums_over_sequences`."""
     is_sum_over_tokens: bool = False
@@ -106,65 +121,24 @@ class Correction(Row):
 CORRECTIONS: Table[Correction] = Table("corrections")
 """By name; each is on by flags of its own."""
 
-Function = TypeVar("Function", bound=Callable[..., Corrected])
+correction = CORRECTIONS.decorator(Correction)
 
 
-def correction(
-    formula: str,
-    *,
-    flag: str,
-    when: Callable[[Any], bool],
-    **properties: Any,
-) -> Callable[[Function], Function]:
-    """Enters a function in the table, under its own name; `properties` are those of `Correction`."""
-
-    def add(function: Function) -> Function:
-        CORRECTIONS.add(
-            Correction(
-                name=function.__name__,
-                formula=formula,
-                flag=flag,
-                when=when,
-                function=function,
-                **properties,
-            )
-        )
-        return function
-
-    return add
-
-
-def apply_corrections(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    pg_loss: Tensor,
-    loss_mask: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> Corrected:
+def apply_corrections(scored: Scored) -> Corrected:
     """Weights the per-token loss and shrinks the loss mask by every correction that is on.
 
-    Args:
-        config: the settings of the loss.
-        batch: this rank's part of the micro-batch.
-        log_probs: [window] of the policy in training.
-        pg_loss: [window] the objective's per-token loss.
-        loss_mask: [window] bool.
-        sequence: from `megatron_pg.loss.sequence.sequence_log_ratios`.
-
     Raises:
-        ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function
-            returned the wrong shapes.
+        ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function returned the wrong
+            shapes.
     """
+    config, batch, pg_loss = scored.config, scored.batch, scored.outcome.loss
     rows = CORRECTIONS.rows_on(config)
     if not rows:
-        return Corrected(pg_loss, loss_mask, {})
-    kept = loss_mask
+        return Corrected(pg_loss, batch.loss_mask, {})
+    kept = batch.loss_mask
     metrics: dict[str, Tensor] = {}
     for row in rows:
-        given = CorrectionInputs(config, batch, log_probs, pg_loss, sequence)
-        pg_loss, kept_by_row, of_row = row.function(given)
+        pg_loss, kept_by_row, of_row = row.function(scored, pg_loss)
         kept = kept & kept_by_row
         metrics |= of_row
     if config.pg_metrics == "none":
@@ -200,14 +174,12 @@ def _weights_by_mismatch(config: Any, level: str, mode: str) -> bool:
     return bool(is_built_in and config.tis_level == level and config.tis_mode == mode)
 
 
-def importance_weights(
-    config: PolicyLossConfig, batch: PackedBatch, sequence: SequenceLogRatios | None = None
-) -> Tensor:
+def importance_weights(scored: Scored) -> Tensor:
     """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
-    if config.tis_level == "sequence":
-        mismatch = masked(_given(sequence).sum_of_tokens("mismatch"), batch.loss_mask)
+    if scored.config.tis_level == "sequence":
+        mismatch = masked(scored.sequences.sum_of_tokens("mismatch"), scored.batch.loss_mask)
     else:
-        mismatch = rollout_mismatch(batch)
+        mismatch = rollout_mismatch(scored.batch)
     return clamped_log_ratio(mismatch).exp().float()
 
 
@@ -221,13 +193,13 @@ def importance_weights(
     is_sum_over_tokens=True,
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
-def truncated_importance_sampling(given: CorrectionInputs) -> Corrected:
+def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own truncated ratio."""
-    config, batch = given.config, given.batch
-    weights = importance_weights(config, batch, given.sequence)
+    config = scored.config
+    weights = importance_weights(scored)
     clipped = {CLIPPED: _is_outside_tis_range(config, weights).float()}
-    weighted = given.pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    return Corrected(weighted, batch.loss_mask, clipped)
+    weighted = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
+    return Corrected(weighted, scored.batch.loss_mask, clipped)
 
 
 CORRECTIONS.add(
@@ -261,34 +233,11 @@ def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
     ),
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
-def icepop(given: CorrectionInputs) -> Corrected:
+def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
-    weighted = truncated_importance_sampling(given)
+    weighted = truncated_importance_sampling(scored, pg_loss)
     is_outside = weighted.metrics[CLIPPED].bool()
-    return weighted._replace(loss_mask=given.batch.loss_mask & ~is_outside)
-
-
-class TISFunction(Protocol):
-    """What `--custom-tis-function-path` names. It takes the place of the weights of `--use-tis`."""
-
-    def __call__(
-        self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Weights or rejects tokens of one micro-batch on one context-parallel rank.
-
-        Args:
-            config: the settings of the loss.
-            batch: the micro-batch; its `old_log_probs` and `rollout_log_probs` [window] float32
-                are 0 at masked positions, as every input is.
-            log_probs: [window] of the policy in training, with gradient.
-            pg_loss: [window] the objective's per-token loss, with gradient.
-
-        Returns:
-            The new per-token loss [window], and the tokens to keep, [window] bool or 0/1. What the
-            loss mask of the batch drops stays dropped. A result that depends on other tokens of the
-            micro-batch makes the objective depend on packing; use
-            `megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
-        """
+    return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
 
 
 @correction(
@@ -300,12 +249,12 @@ class TISFunction(Protocol):
     rejects=True,
     metrics=MISMATCH_METRICS,
 )
-def custom_tis(given: CorrectionInputs) -> Corrected:
+def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Calls the user's function. The shapes are checked; the values, on the device, are not."""
-    config, batch, log_probs, pg_loss, _ = given
+    config, batch, log_probs = scored.config, scored.batch, scored.log_probs
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
-    function: TISFunction = load_custom_function("custom_tis_function_path", path)
+    function = load_custom_function("custom_tis_function_path", path)
     results = function(
         config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask), pg_loss
     )
@@ -337,11 +286,11 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     rejected_by_data=lambda config, mismatch, mean: _is_geometric_outlier(config, mean),
     metrics=MISMATCH_METRICS,
 )
-def geometric_rejection(given: CorrectionInputs) -> Corrected:
+def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = _given(given.sequence).mean_of_tokens("mismatch")
-    kept = given.batch.loss_mask & ~_is_geometric_outlier(given.config, mean_mismatch)
-    return Corrected(given.pg_loss, kept, {})
+    mean_mismatch = scored.sequences.mean_of_tokens("mismatch")
+    kept = scored.batch.loss_mask & ~_is_geometric_outlier(scored.config, mean_mismatch)
+    return Corrected(pg_loss, kept, {})
 
 
 @correction(
@@ -353,21 +302,12 @@ def geometric_rejection(given: CorrectionInputs) -> Corrected:
     sequence_sums=("policy",),
     rejects=True,
 )
-def opsm(given: CorrectionInputs) -> Corrected:
+def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Drops the tokens of negative advantage of sequences that the policy has left behind."""
-    batch = given.batch
-    is_off_policy = -_given(given.sequence).mean_of_tokens("policy") > given.config.opsm_delta
+    batch = scored.batch
+    is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
-    return Corrected(given.pg_loss, kept, {})
-
-
-def _given(sequence: SequenceLogRatios | None) -> SequenceLogRatios:
-    if sequence is None:
-        raise ValueError(
-            "a sequence-level correction needs the tokens of every context-parallel rank: pass "
-            "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
-        )
-    return sequence
+    return Corrected(pg_loss, kept, {})
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,9 +43,6 @@ class ObjectiveOutput:
     """[window] bool: the ratio is outside the objective's clip range."""
     is_effectively_clipped: Tensor | None = None
     """[window] bool: the ratio is outside on the side that the sign of A makes active."""
-
-
-Function = TypeVar("Function", bound=Callable[..., ObjectiveOutput])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +87,7 @@ OBJECTIVES: Table[Objective] = Table(
 )
 """By the name that `--policy-loss` takes."""
 
-
-def objective(formula: str, **properties: Any) -> Callable[[Function], Function]:
-    """Enters a function in the table, under its own name: `properties` are those of `Objective`."""
-
-    def add(function: Function) -> Function:
-        OBJECTIVES.add(
-            Objective(name=function.__name__, formula=formula, function=function, **properties)
-        )
-        return function
-
-    return add
+objective = OBJECTIVES.decorator(Objective)
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -215,25 +202,6 @@ def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
 
 
-class PolicyLossFunction(Protocol):
-    """What `--custom-policy-loss-path` names. It takes the place of `--policy-loss`."""
-
-    def __call__(self, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-        """The per-token loss of one micro-batch on one context-parallel rank.
-
-        Args:
-            config: the settings of the loss.
-            batch: the micro-batch; its `advantages` and log-probs [window] float32 are 0 at masked
-                positions.
-            log_probs: [window] of the policy in training, with gradient; 0 at masked positions.
-
-        Returns:
-            [window]. It goes through the corrections and the aggregation as a built-in loss does. A
-            loss that depends on other tokens of the micro-batch makes the objective depend on
-            packing; use `megatron_pg.loss.sequence.SequenceReduction` for sums over a sequence.
-        """
-
-
 def get_objective(config: PolicyLossConfig) -> Objective:
     """The objective that the config names, a custom one included, of whose properties nothing is known.
 
@@ -248,7 +216,7 @@ def get_objective(config: PolicyLossConfig) -> Objective:
 
 
 def _custom(
-    function: PolicyLossFunction, config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+    function: Callable[..., Tensor], config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> ObjectiveOutput:
     """A user's loss."""
     log_probs = masked(log_probs, batch.loss_mask)

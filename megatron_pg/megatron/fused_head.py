@@ -153,7 +153,7 @@ class FusedHead:
             if rows == everything:
                 loss, self._metrics = self._micro_batch_loss(*of_window)
                 return loss
-            return self._micro_batch_loss.terms(*of_window).loss
+            return self._micro_batch_loss.terms(*of_window)[0]
 
         total, log_probs, entropy = linear_token_loss(
             hidden,

@@ -17,8 +17,6 @@ from megatron_pg.config.versions import has_megatron_training
 from tests.distributed.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
 LAUNCH = ROOT / "examples/launch"
 SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.name != "common.sh")
 WORLD_SIZES = {

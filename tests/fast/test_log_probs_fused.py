@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import WeightGradient, default_chunk_tokens
+from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
-from tests.fast.test_log_probs_parallel import run_processes
 
 TOKENS, HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE = 11, 6, 24, 21, 0.8
 
@@ -529,8 +528,8 @@ def test_bad_input(change: dict[str, object], error: type[Exception], message: s
         linear_token_loss(**{**arguments, **change})
 
 
-def shard_main(rank: int, size: int, folder: str) -> None:
-    problem, width = Problem(), WIDTH // size
+def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    problem, rank, width = Problem(), dist.get_rank(), WIDTH // dist.get_world_size()
     results = []
     for mode in ("known", "kept", "recomputed"):
         hidden, whole = problem.leaves()
@@ -547,12 +546,12 @@ def shard_main(rank: int, size: int, folder: str) -> None:
             loss = problem.token_loss(log_probs, entropy, slice(0, TOKENS))
         loss.backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
-    torch.save(results, f"{folder}/{rank}.pt")
+    return results
 
 
-def test_vocabulary_over_two_ranks(tmp_path: Path) -> None:
+def test_vocabulary_over_two_ranks() -> None:
     problem = Problem()
-    ranks = run_processes(shard_main, 2, tmp_path)
+    ranks = run_ranks(shard_on_rank, 2)
     for results in zip(*ranks, strict=True):
         for loss, _, _ in results:
             close(loss, problem.loss)

@@ -185,6 +185,8 @@ def importance_weights(scored: Scored) -> Tensor:
 
 @correction(
     "loss * clamp(w, tis_clip_low, tis_clip)",
+    about="truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL "
+    "framework secretly brings you off-policy RL training",
     flag="--use-tis",
     when=lambda config: _weights_by_mismatch(config, "token", "truncate"),
     inputs=MISMATCH_INPUTS,
@@ -204,7 +206,8 @@ CORRECTIONS.add(
     dataclasses.replace(
         CORRECTIONS["truncated_importance_sampling"],
         name="sequence_importance_sampling",
-        formula="the same with w = exp(clamp(sum_t d, +-20))",
+        formula="loss * clamp(w, tis_clip_low, tis_clip), w = exp(clamp(sum_t d, +-20))",
+        about="one weight for a sequence",
         flag="--use-tis --tis-level sequence",
         when=lambda config: _weights_by_mismatch(config, "sequence", "truncate"),
         sequence_sums=("mismatch",),
@@ -218,7 +221,8 @@ def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
 
 
 @correction(
-    "IcePop: loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
+    "loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
+    about="IcePop, Ring-1T, arXiv:2510.18855",
     flag="--use-tis --tis-mode mask",
     when=lambda config: _weights_by_mismatch(config, "token", "mask"),
     inputs=MISMATCH_INPUTS,
@@ -237,7 +241,8 @@ def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
 
 
 @correction(
-    "(pg_loss, loss_mask) by a function of the user's own",
+    "f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask)",
+    about="a function of your own in place of the weights",
     flag="--custom-tis-function-path",
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
@@ -271,7 +276,8 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
 
 
 @correction(
-    "sequences drop whose exp(mean_t d) is outside [geometric_rejection_low, geometric_rejection_high]",
+    "sequences with exp(mean_t d) outside [geometric_rejection_low, geometric_rejection_high] drop",
+    about="Liu, Li et al. 2025, When speed kills stability",
     flag="--use-geometric-rejection",
     when=lambda config: config.use_geometric_rejection,
     inputs=MISMATCH_INPUTS,
@@ -288,7 +294,8 @@ def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
 
 
 @correction(
-    "OPSM: sequences drop where A < 0 and mean_t(old_log_prob - log_prob) > opsm_delta",
+    "tokens with A < 0 in sequences with mean_t(old_log_prob - log_prob) > opsm_delta drop",
+    about="off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556",
     flag="--use-opsm",
     when=lambda config: config.use_opsm,
     inputs=("old_log_probs",),

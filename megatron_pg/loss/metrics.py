@@ -1,7 +1,7 @@
 """Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step. One row of the table each.
 
-"Mean" is over documents (samples) with an active token: the token mean of each, then the mean of those over the step. As
-an active token then weighs 1 / its document's active tokens, a mean is one more weighted sum, whatever the packing or the
+"Mean" is over the samples with an active token: the token mean of each, then the mean of those over the step. As an
+active token then weighs 1 / its sample's active tokens, a mean is one more weighted sum, whatever the packing or the
 context parallelism.
 """
 
@@ -54,7 +54,7 @@ class Metric:
     value: Callable[[Scored], Tensor]
     """[window]; read at active tokens alone."""
     kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
-    """A mean over documents, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
+    """A mean over samples, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
     an extreme over active tokens."""
     of_ratio: bool = False
     """Whether there must be a ratio to report it."""
@@ -64,7 +64,9 @@ class Metric:
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
     Metric("advantage", "advantage", lambda s: s.batch.advantages),
-    Metric("num_tokens", "T", lambda s: torch.ones_like(s.batch.advantages), "sum"),
+    Metric(
+        "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
+    ),
     Metric(
         "old_logprobs",
         "log-prob under the policy that the step starts from",
@@ -76,7 +78,7 @@ METRICS = [
     ),
     Metric(
         "kl_new_old",
-        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new)",
+        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
         lambda s: _log_ratio(s).expm1() - _log_ratio(s),
         of_ratio=True,
     ),
@@ -102,7 +104,7 @@ METRICS = [
     ),
     Metric(
         "entropy",
-        "entropy of the whole vocabulary, in nats",
+        "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",
         lambda s: _given(s.entropy),
         when=lambda config: config.pg_metrics == "with_entropy",
     ),
@@ -186,18 +188,18 @@ def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
         return metrics
     batch, loss_mask = scored.batch, scored.batch.loss_mask
     values = torch.stack([masked(row.value(scored), loss_mask).double() for row in rows])
-    # [rows, window] @ [window, 2] -> of each row the numerator of the document mean, and the plain sum.
-    columns = torch.stack([_document_weights(batch), loss_mask.double()], dim=1)
+    # [rows, window] @ [window, 2] -> of each row the numerator of the mean over samples, and the plain sum.
+    columns = torch.stack([_sample_weights(batch), loss_mask.double()], dim=1)
     sums = values @ columns
-    num_documents = columns[:, 0].sum()
+    num_samples = columns[:, 0].sum()
     is_of_sequence = _ratio_of(config) == "sequence"
     step = {}
-    for row, (of_documents, of_tokens) in zip(rows, sums.unbind(), strict=True):
+    for row, (of_samples, of_tokens) in zip(rows, sums.unbind(), strict=True):
         if row.kind == "mean":
-            metrics[row.name] = _pair(of_documents, num_documents)
+            metrics[row.name] = _pair(of_samples, num_samples)
         elif row.kind in ("sum", "ratio sum"):
             over_sequences = row.kind == "ratio sum" and is_of_sequence
-            step[row.name] = of_documents if over_sequences else of_tokens
+            step[row.name] = of_samples if over_sequences else of_tokens
     metrics.add(step_sums(step, share))
     metrics.maxima = _maxima(rows, values, loss_mask)
     metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
@@ -214,8 +216,8 @@ def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor
     return torch.cat([table, table.new_full((len(table), 1), -torch.inf)], dim=1).amax(dim=1)
 
 
-def _document_weights(batch: PackedBatch) -> Tensor:
-    """[window] float64: 1 / active tokens of the token's whole document, 0 where masked."""
+def _sample_weights(batch: PackedBatch) -> Tensor:
+    """[window] float64: 1 / active tokens of the token's whole sample, 0 where masked."""
     masks = [sample.loss_mask for sample in batch.samples]
     weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
     return to_device(weights, batch.loss_mask.device)

@@ -25,9 +25,9 @@ class Interval:
     def contains(self, value: Any) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
-        number = float(value)
+        number: Any = value  # compared as it is: an integer may be beyond every float
         above = number >= self.lower if self.closed else number > self.lower
-        return above and number <= self.upper and math.isfinite(number)
+        return bool(above and number <= self.upper and number < math.inf)
 
     def __str__(self) -> str:
         text = f"{'>=' if self.closed else '>'} {self.lower:g}"

@@ -25,8 +25,6 @@ from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
 
-MAX_SEQUENCE_LENGTH = 256
-
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Makes Megatron's process groups anew; every rank of the world calls it."""
@@ -164,24 +162,22 @@ def build_chunks(
     tensor_size = options.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
+        stage: dict[str, Any] = {"vp_stage": vp_stage}
         if options.transformer_impl == "transformer_engine":
-            spec = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=True, vp_stage=vp_stage
-            )
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
         else:
             spec = torch_block_spec(config, vp_stage)
-        end = {"ignore_virtual": False, "vp_stage": vp_stage}
         keywords: dict[str, Any] = dict(
             config=config,
             transformer_layer_spec=spec,
             # The samples' ids, and as many more as give every tensor-parallel rank the same number.
             vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(**end),
-            post_process=parallel_state.is_pipeline_last_stage(**end),
+            max_sequence_length=256,
+            pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-            vp_stage=vp_stage,
+            **stage,
         )
         model = new_model(**keywords | changes).to(options.device)
         if same_parameters:

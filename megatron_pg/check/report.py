@@ -102,10 +102,9 @@ def versions() -> dict[str, str]:
 def accelerations(options: CheckOptions) -> dict[str, str]:
     """Which parts of the loss and of the small model run accelerated in this check."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
-    has_te = options.transformer_impl == "transformer_engine"
     fused = "available" if supports_output_processor() else "needs megatron-core 0.18"
     return {
-        "attention": "Transformer Engine" if has_te else "torch",
+        "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",
         "log-probs": "Triton kernels" if has_kernels else "torch",
         "fused output layer": "checked" if options.fused_lm_head else fused,
     }
@@ -132,10 +131,9 @@ def _gradient_diagnosis(row: Row, options: CheckOptions, data_size: int) -> str:
         if row.loss_agrees:
             return "gradients agree"
         expected = row.reference_loss
-        return (
-            f"gradients agree; the reported loss is {row.loss:.6g} and not {expected:.6g} "
-            f"({row.loss / expected if expected else math.nan:.4g} times)"
-        )
+        ratio = row.loss / expected if expected else math.nan
+        loss = f"{row.loss:.6g} and not {expected:.6g} ({ratio:.4g} times)"
+        return f"gradients agree; the reported loss is {loss}"
     counts = sorted({options.num_microbatches(rank) for rank in range(data_size)})
     if row.scaled_error <= 10 * tolerance:
         sizes = {

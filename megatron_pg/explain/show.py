@@ -152,15 +152,13 @@ def plot(report: Report, path: str) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    active = [index for index, length in enumerate(lengths) if length]
     for marker, (name, each) in zip(itertools.cycle("osD^vP"), report["aggregations"].items()):
-        coefficients = [each["token_coefficient"][index] for index in active]
+        points = [pair for pair in zip(lengths, each["token_coefficient"], strict=True) if pair[0]]
         label = name if each["divisor"] is None else f"{name}, L = {each['divisor']:g}"
-        points = ([lengths[index] for index in active], coefficients)
-        axes.plot(*points, marker, markersize=3, alpha=0.6, label=label)
+        axes.plot(*zip(*points, strict=True), marker, markersize=3, alpha=0.6, label=label)
     axes.set(xscale="log", xlabel="active tokens of the sample")
     axes.set(yscale="log", ylabel="coefficient of one token's loss")
-    axes.set_title(f"{len(lengths)} samples, {num_tokens} active tokens")
+    axes.set(title=f"{len(lengths)} samples, {num_tokens} active tokens")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=150)

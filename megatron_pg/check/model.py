@@ -83,14 +83,10 @@ def model_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> TransformerConfig:
-    """A few thousand parameters, no dropout, no fusions but the attention's.
+    """A few thousand parameters, no dropout, no fusions but the attention's; `changes` override any field.
 
-    Args:
-        options: the sharding, the dtype and what the model has.
-        calculate_per_token_loss: the loss mode.
-        sharded: False is the same model, whole on every rank.
-        dtype: of parameters and activations; None is that of the options.
-        changes: fields of TransformerConfig that override all of it.
+    Without `sharded` it is the same model, whole on every rank. The dtype of parameters and activations is that of the
+    options where none is given.
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes if sharded else UNSHARDED
@@ -120,7 +116,14 @@ def model_config(
         finalize_model_grads_func=finalize_model_grads,
     )
     if options.num_experts is not None:
-        fields |= _expert_fields(options.num_experts, dtype)
+        fields |= {
+            "num_moe_experts": options.num_experts,
+            # All of them: where rounding decides between two experts, no gradient is close to another.
+            "moe_router_topk": options.num_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+            "add_bias_linear": False,
+        }
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
         fields |= {
             "overlap_p2p_comm": True,
@@ -128,17 +131,6 @@ def model_config(
             "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
         }
     return TransformerConfig(**fields | changes)
-
-
-def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "num_moe_experts": num_experts,
-        # All of them: where rounding decides between two experts, no gradient is close to another.
-        "moe_router_topk": num_experts,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "add_bias_linear": False,
-    }
 
 
 def build_chunks(
@@ -154,9 +146,8 @@ def build_chunks(
     Args:
         options: the device, and whose layers they are.
         config: of `model_config`; it has the sharding and the dtype.
-        new_model: makes a chunk from GPTModel's keyword arguments.
+        new_model: makes a chunk from GPTModel's keyword arguments, which `changes` override.
         same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
-        changes: keyword arguments of GPTModel that override those of here.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
     tensor_size = options.tensor_model_parallel_size

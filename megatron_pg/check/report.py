@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,20 +26,19 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
             "options": dataclasses.asdict(options),
             "versions": versions(),
             "accelerations": accelerations(options),
-            "rows": [_row_as_json(row, options, world_size) for row in rows],
+            "rows": [
+                {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in dataclasses.asdict(row).items()
+                }
+                | {"tolerance": row.tolerance, "passed": row.passed}
+                | {"diagnosis": diagnosis(row, options, world_size)}
+                for row in rows
+            ],
         },
         indent=2,
         allow_nan=False,
     )
-
-
-def _row_as_json(row: Row, options: CheckOptions, world_size: int) -> dict[str, Any]:
-    fields = dataclasses.asdict(row) | {"tolerance": row.tolerance, "passed": row.passed}
-    fields["diagnosis"] = diagnosis(row, options, world_size)
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in fields.items()
-    }
 
 
 def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:

@@ -77,8 +77,13 @@ def plan_step(
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
-        if oversized == "error":
-            _refuse_oversized(samples, lengths, capacity)
+        for sample, length in zip(samples, lengths, strict=True):
+            if length > capacity and oversized == "error":
+                raise ValueError(
+                    f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
+                    f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
+                    "--oversized-samples own_microbatch"
+                )
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
@@ -136,13 +141,3 @@ def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
             "that context and sequence parallelism pad a micro-batch to"
         )
     return max_tokens_per_microbatch // multiple * multiple
-
-
-def _refuse_oversized(samples: Sequence[Sample], lengths: Sequence[int], capacity: int) -> None:
-    for sample, length in zip(samples, lengths, strict=True):
-        if length > capacity:
-            raise ValueError(
-                f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
-                f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
-                "--oversized-samples own_microbatch"
-            )

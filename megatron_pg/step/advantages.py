@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.step.sample import Sample, refuse
+from megatron_pg.step.sample import Sample, refuse_values
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as the field does; rewards are of order 1."""
@@ -145,10 +145,6 @@ def _checked(
             f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected one number each per "
             "sample"
         )
-    refuse(
-        "rewards",
-        reward,
-        ~torch.isfinite(reward),
-        ", expected a finite number: one reward that is not would spoil the advantages of its whole prompt group",
-    )
+    problem = "expected a finite number: one reward that is not would spoil the advantages of its whole prompt group"
+    refuse_values("rewards", reward, ~torch.isfinite(reward), f", {problem}")
     return reward, ids.to(torch.int64)

@@ -78,13 +78,9 @@ class Sample:
             ("total_length", self.total_length),
         )
         # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
-        is_response = torch.arange(self.total_length) >= self.prompt_length
-        refuse(
-            f"{self.name}: tokens",
-            self.tokens,
-            is_response & (self.tokens < 0),
-            ", a response token: expected an id of the vocabulary, 0 or more",
-        )
+        is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
+        problem = ", a response token: expected an id of the vocabulary, 0 or more"
+        refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
         loss_mask = self._per_response_token("loss_mask", torch.float64)
         check_mask(f"{self.name}: loss_mask", loss_mask)
         self._store("loss_mask", loss_mask.bool())
@@ -154,16 +150,13 @@ class Sample:
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
-        refuse(
-            f"{self.name}: advantages",
-            advantages,
-            self.loss_mask & ~torch.isfinite(advantages),
-            " at an active token, expected a finite number",
-        )
+        is_wrong = self.loss_mask & ~torch.isfinite(advantages)
+        problem = " at an active token, expected a finite number"
+        refuse_values(f"{self.name}: advantages", advantages, is_wrong, problem)
         return advantages
 
 
-def refuse(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
+def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
     """Refuses host values of any shape of which some are wrong, naming the first of them."""
     wrong = is_wrong.nonzero()
     if wrong.numel():
@@ -204,9 +197,7 @@ def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
 
 def check_mask(where: str, mask: Tensor) -> None:
     """Refuses a host mask of any shape with values other than 0 and 1."""
-    refuse(
-        where,
-        mask,
-        (mask != 0) & (mask != 1),
-        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)",
+    problem = (
+        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
     )
+    refuse_values(where, mask, (mask != 0) & (mask != 1), problem)

@@ -205,17 +205,14 @@ def with_group_advantages(
         ValueError: a sample without a reward or a `group_index`, or an unknown method; on all ranks alike.
     """
     _, everyone = compute_and_gather(
-        lambda: [_reward_and_group(sample) for sample in samples],
-        lambda pairs: pairs,
-        data_parallel_group,
+        lambda: samples, lambda mine: list(map(_reward_and_group, mine)), data_parallel_group
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     pairs = [pair for part in everyone for pair in part]
     step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)
-    first = sum(len(part) for part in everyone[:rank])
-    mine = step.advantages[first : first + len(samples)].tolist()
-    pairs_of_mine = zip(samples, mine, strict=True)
-    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs_of_mine], step
+    first = sum(map(len, everyone[:rank]))
+    mine = zip(samples, step.advantages[first : first + len(samples)].tolist(), strict=True)
+    return [dataclasses.replace(sample, advantages=value) for sample, value in mine], step
 
 
 def _reward_and_group(sample: Sample) -> tuple[float, int]:

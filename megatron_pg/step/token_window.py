@@ -122,10 +122,7 @@ class TokenWindow:
         is_token = position_ids < total
         is_scored = (next_position >= prompt) & (next_position < total)
         logit_rows = is_scored.nonzero().squeeze(1)
-        window_segment_ids = segment_ids[logit_rows]
-        response_indices = (
-            response_starts[window_segment_ids] + (next_position - prompt)[logit_rows]
-        )
+        response_indices = response_starts[segment_ids] + next_position - prompt
         return cls(
             total_lengths=total_lengths,
             response_lengths=response_lengths,
@@ -138,24 +135,20 @@ class TokenWindow:
             token_indices=torch.where(is_token, token_start + position_ids, -1),
             target_indices=torch.where(is_scored, token_start + next_position, -1),
             logit_rows=logit_rows,
-            response_indices=response_indices,
-            window_segment_ids=window_segment_ids,
+            response_indices=response_indices[logit_rows],
+            window_segment_ids=segment_ids[logit_rows],
         )
-
-
-def _chunks_per_sequence(cp_size: int) -> int:
-    return 2 * cp_size if cp_size > 1 else 1
 
 
 def padded_length(total_length: int, cp_size: int) -> int:
     """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))`, or `total` at size 1."""
-    multiple = _chunks_per_sequence(cp_size)
+    multiple = packed_multiple(cp_size)
     return -(-total_length // multiple) * multiple
 
 
-def packed_multiple(cp_size: int, pad_to_multiple: int) -> int:
+def packed_multiple(cp_size: int, pad_to_multiple: int = 1) -> int:
     """Packed lengths are multiples of this, the length of an empty micro-batch."""
-    return math.lcm(_chunks_per_sequence(cp_size), pad_to_multiple)
+    return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
 
 
 def packed_length(padded_tokens: int, multiple: int) -> int:

@@ -83,8 +83,11 @@ def sample_of_row(
             raise RowError(column, "missing", COLUMNS[column])
     if row.get("reward") is None and row.get("advantages") is None:
         raise RowError("reward", "missing", "a number (or advantages)")
-    prompt = _token_ids("prompt_ids", row["prompt_ids"], vocab_size)
-    response = _token_ids("response_ids", row["response_ids"], vocab_size)
+    prompt, response = (_vector(column, row[column]) for column in ("prompt_ids", "response_ids"))
+    limit = math.inf if vocab_size is None else vocab_size
+    below = "" if vocab_size is None else f" and below {vocab_size}"
+    for column, ids in (("prompt_ids", prompt), ("response_ids", response)):
+        _check(column, ids, (ids >= 0) & (ids < limit), f"a token id of at least 0{below}")
     if not prompt.size:
         raise RowError("prompt_ids", "empty", "at least one token")
     is_active = np.ones(response.size, np.bool_)
@@ -106,14 +109,6 @@ def sample_of_row(
         name=name,
         **values,
     )
-
-
-def _token_ids(field: str, value: Any, vocab_size: int | None) -> NDArray[Any]:
-    ids = _vector(field, value)
-    limit = math.inf if vocab_size is None else vocab_size
-    below = "" if vocab_size is None else f" and below {vocab_size}"
-    _check(field, ids, (ids >= 0) & (ids < limit), f"a token id of at least 0{below}")
-    return ids
 
 
 def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:

@@ -12,21 +12,18 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's group along each axis of parallelism.
-
-    Attributes:
-        tensor: ranks that share one vocabulary (tensor parallel).
-        context: ranks that share one packed micro-batch (context parallel).
-        data: ranks that hold other samples, at the same context-parallel rank.
-        data_with_context: `data` and `context` together: the ranks that gradients are reduced over.
-        pipeline: the stages of one pipeline.
-    """
+    """This rank's group along each axis of parallelism."""
 
     tensor: ProcessGroup
+    """The ranks that share one vocabulary (tensor parallel)."""
     context: ProcessGroup
+    """The ranks that share one packed micro-batch (context parallel)."""
     data: ProcessGroup
+    """The ranks that hold other samples, at the same context-parallel rank."""
     data_with_context: ProcessGroup
+    """`data` and `context` together: the ranks that gradients are reduced over."""
     pipeline: ProcessGroup
+    """The stages of one pipeline."""
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:

@@ -98,10 +98,7 @@ def holds_anything(main_grad: Tensor) -> Tensor:
 
 
 def spoil_unless_kept(
-    arrived: Tensor,
-    promised: Tensor,
-    held: tuple[Tensor, Tensor] | None,
-    *gradients: Tensor | None,
+    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None, *gradients: Tensor | None
 ) -> None:
     """Turns a row of each gradient into NaN unless the promise was kept (see `rows_torch.nan_unless_kept`).
 

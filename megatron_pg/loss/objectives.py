@@ -78,12 +78,7 @@ class Objective(Row):
 OBJECTIVES: Table[Objective] = Table(
     "policy_loss",
     replaced_by="custom_policy_loss_path",
-    also_known_as={
-        "grpo": "ppo",
-        "pg": "reinforce",
-        "policy_gradient": "reinforce",
-        "nll": "sft",
-    },
+    also_known_as={"grpo": "ppo", "pg": "reinforce", "policy_gradient": "reinforce", "nll": "sft"},
 )
 """The rows by the name that `--policy-loss` takes."""
 
@@ -192,11 +187,7 @@ def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -
     return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
 
 
-@objective(
-    "-log_prob",
-    about="supervised: advantages are not read",
-    is_sum_over_tokens=True,
-)
+@objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """Supervised cross-entropy of the response tokens; advantages are not read."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))

@@ -12,12 +12,7 @@ from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.metrics import (
-    MicroBatchMetrics,
-    checksum,
-    policy_metrics,
-    step_sums,
-)
+from megatron_pg.loss.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
 from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios

@@ -172,6 +172,5 @@ def _values_of(column: Any) -> Callable[[int], Any]:
         is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
         if pa.types.is_floating(kind) or (is_whole and not elements.null_count):
             array, ends = elements.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-            is_valid = column.is_valid().to_numpy(zero_copy_only=False)
-            return lambda row: array[ends[row] : ends[row + 1]] if is_valid[row] else None
+            return lambda row: array[ends[row] : ends[row + 1]] if column[row].is_valid else None
     return lambda row: column[row].as_py()

@@ -102,12 +102,7 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 
 
 def _run_rank(
-    pipe: Any,
-    task: bytes,
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout: float,
+    pipe: Any, task: bytes, rank: int, world_size: int, store: str, timeout: float
 ) -> None:
     """The life of one rank; what it raises goes to the parent as text."""
     import torch

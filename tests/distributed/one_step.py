@@ -21,13 +21,7 @@ from megatron_pg.step.totals import StepTotals, step_totals
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
-from .models import (
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .steps import Run
 
 LossFactory = Callable[..., Callable[[Tensor], Any]]

@@ -170,9 +170,7 @@ def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
     ],
 )
 def test_wrong_factor_is_named(
-    mutant: str,
-    diagnosis: str,
-    context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
+    mutant: str, diagnosis: str, context_parallel_mutants: dict[str, list[tuple[str, bool, str]]]
 ) -> None:
     rows = context_parallel_mutants[mutant]
     assert len(rows) == 8

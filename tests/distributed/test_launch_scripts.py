@@ -159,7 +159,7 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
 def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
-    assert re.match(f"error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
+    assert re.match(f"(?s)error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
 
 
 @pytest.mark.skipif(not has_megatron_training(), reason="the scripts take Megatron's own flags")

@@ -54,10 +54,7 @@ def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
 
 
 def end_of(
-    rollouts: Path | None,
-    run_dir: Path,
-    flags: str,
-    prepare: Callable[[int], None] | None = None,
+    rollouts: Path | None, run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None
 ) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
     ranks = start(rollouts, run_dir, flags, prepare=prepare)

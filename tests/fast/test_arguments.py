@@ -11,11 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pg.config import (
-    PolicyLossConfig,
-    add_policy_loss_args,
-    validate_policy_loss_args,
-)
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.fields import fields_of
 from megatron_pg.config.flags import field_docstrings
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS

@@ -74,11 +74,7 @@ BOUNDS: dict[str, tuple[dict, Correction, list[float]]] = {
         Correction("mask", 1.0, 1.2),
         [0.0, -0.01, 0.01],
     ),
-    "icepop_high": (
-        {**ICEPOP, "tis_clip": 1.0},
-        Correction("mask", 0.8, 1.0),
-        [0.0, -0.01, 0.01],
-    ),
+    "icepop_high": ({**ICEPOP, "tis_clip": 1.0}, Correction("mask", 0.8, 1.0), [0.0, -0.01, 0.01]),
     "icepop_beyond_the_clamp": (
         {**ICEPOP, "tis_clip": 1e9},
         Correction("mask", 0.8, 1e9),

@@ -95,11 +95,7 @@ def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: obj
     chunk = settings.pop("chunk_tokens", None)
     fp32 = settings.pop("fp32_logits", False)
     log_probs, entropy = linear_log_probs_and_entropy(
-        hidden,
-        weight,
-        problem.targets,
-        options(chunk_tokens=chunk, fp32_logits=fp32),
-        **settings,
+        hidden, weight, problem.targets, options(chunk_tokens=chunk, fp32_logits=fp32), **settings
     )
     return problem.token_loss(log_probs, entropy, slice(0, TOKENS))
 

@@ -66,12 +66,7 @@ def test_shards_equal_the_whole_vocabulary(size: int) -> None:
     shards = run_ranks(shard_on_rank, size)
     logits, targets, *gradients = inputs()
     log_probs, entropy, gradient = reference(
-        logits,
-        targets,
-        *gradients,
-        temperature=TEMPERATURE,
-        row_mask=MASK,
-        vocab_size=VOCAB_SIZE,
+        logits, targets, *gradients, temperature=TEMPERATURE, row_mask=MASK, vocab_size=VOCAB_SIZE
     )
     gradient.nan_to_num_(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
     for found_log_probs, found_entropy, _, shapes in shards:

@@ -479,12 +479,7 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
     groups = Groups(data_size=2)
     packed = torch.cat(logits)[None]
     loss_func = step_loss(
-        config,
-        batch,
-        totals,
-        num_microbatches=2,
-        groups=groups,
-        vocab_size=vocab_size,
+        config, batch, totals, num_microbatches=2, groups=groups, vocab_size=vocab_size
     )
     loss, *rest = loss_func(packed)
     expected = oracle.policy_loss(step, [row[:, :vocab_size] for row in logits], objective).loss

@@ -43,7 +43,7 @@ CUSTOM_FUNCTIONS: Mapping[str, CustomFunction] = {
         returns="reducer(x [window]) -> 0-d sum over this rank's window",
     ),
 }
-"""The functions by the setting that has the import path; the docstring of each says what the function returns."""
+"""The functions by the setting that has the import path."""
 
 
 @functools.cache

@@ -14,16 +14,9 @@ from torch import Tensor
 from tests import oracle
 from tests.oracle import PlainSample
 
-from .models import (
-    VOCAB_SIZE,
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
-from .steps import Run
+from .steps import VOCAB_SIZE, Run
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:

@@ -15,7 +15,6 @@ from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 
 from .launch import run_ranks
 from .models import (
-    VOCAB_SIZE,
     ModelOptions,
     Sharding,
     build_model,
@@ -25,6 +24,7 @@ from .models import (
     transformer_config,
 )
 from .reference import thd
+from .steps import VOCAB_SIZE
 
 TOLERANCE = 1e-6
 LENGTHS = {"even": [9, 2, 14, 1, 16], "one long among short": [40, 2, 3, 1, 4, 2, 5, 3]}

@@ -118,7 +118,13 @@ def sequence_log_ratios(
     sums = {name for row in rows_on for name in row.sums_over_sequences()}
     if not sums:
         return None
-    rows = {"active": batch.loss_mask.double()}
+    active = batch.loss_mask.double()
+    # A row of zeros for what is not asked for: the exchange has one shape.
+    rows = {
+        "active": active,
+        "policy": torch.zeros_like(active),
+        "mismatch": torch.zeros_like(active),
+    }
     if "policy" in sums:
         old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
         new = masked(log_probs.detach(), batch.loss_mask).double()
@@ -129,7 +135,7 @@ def sequence_log_ratios(
         batch.window_segment_ids, batch.window.num_samples, context_parallel_group
     )
     made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
-    return SequenceLogRatios(reduction, made.pop("active"), made)
+    return SequenceLogRatios(reduction, made["active"], {name: made[name] for name in sums})
 
 
 def rollout_mismatch(batch: PackedBatch) -> Tensor:

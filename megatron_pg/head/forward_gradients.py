@@ -61,7 +61,7 @@ class ForwardGradients(FactorGradients):
 
     @property
     def _early_sum(self) -> Tensor | None:
-        """`main_grad`, once something was added to it."""
+        """The buffer `main_grad`, once something was added to it."""
         return self.weight.total if self.weight is not None and self.weight.is_direct else None
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class ForwardGradients(FactorGradients):
 
 
 def holds_anything(main_grad: Tensor) -> Tensor:
-    """0-d bool: whether a sample of the elements has one that is not 0."""
+    """A 0-d bool: whether a sample of the elements has one that is not 0."""
     every = max(main_grad.shape[0] // _SAMPLED_ROWS, 1)
     return main_grad[::every, :_SAMPLED_COLUMNS].any()
 

@@ -33,7 +33,7 @@ from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
 
 
 @dataclass(frozen=True)

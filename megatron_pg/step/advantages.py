@@ -33,7 +33,7 @@ class GroupAdvantages:
     """Advantages of the samples of a step, and what became of its prompt groups."""
 
     advantages: Tensor
-    """[samples] float32, one number per sample, in the order of the rewards."""
+    """The advantages [samples] float32, one number per sample, in the order of the rewards."""
     num_groups: int
     zero_advantage_groups: tuple[int, ...]
     """Group indices, sorted, of the groups whose advantages are all 0."""
@@ -71,7 +71,7 @@ def group_advantages(
     size = group_sizes[group].double()
 
     def group_sum(values: Tensor) -> Tensor:
-        """[samples] -> [groups]."""
+        """The sum over each group, [samples] -> [groups]."""
         return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)
 
     centered = reward - group_sum(reward)[group] / size

@@ -142,7 +142,7 @@ def _finite(column: str, value: Any, limit: float, expected: str) -> float:
 
 
 def _vector(field: str, value: Any, size: int | None = None) -> NDArray[Any]:
-    """[size] integers or numbers, as the column holds; null among numbers becomes NaN."""
+    """The values [size], integers or numbers as the column holds; null among numbers becomes NaN."""
     is_integers = COLUMNS[field] == INTEGERS
     if isinstance(value, np.ndarray) and value.dtype.kind not in ("i" if is_integers else "iufb"):
         value = value.tolist()

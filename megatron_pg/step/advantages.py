@@ -131,7 +131,7 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
 def _checked(
     rewards: Sequence[float] | Tensor, group_indices: Sequence[int] | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[samples] float64 and [samples] int64 of them."""
+    """The rewards [samples] float64 and the ids [samples] int64."""
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
     # An absent float id is NaN, and all absent ones would be one group.

@@ -142,5 +142,5 @@ def _of_window(
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """`values[indices]` with 0 where the index is -1."""
+    """The values at the indices, with 0 where the index is -1."""
     return torch.cat([values, values.new_zeros(1)])[indices]

@@ -72,12 +72,12 @@ class StepTotals:
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """[len(samples)] float64 D: active tokens of each sample's rollout over the step."""
+        """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
         known = [_known(self.rollout_active_tokens, sample, "rollout_id") for sample in samples]
         return torch.tensor(known, dtype=torch.float64)
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """[len(samples)] float64 G: active tokens of each sample's prompt group over the step."""
+        """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
         known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
         return torch.tensor(known, dtype=torch.float64)
 

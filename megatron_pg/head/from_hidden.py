@@ -4,14 +4,15 @@ Three matrix products are needed: logits, gradient of the hidden states, gradien
 order of work reaches them depends on when the gradient of the loss to the log-probabilities is known:
 
 * as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
-  the step: `linear_token_loss` takes the loss as a function and does everything in forward, one chunk of
-  logits at a time;
+  the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
+  deferred, in backward, one chunk of logits at a time;
 * only in backward, for any other loss: `linear_log_probs_and_entropy` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.forward_gradients import ForwardGradients
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, refuse_second_derivative
 from megatron_pg.head.output_layer import (
     ChunkedHead,
@@ -99,47 +99,46 @@ def linear_token_loss(
     options: HeadOptions | None = None,
     *,
     gradient_rows: int | None = None,
-    loss_scale: Tensor | None = None,
+    defer: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
+    Deferred, forward keeps its arguments and all of this happens in backward, with the gradient that arrives: the
+    weight's goes to `weight.main_grad` at once, without a buffer of its own. What is returned is NaN until backward
+    has filled it in, in place; where nothing needs a gradient it is computed at once.
+
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `loss_scale` only: its
-            range would lose a gradient that does not carry the scale yet.
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
+            range would lose a gradient that does not carry a loss scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
             entropy alone, and the same on every tensor-parallel rank. A parameter that it reads besides gets no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
-        loss_scale: 0-d, the gradient that backward will hand to the loss, where it is known. The weight's gradient then
-            goes straight to `main_grad` in forward, without a buffer of its own. Forward must be followed by
-            backward with that scale, and `main_grad` not be zeroed in between; if not, rows of both gradients become
-            NaN (see `megatron_pg.head.forward_gradients`).
+        defer: leave everything to backward.
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
-        NotImplementedError: float16 with gradients and no `loss_scale`.
+        NotImplementedError: float16 with gradients and no `defer`.
     """
     head = _chunked_head(hidden, weight, targets, options or HeadOptions())
     tokens = hidden.shape[0]
-    if hidden.dtype == torch.float16 and loss_scale is None and torch.is_grad_enabled():
+    if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
-            "linear_token_loss does not take float16 hidden states without a loss_scale: its gradients are computed "
-            "before the scale arrives and would underflow; use linear_log_probs_and_entropy, or bfloat16"
+            "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
+            "the loss scale arrives would underflow; defer, use linear_log_probs_and_entropy, or bfloat16"
         )
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
-    if not torch.is_grad_enabled():
-        rows = 0
-    return LinearTokenLoss.apply(  # type: ignore
-        hidden, weight, targets, head, token_loss, rows, loss_scale
-    )
+    has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    work = TokenLossWork(head, token_loss, rows if has_backward else 0)
+    return LinearTokenLoss.apply(hidden, weight, targets, work, defer and has_backward)  # type: ignore
 
 
 def _chunked_head(
@@ -213,65 +212,93 @@ class LinearLogProbs(torch.autograd.Function):
         return (*gradients.finish(), None, None, None)
 
 
-class LinearTokenLoss(torch.autograd.Function):
-    """Loss of a sum over tokens; gradients are computed in forward and scaled in backward."""
+@dataclass(frozen=True)
+class TokenLossWork:
+    """What `linear_token_loss` has to do, apart from its tensors."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    head: ChunkedHead
+    token_loss: TokenLoss
+    gradient_rows: int
+
+    def run(
+        self,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        head: ChunkedHead,
-        token_loss: TokenLoss,
-        gradient_rows: int,
-        loss_scale: Tensor | None,
+        gradients: FactorGradients,
+        incoming: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, size = hidden.shape[0], head.chunk_tokens
-        gradients = ForwardGradients(
-            hidden, weight, ctx.needs_input_grad[:2], gradient_rows, loss_scale
-        )
-        logits = head.new_logits(tokens, weight)
+        """Scores every chunk, and adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
+        tokens, size, rows_with = len(hidden), self.head.chunk_tokens, self.gradient_rows
+        if gradients.hidden is not None:
+            gradients.hidden[rows_with:] = 0
+        logits = self.head.new_logits(tokens, weight)
         values, parts = [], []
-        scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
-        with gradients.filled():
-            for rows in scored:
-                chunk = head.chunk(rows, targets, logits)
-                statistics = score(chunk, hidden[rows], weight)
-                parts.append(statistics)
-                value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
-                values.append(value)
-                if rows.start < gradient_rows:
-                    gradients.add(rows, hidden, chunk, statistics, coefficients)
-        whole = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.gradients = gradients
-        ctx.mark_non_differentiable(whole.log_probs, whole.entropy)
-        loss = values[0] if len(values) == 1 else sum(values, torch.zeros_like(head.temperature))
+        for rows in chunk_slices(0, rows_with, size) + chunk_slices(rows_with, tokens, size):
+            chunk = self.head.chunk(rows, targets, logits)
+            statistics = score(chunk, hidden[rows], weight)
+            parts.append(statistics)
+            value, coefficients = _coefficients(self.token_loss, statistics, rows, incoming)
+            values.append(value)
+            if rows.start < rows_with:
+                gradients.add(rows, hidden, chunk, statistics, coefficients)
+        zero = torch.zeros_like(self.head.temperature)
+        whole = RowStatistics.concatenate(parts, like=zero)
+        loss = values[0] if len(values) == 1 else sum(values, zero)
         return loss, whole.log_probs, whole.entropy
+
+
+class LinearTokenLoss(torch.autograd.Function):
+    """Loss of a sum over tokens: gradients in forward, scaled in backward, or deferred: everything in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, work: TokenLossWork, defer: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.work, ctx.defer = work, defer
+        if defer:
+            ctx.save_for_backward(hidden, weight, targets)
+            sizes: tuple[tuple[int, ...], ...] = ((), targets.shape, targets.shape)
+            outputs = tuple(work.head.temperature.new_full(size, math.nan) for size in sizes)
+            # Aliases without a graph: the outputs would hold this node, which holds them.
+            ctx.awaited = [each.detach() for each in outputs]
+        else:
+            ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
+            outputs = work.run(hidden, weight, targets, ctx.gradients)
+        loss, log_probs, entropy = outputs
+        ctx.mark_non_differentiable(log_probs, entropy)
+        return loss, log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_token_loss")
+        if ctx.defer:
+            hidden, weight, targets = ctx.saved_tensors
+            gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
+            found = ctx.work.run(hidden, weight, targets, gradients, grad_loss)
+            for awaited, value in zip(ctx.awaited, found, strict=True):
+                awaited.copy_(value)
+            return (*gradients.finish(), None, None, None)
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward through linear_token_loss a second time: its gradients are given away"
             )
-        gradients = ctx.gradients.settle(grad_loss)
-        ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*gradients.finish(grad_loss), None, None, None)
 
 
 def _coefficients(
-    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, scale: Tensor | None
+    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Value of the loss of a chunk, and `scale` times its gradients to log-probabilities and entropy."""
+    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities and entropy."""
     with torch.enable_grad():
         log_probs = statistics.log_probs.detach().requires_grad_()
         entropy = statistics.entropy.detach().requires_grad_()
         loss = token_loss(log_probs, entropy, rows)
     if not loss.requires_grad:
         return loss, (torch.zeros_like(log_probs), None)
-    incoming = None if scale is None else scale.to(loss.dtype).reshape(loss.shape)
+    if incoming is not None:
+        incoming = incoming.to(loss.dtype).reshape(loss.shape)
     return loss.detach(), torch.autograd.grad(
         loss, (log_probs, entropy), incoming, allow_unused=True
     )

@@ -88,27 +88,23 @@ class WeightGradient:
 
     Args:
         weight: [v/tp, hidden]; a frozen one costs nothing.
-        final: the gradients handed to `add` are those of the loss that is differentiated, scale included,
-            so that they may go straight into `main_grad`; otherwise they wait in a buffer of their own.
+        final: the gradients handed to `add` are those of what backward differentiates, so that they may go straight
+            into `main_grad`; otherwise they wait in a buffer of their own.
     """
 
     def __init__(self, weight: Tensor, *, final: bool) -> None:
         self._weight = weight
         self._main_grad = _main_grad(weight)
-        self.is_direct = final and self._main_grad is not None
-        """Whether the sum is `main_grad` itself."""
-        self.total: Tensor | None = None
-        """What the sum is in; None before something is added."""
+        self._is_direct = final and self._main_grad is not None
+        self._total = self._main_grad if self._is_direct else None
 
     def add(self, logits_gradient: Tensor, hidden: Tensor) -> None:
         """Adds the part of `hidden` [rows, hidden] with the gradient [rows, v/tp] of its logits."""
-        total = self._main_grad if self.is_direct else self.total
-        is_new = total is None
-        if total is None:
+        is_new = self._total is None
+        if self._total is None:
             dtype = torch.promote_types(self._weight.dtype, torch.float32)
-            total = self._weight.new_empty(self._weight.shape, dtype=dtype)
-        multiply(logits_gradient.t(), hidden, total, add=not is_new)
-        self.total = total  # only now: an error in the product adds nothing
+            self._total = self._weight.new_empty(self._weight.shape, dtype=dtype)
+        multiply(logits_gradient.t(), hidden, self._total, add=not is_new)
 
     def finish(self, scale: Tensor | None = None) -> Tensor:
         """Settles the sum, times `scale`, and returns what autograd gets for the weight.
@@ -116,13 +112,13 @@ class WeightGradient:
         With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
         or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
         """
-        weight, total = self._weight, self.total
-        self.total = None
+        weight, total = self._weight, self._total
+        self._total = None
         if self._main_grad is None:
             if total is None:
                 return torch.zeros_like(weight, requires_grad=False)
             return (total if scale is None else total.mul_(scale)).to(weight.dtype)
-        if total is not None and not self.is_direct:
+        if total is not None and not self._is_direct:
             factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
             self._main_grad.addcmul_(total, factor)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

@@ -153,6 +153,20 @@ class MicroBatchMetrics(dict[str, Tensor]):
     nan_tokens: NaNTokens | None = None
     """Which active tokens have a NaN loss; None without metrics."""
 
+    @classmethod
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+        """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
+        names = metric_names(config)
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        metrics = cls(zip(names, table.unbind(), strict=True))
+        metrics.table = table
+        return metrics
+
+    def fill(self, found: MicroBatchMetrics) -> None:
+        """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
+        torch.stack([found[name] for name in self], out=self.table)
+        self.maxima, self.nan_tokens, self.is_awaited = found.maxima, found.nan_tokens, False
+
     def add(self, other: MicroBatchMetrics) -> None:
         """Takes over what `other` holds."""
         self.update(other)

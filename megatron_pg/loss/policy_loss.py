@@ -115,6 +115,10 @@ class MicroBatchLoss:
         reported["loss"] = pg_loss + penalty
         return LossTerms(loss + penalty, reported, outcome, corrected)
 
+    def awaited_metrics(self) -> MicroBatchMetrics:
+        """Metrics to be filled in when the log-probs are there."""
+        return MicroBatchMetrics.awaited(self.config, self.batch.tokens.device)
+
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, MicroBatchMetrics]:

@@ -46,21 +46,6 @@ class ScaleContract:
     """What the local loss is multiplied by."""
     counts_all_tokens: bool
     """Whether n of per-token mode is all local tokens of a micro-batch, padding included, or its active ones."""
-    schedule_factor: float
-    """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
-
-    def incoming_gradient(self, model_config: Any, device: torch.device) -> Tensor:
-        """0-d float32: the gradient that backward will hand to the local loss, known before the model has run.
-
-        It is `factor`, what the schedule multiplies by, and what `config.grad_scale_func` does to a loss in
-        backward_step (the optimizer's loss scale, which stands still during a step). Nothing here waits for the device.
-        """
-        known = torch.full((), self.factor * self.schedule_factor, device=device)
-        scale = getattr(model_config, "grad_scale_func", None)
-        if scale is None:
-            return known
-        with torch.no_grad():
-            return torch.as_tensor(scale(known), device=device).reshape(())
 
     def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
         """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
@@ -113,12 +98,9 @@ def scale_contract(
             calculate_per_token_loss=False,
             factor=float(data_parallel_size * num_microbatches),
             counts_all_tokens=False,
-            schedule_factor=context_parallel_size / num_microbatches,
         )
     if not scales_auxiliary_loss_by_tokens(model_config):
-        return ScaleContract(
-            True, float(max(totals.num_active_tokens, 1)), False, schedule_factor=1.0
-        )
+        return ScaleContract(True, float(max(totals.num_active_tokens, 1)), False)
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
         raise NotImplementedError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
@@ -132,7 +114,7 @@ def scale_contract(
             "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
             "policy gradient is the same)"
         )
-    return ScaleContract(True, float(max(totals.num_tokens, 1)), True, schedule_factor=1.0)
+    return ScaleContract(True, float(max(totals.num_tokens, 1)), True)
 
 
 @functools.cache

@@ -6,12 +6,9 @@
 chunk (`output_layer`); the second does all three products in one pass, in forward or in backward.
 """
 
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head.from_hidden import linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.from_logits import log_probs_and_entropy
+from megatron_pg.head.output_layer import HeadOptions
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = [

@@ -12,45 +12,21 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, refuse_second_derivative
-from megatron_pg.head.output_layer import (
-    ChunkedHead,
-    FactorGradients,
-    default_chunk_tokens,
-    multiply,
-    score,
-)
-from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
-from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
+from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer
+from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """How the output layer is split and computed; every field has the value of a plain layer."""
-
-    tensor_parallel_group: dist.ProcessGroup | None = None
-    """The group over which the vocabulary is split; every one of its ranks must call."""
-    temperature: float | Tensor = 1.0
-    """Log-probabilities and entropy are those of `softmax(logits / temperature)`."""
-    vocab_size: int | None = None
-    """True size of the vocabulary; columns from it on are padding."""
-    fp32_logits: bool = False
-    """Float32 logits out of bfloat16 operands, not upcast. The gradient of the logits is rounded to the
-    dtype of the hidden states, the one rounding before the two other products."""
-    chunk_tokens: int | None = None
-    """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
 
 
 def linear_log_probs_and_entropy(
@@ -82,13 +58,13 @@ def linear_log_probs_and_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    options = options or HeadOptions()
-    head = _chunked_head(hidden, weight, targets, options)
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
     if keep_logits is None:
-        keep_logits = len(hidden) <= head.chunk_tokens
+        keep_logits = len(hidden) <= layer.chunk_tokens
     if keep_logits:
-        head = replace(head, chunk_tokens=max(len(hidden), 1))
-    return LinearLogProbs.apply(hidden, weight, targets, head, keep_logits)  # type: ignore
+        whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
+        layer = OutputLayer(hidden, weight, targets, whole)
+    return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
 
 
 def linear_token_loss(
@@ -126,8 +102,8 @@ def linear_token_loss(
         ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    head = _chunked_head(hidden, weight, targets, options or HeadOptions())
-    tokens = hidden.shape[0]
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    tokens = len(hidden)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
@@ -137,37 +113,8 @@ def linear_token_loss(
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    work = TokenLossWork(head, token_loss, rows if has_backward else 0)
-    return LinearTokenLoss.apply(hidden, weight, targets, work, defer and has_backward)  # type: ignore
-
-
-def _chunked_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
-) -> ChunkedHead:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
-        )
-    check_vector("targets", targets, torch.int64, "hidden", hidden)
-    dtype = (
-        torch.promote_types(hidden.dtype, torch.float32) if options.fp32_logits else hidden.dtype
-    )
-    columns, chunk = weight.shape[0], options.chunk_tokens
-    if chunk is None:
-        chunk = default_chunk_tokens(len(hidden), columns, hidden.device)
-    elif chunk < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, found {chunk}")
-    return ChunkedHead(
-        shard=VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group),
-        temperature=temperature_tensor(options.temperature, hidden),
-        logits_dtype=dtype,
-        chunk_tokens=chunk,
-    )
+    work = functools.partial(_loss_in_chunks, token_loss, rows if has_backward else 0)
+    return LinearTokenLoss.apply(hidden, weight, layer, work, defer and has_backward)  # type: ignore
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -175,77 +122,38 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: ChunkedHead, keep: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = head.new_logits(len(hidden), weight)
-        parts = [
-            score(head.chunk(rows, targets, logits), hidden[rows], weight)
-            for rows in chunk_slices(0, len(hidden), head.chunk_tokens)
-        ]
-        statistics = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.head, ctx.keep, ctx.logits = head, keep, logits if keep else None
-        ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
+        logits = layer.new_logits()
+        passes = row_passes(logits)
+        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
+        statistics = RowStatistics.concatenate(parts, like=layer.temperature)
+        ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
+        ctx.parameter = weight  # saved, it may come back without its `main_grad`
+        ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_log_probs_and_entropy")
-        hidden, weight, targets, *saved = ctx.saved_tensors
+        hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
-            return (None,) * 5
-        head: ChunkedHead = ctx.head
-        logits = ctx.logits if ctx.keep else head.new_logits(len(hidden), weight)
+            return (None,) * 4
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        logits = ctx.logits if ctx.keep else layer.new_logits()
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
-        gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
+        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
-        for rows in chunk_slices(0, len(hidden), head.chunk_tokens):
-            chunk = head.chunk(rows, targets, logits)
-            if not ctx.keep:
-                multiply(hidden[rows], weight.t(), chunk.logits)
+        for rows in layer.chunks():
+            chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
             gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
-        return (*gradients.finish(), None, None, None)
-
-
-@dataclass(frozen=True)
-class TokenLossWork:
-    """What `linear_token_loss` has to do, apart from its tensors."""
-
-    head: ChunkedHead
-    token_loss: TokenLoss
-    gradient_rows: int
-
-    def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        gradients: FactorGradients,
-        incoming: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores every chunk, and adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
-        tokens, size, rows_with = len(hidden), self.head.chunk_tokens, self.gradient_rows
-        if gradients.hidden is not None:
-            gradients.hidden[rows_with:] = 0
-        logits = self.head.new_logits(tokens, weight)
-        values, parts = [], []
-        for rows in chunk_slices(0, rows_with, size) + chunk_slices(rows_with, tokens, size):
-            chunk = self.head.chunk(rows, targets, logits)
-            statistics = score(chunk, hidden[rows], weight)
-            parts.append(statistics)
-            value, coefficients = _coefficients(self.token_loss, statistics, rows, incoming)
-            values.append(value)
-            if rows.start < rows_with:
-                gradients.add(rows, hidden, chunk, statistics, coefficients)
-        zero = torch.zeros_like(self.head.temperature)
-        whole = RowStatistics.concatenate(parts, like=zero)
-        loss = values[0] if len(values) == 1 else sum(values, zero)
-        return loss, whole.log_probs, whole.entropy
+        return (*gradients.finish(), None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):
@@ -253,38 +161,69 @@ class LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, work: TokenLossWork, defer: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.work, ctx.defer = work, defer
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        layer: OutputLayer,
+        work: Callable[..., tuple[Tensor, ...]],
+        defer: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.defer = defer
         if defer:
-            ctx.save_for_backward(hidden, weight, targets)
-            sizes: tuple[tuple[int, ...], ...] = ((), targets.shape, targets.shape)
-            outputs = tuple(work.head.temperature.new_full(size, math.nan) for size in sizes)
+            ctx.options, ctx.work = layer.options, work
+            ctx.parameter = weight  # saved, it may come back without its `main_grad`
+            ctx.save_for_backward(hidden, weight, layer.targets)
+            sizes: tuple[tuple[int, ...], ...] = ((), layer.targets.shape, layer.targets.shape)
+            outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
             # Aliases without a graph: the outputs would hold this node, which holds them.
             ctx.awaited = [each.detach() for each in outputs]
         else:
-            ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
-            outputs = work.run(hidden, weight, targets, ctx.gradients)
-        loss, log_probs, entropy = outputs
-        ctx.mark_non_differentiable(log_probs, entropy)
-        return loss, log_probs, entropy
+            ctx.gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=False)
+            outputs = work(layer, ctx.gradients)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_token_loss")
-        if ctx.defer:
-            hidden, weight, targets = ctx.saved_tensors
-            gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
-            found = ctx.work.run(hidden, weight, targets, gradients, grad_loss)
-            for awaited, value in zip(ctx.awaited, found, strict=True):
-                awaited.copy_(value)
-            return (*gradients.finish(), None, None, None)
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "backward through linear_token_loss a second time: its gradients are given away"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.finish(grad_loss), None, None, None)
+        if not ctx.defer:
+            if ctx.gradients is None:
+                raise RuntimeError(
+                    "backward through linear_token_loss a second time: its gradients are given away"
+                )
+            gradients, ctx.gradients = ctx.gradients, None
+            return (*gradients.finish(grad_loss), None, None, None)
+        hidden, _, targets = ctx.saved_tensors
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
+        outputs = ctx.work(layer, gradients, grad_loss)
+        for awaited, found in zip(ctx.awaited, outputs, strict=True):
+            awaited.copy_(found)
+        return (*gradients.finish(), None, None, None)
+
+
+def _loss_in_chunks(
+    token_loss: TokenLoss,
+    gradient_rows: int,
+    layer: OutputLayer,
+    gradients: FactorGradients,
+    incoming: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-probabilities and entropy; adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
+    logits = layer.new_logits()
+    values, parts = [], []
+    for rows in layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows):
+        chunk = layer.chunk(rows, logits)
+        statistics = row_passes(logits).row_statistics(chunk)
+        parts.append(statistics)
+        value, coefficients = _coefficients(token_loss, statistics, rows, incoming)
+        values.append(value)
+        if rows.start < gradient_rows:
+            gradients.add(rows, layer.hidden, chunk, statistics, coefficients)
+    zero = torch.zeros_like(layer.temperature)
+    whole = RowStatistics.concatenate(parts, like=zero)
+    loss = values[0] if len(values) == 1 else sum(values, zero)
+    return loss, whole.log_probs, whole.entropy
 
 
 def _coefficients(

@@ -152,6 +152,8 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """[2] float64: the largest advantage and the largest negated advantage; None without metrics."""
     nan_tokens: NaNTokens | None = None
     """Which active tokens have a NaN loss; None without metrics."""
+    table: Tensor | None = None
+    """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
 
     @classmethod
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
@@ -165,7 +167,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     def fill(self, found: MicroBatchMetrics) -> None:
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
         torch.stack([found[name] for name in self], out=self.table)
-        self.maxima, self.nan_tokens, self.is_awaited = found.maxima, found.nan_tokens, False
+        self.maxima, self.nan_tokens = found.maxima, found.nan_tokens
 
     def add(self, other: MicroBatchMetrics) -> None:
         """Takes over what `other` holds."""
@@ -308,6 +310,8 @@ def reduce_metrics(
         squared_sum = reduced["ratio_new_old_squared_sum"]
         size = reduced["ratio_new_old_sum"] ** 2 / squared_sum if squared_sum else math.nan
         reduced[EFFECTIVE_SAMPLE_SIZE] = size
+    if contributes and reduced["loss"] != reduced["loss"]:
+        _report_nan_tokens(micro_batches)
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
@@ -315,8 +319,6 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-    if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
     return reduced
 
 
@@ -325,6 +327,9 @@ def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
     for index, metrics in enumerate(micro_batches):
         nan_tokens = metrics.nan_tokens if isinstance(metrics, MicroBatchMetrics) else None
         description = None if nan_tokens is None else nan_tokens.describe()
+        table = metrics.table if isinstance(metrics, MicroBatchMetrics) else None
+        if table is not None and bool(table.isnan().all()):
+            description = "its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
         if description is not None:
             logger.error("micro-batch %d: %s", index, description)
 

@@ -68,7 +68,7 @@ class FusedHead:
         )
         active, self._gradient_rows = active_rows(config, self._batch)
         self._active = to_device(active, self._batch.tokens.device)
-        self._metrics: MicroBatchMetrics | None = None
+        self._metrics = MicroBatchMetrics()
 
     def output_processor(
         self,
@@ -88,7 +88,7 @@ class FusedHead:
             config: the model's.
 
         Returns:
-            The loss [1], or log_probs and entropy [2, active tokens]: `loss` takes either.
+            The loss [1], which `loss` takes.
 
         Raises:
             NotImplementedError: the output layer does more than multiply by its weight.
@@ -106,13 +106,12 @@ class FusedHead:
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, self._options, keep_logits=self._keep_logits
         )
-        return torch.stack(outputs)
+        loss, self._metrics = self._micro_batch_loss(*map(self._in_window, outputs))
+        return loss[None]
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
-        if self._metrics is not None:
-            return output_tensor[0], self._metrics
-        return self._micro_batch_loss(*map(self._in_window, output_tensor.unbind()))
+        return output_tensor[0], self._metrics
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""

@@ -21,6 +21,7 @@ TEST = [
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",
     "ruff==0.17.5",

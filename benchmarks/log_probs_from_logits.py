@@ -20,14 +20,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.inputs import Tokens, exact_gradient, peaked_logits, sampled_tokens
-from benchmarks.timing import (
-    Contender,
-    append_results,
-    copy_rate,
-    measure,
-    relative_error,
-    table,
-)
+from benchmarks.timing import Contender, append_results, copy_rate, measure, relative_error, table
 from megatron_pg.head import log_probs_and_entropy
 
 

@@ -23,13 +23,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack,
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.policy_step import MicroBatchHead
+from megatron_pg.megatron.schedule import run_micro_batches
 
 WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 8
 MICRO_BATCHES = ((1 / 4, 3 / 4), (1 / 2, 1 / 2))
@@ -148,22 +148,9 @@ def train_step(
     trainer: Trainer, build: HeadBuilder, batches: list[PackedBatch], totals: StepTotals
 ) -> float:
     """One optimizer step, and its gradient's norm; every rank calls it."""
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        head = build(next(iterator), totals, model)
-        return model(**head.model_inputs), head.loss_func
-
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[trainer.model],
-        num_microbatches=len(batches),
-        seq_length=batches[0].window.num_tokens,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_micro_batches(lambda batch: build(batch, totals, trainer.model), batches, [trainer.model])
     _, norm, _ = trainer.optimizer.step()
     return float(norm)
 

@@ -11,19 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 
-from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
+from megatron_pg.check.model import build_model, model_config
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from megatron_pg.megatron.groups import ParallelGroups
 
@@ -45,30 +38,39 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     device = _join(args)
     is_cuda = device.type == "cuda"
     vocab_size = 512 if args.tiny else 151936
-    config = _model_config(args, is_cuda)
-    spec = (
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-        if is_cuda
-        else torch_block_spec(config)
+    options = CheckOptions(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        sequence_parallel=args.tensor_model_parallel_size > 1,
+        use_distributed_optimizer=is_cuda,
+        device=args.device,
+        dtype="bf16" if is_cuda else "fp32",
+        transformer_impl="transformer_engine" if is_cuda else "local",
     )
-    module: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
+    config = model_config(
+        options,
+        num_layers=2 if args.tiny else 16,
+        hidden_size=256 if args.tiny else 2048,
+        ffn_hidden_size=512 if args.tiny else 5632,
+        num_attention_heads=4 if args.tiny else 16,
+        num_query_groups=4 if args.tiny else 8,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=is_cuda,
+        bias_dropout_fusion=is_cuda,
+    )
+    (model,) = build_model(
+        options,
+        config,
+        same_parameters=False,
         vocab_size=vocab_size,
         max_sequence_length=max(args.tokens),
         share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    ).to(device)
-    count = sum(parameter.numel() for parameter in module.parameters())
+    )
+    count = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
         print(f"{count / 1e9:.2f} billion parameters a rank", flush=True)
-    if config.bf16:
-        module = Float16Module(config, module)
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_cuda),
-        module,
-    )
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         # Every head is to see the same weights.
@@ -81,7 +83,6 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         clip_grad=1.0 if is_cuda else 0.0,
     )
     optimizer = get_megatron_optimizer(optimizer_config, [model])
-    config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     groups = ParallelGroups.from_parallel_state()
     return Trainer(model, optimizer, groups, device, vocab_size)
@@ -105,33 +106,3 @@ def _join(args: argparse.Namespace) -> torch.device:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     return device
-
-
-def _model_config(args: argparse.Namespace, is_cuda: bool) -> TransformerConfig:
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    return TransformerConfig(
-        num_layers=2 if args.tiny else 16,
-        hidden_size=256 if args.tiny else 2048,
-        ffn_hidden_size=512 if args.tiny else 5632,
-        num_attention_heads=4 if args.tiny else 16,
-        num_query_groups=4 if args.tiny else 8,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.tensor_model_parallel_size > 1,
-        context_parallel_size=args.context_parallel_size,
-        bf16=is_cuda,
-        params_dtype=dtype,
-        use_cpu_initialization=not is_cuda,
-        # The output layer's needs Apex, or a later Transformer Engine.
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=is_cuda,
-        bias_dropout_fusion=is_cuda,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Real Megatron-Core over gloo, several processes a test: bash ci/distributed.sh PYTHON [pytest flags]
+# Real Megatron-Core over gloo, several processes a test, two tests at a time: a rank waits for others half of its life.
+#
+#   bash ci/distributed.sh PYTHON [pytest flags]
 set -euo pipefail
 python="$1"
 shift
-"$python" -m pytest tests/distributed "$@"
+"$python" -m pytest -n 2 --dist loadfile tests/distributed "$@"

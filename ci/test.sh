@@ -10,6 +10,5 @@ make_environment test
 # Small tensors in many processes: more threads only get in each other's way.
 export OMP_NUM_THREADS=1
 bash ci/lint.sh "$VENV_PYTHON"
-bash ci/fast.sh "$VENV_PYTHON"
-bash ci/package.sh "$VENV_PYTHON"
+bash ci/fast.sh "$VENV_PYTHON" tests/package # ci/package.sh, beside the fast tests
 bash ci/distributed.sh "$VENV_PYTHON"

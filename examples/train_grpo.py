@@ -19,13 +19,7 @@ from quickstart.model import Policy
 from quickstart.run import Run
 from torch import Tensor
 
-from megatron_pg import (
-    PackedBatch,
-    PolicyLossConfig,
-    Sample,
-    accepted_samples,
-    pack,
-)
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, accepted_samples, pack
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.step import plan_step
 

@@ -4,11 +4,7 @@ Importing this package needs torch and NumPy. What touches Megatron is in ``mega
 ``from megatron_pg.megatron.loss import megatron_loss``.
 """
 
-from megatron_pg.config import (
-    PolicyLossConfig,
-    add_policy_loss_args,
-    validate_policy_loss_args,
-)
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples

@@ -138,11 +138,7 @@ class Package:
         return torch.stack(parts).sum()
 
     def objective(
-        self,
-        step: Sequence[PlainSample],
-        losses: Sequence[Tensor],
-        cut: Cut,
-        aggregation: str,
+        self, step: Sequence[PlainSample], losses: Sequence[Tensor], cut: Cut, aggregation: str
     ) -> Tensor:
         """The value of the whole step, 0-d, with its graph down to `losses`."""
         over_micro_batches = []

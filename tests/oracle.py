@@ -117,10 +117,7 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def aggregate(
-    samples: Sequence[PlainSample],
-    losses: PerToken,
-    aggregation: str,
-    divisor: float | None = None,
+    samples: Sequence[PlainSample], losses: PerToken, aggregation: str, divisor: float | None = None
 ) -> Tensor:
     """The objective of one step, by the name of its aggregation."""
     if aggregation == "sample_mean":

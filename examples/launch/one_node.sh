@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node of 8 GPUs of 80 GB: a model of the size of Qwen3-8B, DAPO's objective, TP 2 x CP 2 x DP 2.
+# One node of 8 GPUs of 80 GB: a model of the size of Qwen3-8B, DAPO's objective as in its paper, TP 2 x CP 2 x DP 2.
 #
 #   ROLLOUTS=path/to/rollouts bash examples/launch/one_node.sh
 #   bash examples/launch/one_node.sh --dry-run

@@ -143,9 +143,7 @@ class Sampler:
         return [
             self._until_end(row, row_log_probs)
             for row, row_log_probs in zip(
-                torch.cat(tokens, dim=1).tolist(),
-                torch.cat(log_probs, dim=1).tolist(),
-                strict=True,
+                torch.cat(tokens, dim=1).tolist(), torch.cat(log_probs, dim=1).tolist(), strict=True
             )
         ]
 

@@ -1,17 +1,20 @@
-"""``megatron-pg check``: proves on the user's own machines that the gradient does not depend on the sharding."""
+"""`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
+
+The files in the order of the work: `options` are what is checked, `job` starts it, `model` and `sharded_parameters` are
+what it is checked on, `step` runs it, `reference` says what it should give, `compare` how far it is from that, and
+`report` says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+from collections.abc import Sequence
 
-from megatron_pg.check.launch import Job, Launch, prepare
-from megatron_pg.check.options import check_world_size, parse_options
+from megatron_pg.check.job import Launch, joined, prepare
+from megatron_pg.check.options import parse_options
 from megatron_pg.config.versions import UnsupportedMegatronError
 
 
@@ -21,31 +24,34 @@ def main(arguments: Sequence[str]) -> int:
     Standard output gets the report, from rank 0, and nothing else: what libraries print goes to standard error.
 
     Args:
-        arguments: the command line after ``megatron-pg check``.
+        arguments: the command line after `megatron-pg check`.
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
-        served and a Megatron-Core that is not supported. Where a rank raises, the process does not return: it ends with status 1, and so do the others.
+        served and a Megatron-Core that is not supported.
+
+    Raises:
+        SystemExit: with status 1, where this rank has failed.
     """
     _quiet_libraries()
     try:
         launch = Launch.from_environment()
-        options, as_json = parse_options(arguments)
-        check_world_size(options, launch.world_size)
+        options, as_json = parse_options(arguments, world_size=launch.world_size)
         prepare(launch, options.device)
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
-    with _only_the_report_on_stdout() as stdout, Job(launch, options.device):
-        # Importing them needs Megatron, and on the CPU its redirection.
-        from megatron_pg.check import report
-        from megatron_pg.check.run import run_check
+    with joined(launch, options.device):
+        with contextlib.redirect_stdout(sys.stderr):
+            # Importing them needs Megatron, and on the CPU its redirection.
+            from megatron_pg.check import report
+            from megatron_pg.check.step import run_check
 
-        rows = run_check(options)
-        write = report.as_json if as_json else report.as_text
-        text = write(rows, options, launch.world_size)
+            rows = run_check(options)
+            write = report.as_json if as_json else report.as_text
+            text = write(rows, options, launch.world_size)
         if launch.rank == 0:
-            print(text, file=stdout, flush=True)
+            print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1
 
 
@@ -54,16 +60,3 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def _only_the_report_on_stdout() -> Iterator[TextIO]:
-    """Yields standard output; meanwhile whatever else is written there, from C too, goes to standard error."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as report:
-        os.dup2(2, 1)
-        try:
-            yield report
-        finally:
-            sys.stdout.flush()
-            os.dup2(report.fileno(), 1)

@@ -1,4 +1,4 @@
-"""How far every gradient of a step is from the unsharded one."""
+"""How far a step is from what it should give: its loss, its checksum and every gradient."""
 
 from __future__ import annotations
 
@@ -10,18 +10,67 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.check.rows import Row, Step
+from megatron_pg.check.reference import Expected
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
-from megatron_pg.step.sample import Sample
+from megatron_pg.loss.metrics import CHECKSUM_TOLERANCE
+
+TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What a step should give: its samples, the loss by aggregation, and whole gradients by aggregation and name."""
+class Step:
+    """What was run, and the loss that it reported."""
 
-    samples: list[Sample]
-    losses: dict[str, float]
-    gradients: dict[str, dict[str, Tensor]]
+    model: str
+    aggregation: str
+    calculate_per_token_loss: bool
+    dtype: str
+    loss: float
+    checksum: float
+    """The metric `aggregation_checksum`: 1 where every sample was counted once."""
+
+    @property
+    def tolerance(self) -> float:
+        """The bound of the gradient error; the loss has twice that."""
+        return TOLERANCES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step compared with the reference. Equal on every rank."""
+
+    step: Step
+    reference_loss: float
+    gradient_error: float
+    """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
+    worst_parameter: str
+    worst_ratio: float
+    """<g, reference> / <reference, reference> of the worst parameter's slice."""
+    common_ratio: float
+    """The same of all parameters together: a wrong scale shows here."""
+    scaled_error: float
+    """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
+    wrong_parameters: int
+    """How many parameters are beyond the tolerance on some rank."""
+    num_parameters: int
+    """How many have a gradient that is not zero."""
+
+    @property
+    def loss_agrees(self) -> bool:
+        """Whether the reported loss is the reference's; NaN is not."""
+        scale = max(1.0, abs(self.reference_loss))
+        return abs(self.step.loss - self.reference_loss) <= 2 * self.step.tolerance * scale
+
+    @property
+    def samples_counted_once(self) -> bool:
+        """Whether the checksum is 1; NaN is not."""
+        return abs(self.step.checksum - 1.0) <= CHECKSUM_TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss, gradients and checksum agree; NaN does not."""
+        gradients_agree = self.gradient_error <= self.step.tolerance
+        return gradients_agree and self.loss_agrees and self.samples_counted_once
 
 
 @dataclass(frozen=True)
@@ -33,46 +82,40 @@ class _Slice:
     products: tuple[float, float, float]
     """<g, reference>, <reference, reference>, <g, g>."""
 
-    @property
-    def ratio(self) -> float:
-        return self.products[0] / (self.products[1] or 1.0)
 
-
-def compare(step: Step, chunks: Sequence[Any], reference: Reference) -> Row:
+def compare(step: Step, chunks: Sequence[Any], expected: Expected) -> Row:
     """Compares the gradients in DDP's buffers of all ranks; every rank of the world calls it, and gets the same row.
 
     Raises:
         RuntimeError: the ranks together hold other parameters than the unsharded model.
     """
-    expected = reference.gradients[step.aggregation]
     mine = [
-        _compare_slice(shard, gradient, expected[shard.name], by_norm=step.dtype == "bf16")
+        _compare_slice(shard, gradient, expected.gradients[shard.name], step.dtype == "bf16")
         for shard, gradient in gradient_slices(chunks)
     ]
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[list[_Slice]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
-    slices: list[_Slice] = [each for of_rank in gathered for each in of_rank]
-    missing = expected.keys() - {each.name for each in slices}
-    if missing:
+    slices = [each for of_rank in gathered for each in of_rank]
+    if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
-    common, squared, own = (sum(column) for column in zip(*(s.products for s in slices)))  # noqa: B905
+    common, squared, own = map(sum, zip(*(each.products for each in slices), strict=True))
     ratio = common / (squared or 1.0)
     rest = math.sqrt(max(own - ratio * common, 0.0)) if math.isfinite(own) else math.inf
     return Row(
         step=step,
-        reference_loss=reference.losses[step.aggregation],
+        reference_loss=expected.loss,
         gradient_error=worst.error,
         worst_parameter=worst.name,
-        worst_ratio=worst.ratio,
+        worst_ratio=worst.products[0] / (worst.products[1] or 1.0),
         common_ratio=ratio,
         scaled_error=rest / ((abs(ratio) * math.sqrt(squared)) or 1.0),
-        wrong_parameters=len({s.name for s in slices if not s.error <= step.tolerance}),
-        num_parameters=sum(bool(gradient.any()) for gradient in expected.values()),
+        wrong_parameters=len({each.name for each in slices if each.error > step.tolerance}),
+        num_parameters=sum(bool(gradient.any()) for gradient in expected.gradients.values()),
     )
 
 
-def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, *, by_norm: bool) -> _Slice:
+def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, by_norm: bool) -> _Slice:
     expected = shard.cut(whole).double()
     found = gradient.double()
     difference = found - expected
@@ -83,7 +126,7 @@ def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, *, by_norm: bo
     if error != 0.0:
         error = error / scale if scale else math.inf
     return _Slice(
-        error if error == error else math.inf,
+        math.inf if math.isnan(error) else error,
         shard.name,
         (
             float((found * expected).sum()),

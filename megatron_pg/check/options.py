@@ -1,58 +1,70 @@
-"""What to check: the flags of ``megatron-pg check``, under Megatron's names."""
+"""What to check: the flags of `megatron-pg check`, under Megatron's names, and the objective of its steps."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_custom_function
+from megatron_pg.config.fields import COUNT, check_fields, refuse
+from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
+
+VOCAB_SIZE = 16
+DIVISOR = 24.0
+KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
+CUSTOM = "custom"
+"""In the place of an aggregation: the user's own reducer, per-token loss or both."""
+
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How the tiny model is cut and run; what is left of the world is data parallel."""
+    """How the small model is cut and run; what is left of the world is data parallel."""
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    num_layers: int | None = None
-    """Of the end-to-end model; None: two, or as many as the pipeline has chunks."""
-    num_experts: int | None = None
+    tensor_model_parallel_size: Annotated[int, COUNT] = 1
+    pipeline_model_parallel_size: Annotated[int, COUNT] = 1
+    virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
+    context_parallel_size: Annotated[int, COUNT] = 1
+    expert_model_parallel_size: Annotated[int, COUNT] = 1
+    num_layers: Annotated[int | None, COUNT] = None
+    """Unset: 2, or the pipeline's number of chunks where that is more."""
+    num_experts: Annotated[int | None, COUNT] = None
+    """Check a mixture of experts."""
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
+    """DDP's; per-token rows are left out, which Megatron excludes with it."""
     fused_lm_head: bool = False
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """fp64 is the reference's of fp32."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """The end-to-end rows through the fused output layer; needs megatron-core 0.18."""
     custom_pg_loss_reducer_function_path: str | None = None
+    """Also rows of your own reducer."""
     custom_policy_loss_path: str | None = None
+    """The same rows with your own per-token loss."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where torch finds a GPU the default is cuda."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """On cuda the default is bf16."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """On cuda in bf16 the default is transformer_engine, where it is installed."""
 
     @property
-    def has_custom_functions(self) -> bool:
-        """Whether there are rows of the user's own functions."""
-        return bool(self.custom_pg_loss_reducer_function_path or self.custom_policy_loss_path)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Of the parameters and activations of the end-to-end rows."""
-        return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[self.dtype]
-
-    @property
-    def pad_to_multiple(self) -> int:
-        """What the packed length must divide by: sequence parallelism splits a rank's tokens over TP."""
-        if not self.sequence_parallel:
-            return 1
-        return self.context_parallel_size * self.tensor_model_parallel_size
+    def parallel_sizes(self) -> dict[str, int | None]:
+        """The sizes by Megatron's names: its process groups' arguments, and fields of its configuration."""
+        return {name: getattr(self, name) for name in PARALLEL_SIZES}
 
     @property
     def model_parallel_size(self) -> int:
@@ -63,95 +75,76 @@ class CheckOptions:
             * self.context_parallel_size
         )
 
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+
     def num_microbatches(self, data_rank: int) -> int:
-        """M of a data-parallel rank, the last one empty: five or six by turns."""
+        """The M of a data-parallel rank, whose last one is empty: five or six by turns."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
         count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
         # Interleaved pipelines ask for multiples.
-        multiple = self.pipeline_model_parallel_size if self.num_chunks > 1 else 1
+        is_interleaved = self.virtual_pipeline_model_parallel_size is not None
+        multiple = self.pipeline_model_parallel_size if is_interleaved else 1
         return -(-count // multiple) * multiple
 
-    @property
-    def num_chunks(self) -> int:
-        """Model chunks of one rank."""
-        return self.virtual_pipeline_model_parallel_size or 1
+
+UNSHARDED = CheckOptions().parallel_sizes
+"""The sizes of a model that is whole on every rank."""
 
 
-def parse_options(arguments: Sequence[str]) -> tuple[CheckOptions, bool]:
+def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
+    """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
+    terms: dict[str, Any] = {"kl_loss_coef": KL_COEFFICIENT, "entropy_coef": ENTROPY_COEFFICIENT}
+    if aggregation != CUSTOM:
+        divisor = DIVISOR if aggregation == "constant" else None
+        return PolicyLossConfig(
+            loss_aggregation=aggregation, loss_aggregation_divisor=divisor, **terms
+        )
+    return PolicyLossConfig(
+        custom_pg_loss_reducer_function_path=options.custom_pg_loss_reducer_function_path,
+        custom_policy_loss_path=options.custom_policy_loss_path,
+        pg_metrics="none",
+        **terms,
+    )
+
+
+def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
     """The options, and whether the report is to be JSON.
+
+    Args:
+        arguments: the command line.
+        world_size: processes of the job; 0: not known, and nothing is checked against it.
 
     Raises:
         SystemExit: of argparse, for unknown flags and --help.
-        ValueError: flags that do not go together, or that this machine cannot serve.
+        ValueError: flags that cannot be served here or do not go together, all of them in one error.
     """
-    args = vars(_parser().parse_args(list(arguments)))
-    as_json = bool(args.pop("json"))
-    args["dtype"] = args["dtype"] or ("bf16" if args["device"] == "cuda" else "fp32")
-    if args["transformer_impl"] is None:
-        use_te = args["device"] == "cuda" and args["dtype"] == "bf16" and has_transformer_engine()
-        args["transformer_impl"] = "transformer_engine" if use_te else "local"
-    options = CheckOptions(**args)
-    _check(options)
-    return options, as_json
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-pg check",
         allow_abbrev=False,
         description=(
-            "Runs one training step of a tiny model on the real process groups for every aggregation and both of "
+            "Runs one training step of a small model on the real process groups for every aggregation and both of "
             "Megatron's loss modes, and compares every gradient with an unsharded reference computed in the same job. "
             "Start it as the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
             "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2"
         ),
     )
-    add = parser.add_argument
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="TP")
-    add("--pipeline-model-parallel-size", type=int, default=1, metavar="PP")
-    add("--virtual-pipeline-model-parallel-size", type=int, default=None, metavar="VPP")
-    add("--context-parallel-size", type=int, default=1, metavar="CP")
-    add("--expert-model-parallel-size", type=int, default=1, metavar="EP")
-    add(
-        "--num-layers",
-        type=int,
-        default=None,
-        metavar="L",
-        help="default: 2, or the pipeline's number of chunks where that is more",
-    )
-    add("--num-experts", type=int, default=None, help="check a mixture of experts")
-    add("--sequence-parallel", action="store_true")
-    add("--use-distributed-optimizer", action="store_true")
-    add(
-        "--average-in-collective",
-        action="store_true",
-        help="DDP's; per-token rows are left out, which Megatron excludes with it",
-    )
-    add(
-        "--fused-lm-head",
-        action="store_true",
-        help="the end-to-end rows through the fused output layer; needs megatron-core 0.18",
-    )
-    add(
-        "--custom-pg-loss-reducer-function-path",
-        metavar="PKG.MOD:FN",
-        help="also rows of your own reducer",
-    )
-    add(
-        "--custom-policy-loss-path",
-        metavar="PKG.MOD:FN",
-        help="the same rows with your own per-token loss",
-    )
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=["fp32", "bf16"], default=None, help="default: bf16 on cuda, else fp32")
-    add(
-        "--transformer-impl",
-        choices=["local", "transformer_engine"],
-        default=None,
-        help="default: transformer_engine where it is installed, on cuda",
-    )
-    add("--json", action="store_true", help="print the report as JSON")
-    return parser
+    add_args(parser, CheckOptions, title="check", unset=("device", "dtype", "transformer_impl"))
+    parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
+    args = parser.parse_args(list(arguments))
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    if args.transformer_impl is None:
+        use_te = args.device == "cuda" and args.dtype == "bf16" and has_transformer_engine()
+        args.transformer_impl = "transformer_engine" if use_te else "local"
+    options = read_args(CheckOptions, args)
+    violations, _ = check_fields(CheckOptions, vars(options))
+    if not violations:
+        violations = [*_violations_of_sizes(options, world_size), *_violations_of_machine(options)]
+    refuse(violations)
+    return options, args.json
 
 
 def has_transformer_engine() -> bool:
@@ -163,86 +156,63 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def check_world_size(options: CheckOptions, world_size: int) -> None:
-    """Refuses a number of processes that the sizes do not divide.
-
-    Raises:
-        ValueError: naming the flags.
-    """
-    size = options.model_parallel_size
-    if world_size % size:
-        raise ValueError(
-            f"{world_size} processes were started, and --tensor-model-parallel-size * --pipeline-model-parallel-size * "
-            f"--context-parallel-size = {size} must divide them: torchrun --nproc-per-node {size} -m megatron_pg check ..."
-        )
-    expert_size = options.expert_model_parallel_size * options.pipeline_model_parallel_size
-    if world_size % expert_size:
-        raise ValueError(
-            f"{world_size} processes were started, and --expert-model-parallel-size * --pipeline-model-parallel-size = "
-            f"{expert_size} must divide them"
-        )
-
-
-def _check(options: CheckOptions) -> None:
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if isinstance(value, int) and value < 1 and not isinstance(value, bool):
-            raise ValueError(f"--{field.name.replace('_', '-')} is {value}: expected 1 or more")
-    _check_hardware(options)
-    _check_experts(options)
-    for name in CUSTOM_FUNCTIONS:
-        if path := getattr(options, name, None):
-            load_custom_function(name, path)
-    if options.fused_lm_head and not supports_output_processor():
-        raise ValueError("--fused-lm-head needs megatron-core 0.18 or later; drop it")
-    chunks = options.pipeline_model_parallel_size * options.num_chunks
-    if options.num_layers is not None and options.num_layers % chunks:
-        raise ValueError(
-            f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
-        )
-    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1")
-    stages = options.virtual_pipeline_model_parallel_size
-    if stages is not None and (stages == 1 or options.pipeline_model_parallel_size == 1):
-        raise ValueError(
-            f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size "
-            f"{options.pipeline_model_parallel_size}: both must be above 1; leave it out for a pipeline that is not "
-            "interleaved"
-        )
-
-
-def _check_hardware(options: CheckOptions) -> None:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU; use --device cpu")
-    if options.transformer_impl == "local":
-        return
-    if options.device == "cpu":
-        raise ValueError(
-            "--transformer-impl transformer_engine runs on --device cuda only; use local"
-        )
-    if options.dtype == "fp32":
-        raise ValueError(
-            "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
-        )
-    if not has_transformer_engine():
-        raise ValueError("--transformer-impl transformer_engine: it cannot be imported; use local")
-
-
-def _check_experts(options: CheckOptions) -> None:
+def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
+    """Sizes that do not go together, or not with the number of processes."""
+    tensor_size = options.tensor_model_parallel_size
+    pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
-    if experts is None:
-        if expert_size > 1:
-            raise ValueError(
-                f"--expert-model-parallel-size {expert_size} needs --num-experts, a multiple of it"
+    stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_chunks
+    sizes = {
+        "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
+            options.model_parallel_size
+        ),
+        "expert-model-parallel-size * --pipeline-model-parallel-size": expert_size * pipeline_size,
+    }
+    for flags, size in sizes.items():
+        if world_size % size:
+            yield (
+                f"{world_size} processes were started, and --{flags} = {size} must divide them: torchrun "
+                f"--nproc-per-node {math.lcm(*sizes.values())} -m megatron_pg check ..."
             )
-        return
-    if experts < 2 or experts % expert_size:
-        raise ValueError(
+    if options.num_layers is not None and options.num_layers % chunks:
+        yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
+    if options.sequence_parallel and tensor_size == 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    if stages is not None and 1 in (stages, pipeline_size):
+        yield (
+            f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size {pipeline_size}: both "
+            "must be above 1; leave it out for a pipeline that is not interleaved"
+        )
+    if experts is None and expert_size > 1:
+        yield f"--expert-model-parallel-size {expert_size} needs --num-experts, a multiple of it"
+    if experts is not None and (experts < 2 or experts % expert_size):
+        yield (
             f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at least 2 experts, and a "
             "multiple of that size"
         )
-    if options.tensor_model_parallel_size > 1 and not options.sequence_parallel:
-        raise ValueError(
-            f"--num-experts {experts} with --tensor-model-parallel-size {options.tensor_model_parallel_size} needs "
-            "--sequence-parallel: Megatron trains no mixture of experts without it there"
+    if experts is not None and tensor_size > 1 and not options.sequence_parallel:
+        yield (
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel: Megatron "
+            "trains no mixture of experts without it there"
         )
+
+
+def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
+    """What is asked for and not to be had here."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        yield "--device cuda: torch finds no GPU; use --device cpu"
+    if options.transformer_impl == "transformer_engine":
+        if options.device == "cpu":
+            yield "--transformer-impl transformer_engine runs on --device cuda only; use local"
+        elif options.dtype == "fp32":
+            yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
+        elif not has_transformer_engine():
+            yield "--transformer-impl transformer_engine: it cannot be imported; use local"
+    if options.fused_lm_head and not supports_output_processor():
+        yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
+    for field in CUSTOM_FUNCTIONS:
+        if path := getattr(options, field, None):
+            try:
+                load_custom_function(field, path)
+            except ValueError as error:
+                yield str(error)

@@ -1,70 +1,155 @@
-"""The loss that a step should have, in float64 plain loops over whole, unpacked samples.
+"""What a step should give: the unsharded model on each sample alone, and the loss in float64, sample by sample.
 
-It shares no code with the reducers, the token window or the scale contract that it judges.
+The loss shares no code with the reducers, the token window or the scale contract that it judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.steps import DIVISOR, ENTROPY_COEFFICIENT, KL_COEFFICIENT
+from megatron_pg.check.model import build_chunks, model_config
+from megatron_pg.check.options import (
+    CUSTOM,
+    DIVISOR,
+    ENTROPY_COEFFICIENT,
+    KL_COEFFICIENT,
+    CheckOptions,
+    config_of,
+)
+from megatron_pg.check.sharded_parameters import gradient_slices
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import step_totals
 
 
-def response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """([response] log-probs, [response] entropy), float64, from the ``[total_length, vocab]`` logits of one sample."""
-    log_softmax = torch.log_softmax(logits.double(), dim=-1)
-    log_probs, entropies = [], []
-    for position in range(sample.prompt_length, sample.total_length):
-        row = log_softmax[position - 1]
-        log_probs.append(row[int(sample.tokens[position])])
-        entropies.append(-(row.exp() * row).sum())
-    if not log_probs:
-        return log_softmax.new_zeros(0), log_softmax.new_zeros(0)
-    return torch.stack(log_probs), torch.stack(entropies)
+@dataclass(frozen=True)
+class Expected:
+    """The whole step's loss, and whole gradients by name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
 
 
-def reference_loss(aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]) -> Tensor:
+class WholeModel:
+    """The model without any sharding; every rank has one for itself.
+
+    In float64 where it is the reference of float32: what is measured is then the float32 run's error alone, and not
+    the difference of two.
+
+    Args:
+        options: those of the sharded model.
+        new_model: makes it from GPTModel's keyword arguments.
+    """
+
+    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
+        self._options = options
+        dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
+        config = model_config(options, sharded=False, dtype=dtype)
+        (module,) = build_chunks(options, config, new_model)
+        self._module = module.to(dtype)
+
+    @torch.no_grad()
+    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """The [response] float32 log-probs of each sample, on the host."""
+        return [
+            _response_log_probs(sample, self._logits(sample))[0].float().cpu() for sample in samples
+        ]
+
+    def expected(self, samples: Sequence[Sample], aggregation: str) -> Expected:
+        """The loss and the gradients of a step under an aggregation or, for `CUSTOM`, the user's own functions."""
+        # Anew for each: Transformer Engine goes through a graph once.
+        outputs = [self._logits(sample) for sample in samples]
+        logits = [output.detach().requires_grad_() for output in outputs]
+        if aggregation == CUSTOM:
+            loss = _custom_loss(self._options, samples, logits)
+        else:
+            loss = _reference_loss(aggregation, samples, logits)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients: dict[str, Tensor] = {}
+        for output, leaf in zip(outputs, logits, strict=True):
+            self._module.zero_grad(set_to_none=True)
+            output.backward(leaf.grad)  # type: ignore[no-untyped-call]
+            # In float64: many bf16 sums would lose digits of their own.
+            for shard, part in gradient_slices([self._module]):
+                gradients[shard.name] = gradients.get(shard.name, 0.0) + part.double()
+        return Expected(float(loss.detach()), gradients)
+
+    def _logits(self, sample: Sample) -> Tensor:
+        """[total_length, vocab] logits of one sample, neither packed nor padded."""
+        length = sample.total_length
+        boundaries = torch.tensor([0, length], dtype=torch.int32, device=self._options.device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+        )
+        positions = torch.arange(length, device=self._options.device)
+        tokens = sample.tokens.to(self._options.device)
+        logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
+        return logits[0]
+
+
+def _response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """([response] log-probs, [response] entropy), float64, from the [total_length, vocab] logits of one sample."""
+    # The logits of a position score the next token.
+    rows = torch.log_softmax(logits.double(), dim=-1)[sample.prompt_length - 1 : -1]
+    targets = sample.tokens[sample.prompt_length :].to(logits.device)
+    return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(1)
+
+
+def _reference_loss(
+    aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]
+) -> Tensor:
     """0-d float64: the whole step's loss, differentiable through the logits of every sample."""
-    rollout_tokens: dict[object, int] = {}
-    group_tokens: dict[object, int] = {}
+    rollout_tokens: Counter[object] = Counter()
+    group_tokens: Counter[object] = Counter()
     for sample in samples:
-        active = int(sample.loss_mask.sum())
-        rollout_tokens[sample.rollout_id] = rollout_tokens.get(sample.rollout_id, 0) + active
-        group_tokens[sample.group_index] = group_tokens.get(sample.group_index, 0) + active
-    all_tokens = sum(rollout_tokens.values())
-    pg_loss = penalty = torch.zeros((), dtype=torch.float64, device=logits[0].device)
+        rollout_tokens[sample.rollout_id] += int(sample.loss_mask.sum())
+        group_tokens[sample.group_index] += int(sample.loss_mask.sum())
+    total = torch.zeros((), dtype=torch.float64, device=logits[0].device)
     for sample, sample_logits in zip(samples, logits, strict=True):
-        log_probs, entropies = response_log_probs(sample, sample_logits)
-        own = rollout_tokens[sample.rollout_id]
+        log_probs, entropy = _response_log_probs(sample, sample_logits)
+        mask, advantages, old, ref = (
+            torch.as_tensor(values).to(log_probs)
+            for values in (
+                sample.loss_mask,
+                sample.advantages,
+                sample.old_log_probs,
+                sample.ref_log_probs,
+            )
+        )
+        ratio = torch.exp(log_probs - old)
+        ppo = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
+        sample_mean = 1 / (len(rollout_tokens) * max(rollout_tokens[sample.rollout_id], 1))
         weight = {
-            "sample_mean": 1 / (len(rollout_tokens) * max(own, 1)),
+            "sample_mean": sample_mean,
             "prompt_mean": 1 / (len(group_tokens) * max(group_tokens[sample.group_index], 1)),
-            "token_mean": 1 / max(all_tokens, 1),
+            "token_mean": 1 / max(rollout_tokens.total(), 1),
             "constant": 1 / (len(rollout_tokens) * DIVISOR),
         }[aggregation]
-        for token in range(sample.response_length):
-            if not sample.loss_mask[token]:
-                continue
-            pg_loss = pg_loss + weight * _ppo(sample, token, log_probs[token])
-            kl = _k3(log_probs[token] - _number(sample.ref_log_probs, token))
-            term = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropies[token]
-            penalty = penalty + term / (len(rollout_tokens) * max(own, 1))
-    return pg_loss + penalty
+        penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy
+        total = total + (mask * (weight * ppo + sample_mean * penalty)).sum()
+    return total
 
 
-def _ppo(sample: Sample, token: int, log_prob: Tensor) -> Tensor:
-    advantage = _number(sample.advantages, token)
-    ratio = torch.exp(log_prob - _number(sample.old_log_probs, token))
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-
-def _k3(difference: Tensor) -> Tensor:
-    return torch.exp(-difference) - 1 + difference
-
-
-def _number(values: Tensor | float | None, token: int) -> float:
-    return float(torch.as_tensor(values)[token])
+def _custom_loss(
+    options: CheckOptions, samples: Sequence[Sample], logits: Sequence[Tensor]
+) -> Tensor:
+    """0-d: the user's functions on the whole step at once, in one micro-batch on one rank."""
+    found = [_response_log_probs(each, rows) for each, rows in zip(samples, logits, strict=True)]
+    log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+    batch = pack(samples).to(options.device)
+    loss, _ = policy_loss_from_log_probs(
+        config_of(CUSTOM, options), batch, log_probs, entropies, totals=step_totals(samples)
+    )
+    return loss

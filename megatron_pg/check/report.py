@@ -1,10 +1,11 @@
-"""What a check found, for people and as JSON."""
+"""What a check has found, for people and as JSON, and what a failed row looks like in words."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -12,53 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_pg.check.diagnosis import diagnosis
+from megatron_pg.check.compare import Row
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.check.rows import Row
 from megatron_pg.config.versions import megatron_core_version, supports_output_processor
-
-
-def versions() -> dict[str, str]:
-    """What is installed here, by name; "absent" where it is not."""
-    found = {
-        "torch": torch.__version__,
-        "megatron-core": ".".join(map(str, megatron_core_version())),
-        "transformer-engine": _version("transformer-engine")
-        if has_transformer_engine()
-        else "absent",
-        "apex": _version("apex") if importlib.util.find_spec("amp_C") else "absent",
-        "triton": _version("triton"),
-    }
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def accelerations(options: CheckOptions) -> dict[str, str]:
-    """Which parts of the loss and of the tiny model run accelerated in this check."""
-    on_gpu = options.device == "cuda"
-    has_triton = importlib.util.find_spec("triton") is not None
-    return {
-        "attention": "Transformer Engine"
-        if options.transformer_impl == "transformer_engine"
-        else "torch",
-        "log-probs": "Triton kernels" if on_gpu and has_triton else "torch",
-        "fused output layer": _fused_output_layer(options),
-    }
-
-
-def _fused_output_layer(options: CheckOptions) -> str:
-    if options.fused_lm_head:
-        return "checked"
-    return "available" if supports_output_processor() else "needs megatron-core 0.18"
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
@@ -93,7 +50,7 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         "megatron-pg check: "
         + ", ".join(f"{name} {version}" for name, version in versions().items()),
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
-        describe(options, world_size),
+        _sharding(options, world_size),
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'loss':>12}"
         f"{'gradient error':>16}{'tolerance':>11}  result",
@@ -112,12 +69,12 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     return "\n".join([*lines, "", f"{verdict} ({len(rows)} rows)"])
 
 
-def describe(options: CheckOptions, world_size: int) -> str:
-    """The sharding in one line."""
+def _sharding(options: CheckOptions, world_size: int) -> str:
+    stages = options.virtual_pipeline_model_parallel_size
     parts = [
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
         f"PP {options.pipeline_model_parallel_size}",
-        f"VPP {options.virtual_pipeline_model_parallel_size}" if options.num_chunks > 1 else "",
+        f"VPP {stages}" if stages else "",
         f"CP {options.context_parallel_size}",
         f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
         f"DP {world_size // options.model_parallel_size}",
@@ -125,3 +82,117 @@ def describe(options: CheckOptions, world_size: int) -> str:
         "average in collective" if options.average_in_collective else "",
     ]
     return f"{world_size} processes on {options.device}: {', '.join(p for p in parts if p)}"
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, by name; "absent" where it is not."""
+    has_te, has_apex = has_transformer_engine(), importlib.util.find_spec("amp_C") is not None
+    found = {
+        "torch": torch.__version__,
+        "megatron-core": ".".join(map(str, megatron_core_version())),
+        "transformer-engine": _version("transformer-engine") if has_te else "absent",
+        "apex": _version("apex") if has_apex else "absent",
+        "triton": _version("triton"),
+    }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def accelerations(options: CheckOptions) -> dict[str, str]:
+    """Which parts of the loss and of the small model run accelerated in this check."""
+    has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
+    has_te = options.transformer_impl == "transformer_engine"
+    fused = "available" if supports_output_processor() else "needs megatron-core 0.18"
+    return {
+        "attention": "Transformer Engine" if has_te else "torch",
+        "log-probs": "Triton kernels" if has_kernels else "torch",
+        "fused output layer": "checked" if options.fused_lm_head else fused,
+    }
+
+
+def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
+    """The likely mistake behind a failed row; "" for one that passed.
+
+    Args:
+        row: the row.
+        options: what was checked.
+        world_size: processes of the job.
+    """
+    if row.passed:
+        return ""
+    found = _gradient_diagnosis(row, options, world_size // options.model_parallel_size)
+    if not row.samples_counted_once:
+        found += (
+            f"; the weights that reached the loss are {row.step.checksum:.4g} times those of the step's totals "
+            "(aggregation_checksum)"
+        )
+    return found
+
+
+def _gradient_diagnosis(row: Row, options: CheckOptions, data_size: int) -> str:
+    if not math.isfinite(row.gradient_error) or not math.isfinite(row.common_ratio):
+        return f"not finite in {row.worst_parameter}"
+    tolerance = row.step.tolerance
+    if row.gradient_error <= tolerance:
+        return "gradients agree" if row.loss_agrees else f"gradients agree; {_wrong_loss(row)}"
+    counts = sorted({options.num_microbatches(rank) for rank in range(data_size)})
+    if row.scaled_error <= 10 * tolerance:
+        sizes = {
+            "CP": options.context_parallel_size,
+            "DP": data_size,
+            "M": counts[0] if len(counts) == 1 else 1,
+            "TP": options.tensor_model_parallel_size,
+            "PP": options.pipeline_model_parallel_size,
+        }
+        factors = _factors(row.common_ratio, 10 * tolerance, sizes)
+        return f"gradient is {row.common_ratio:.4g} times the reference{factors}"
+    worst = f"{row.worst_parameter} is {row.worst_ratio:.4g} times the reference"
+    if row.wrong_parameters < row.num_parameters:
+        return (
+            f"{row.wrong_parameters} of {row.num_parameters} gradients differ, {worst}: a reduction over one group "
+            "is missing or done twice"
+        )
+    few, many = counts[0], counts[-1]
+    for product, low, high in (("M", few, many), ("1/M", 1 / many, 1 / few)):
+        if low < row.common_ratio < high:
+            return (
+                f"gradient is about {row.common_ratio:.4g} times the reference: {product}, the data-parallel ranks "
+                f"having {' and '.join(map(str, counts))} micro-batches"
+            )
+    return (
+        f"no common factor, {worst}: tokens have wrong weights, as from the totals of a micro-batch, of a rank or of a "
+        "context-parallel shard, or the window is misplaced"
+    )
+
+
+def _wrong_loss(row: Row) -> str:
+    found, expected = row.step.loss, row.reference_loss
+    ratio = found / expected if expected else math.nan
+    return f"the reported loss is {found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
+
+
+def _factors(ratio: float, tolerance: float, sizes: dict[str, int]) -> str:
+    """ ": 2 = CP or 2 = DP" of the sizes whose product, or its inverse, the ratio is; "" if there are none."""
+    names = [name for name, size in sizes.items() if size > 1]
+    for count in (1, 2, 3):
+        matches = []
+        for chosen in itertools.combinations(names, count):
+            factor = math.prod(sizes[name] for name in chosen)
+            product = " * ".join(chosen)
+            if math.isclose(ratio, factor, rel_tol=tolerance):
+                matches.append(f"{factor} = {product}")
+            if math.isclose(ratio * factor, 1.0, rel_tol=tolerance):
+                inverse = f"({product})" if count > 1 else product
+                matches.append(f"1/{factor} = 1/{inverse}")
+        if matches:
+            return f": {' or '.join(matches)}"
+    return ""

@@ -99,7 +99,9 @@ def set_parameters(model: Any) -> None:
                 # Larger queries and keys: attention is then not the mean over the tokens before.
                 of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
                 of_a_group[:, : -model.config.kv_channels] *= 4.0
-            elif ".local_experts." in shard.name and _chooses_experts(model.config):
+            elif ".local_experts." in shard.name and (
+                model.config.moe_router_topk < model.config.num_moe_experts
+            ):
                 # Along the direction that the loss pulls in, another step for every expert: the gradient of a router
                 # is that of the difference between experts.
                 step = 0.1
@@ -116,10 +118,6 @@ def set_parameters(model: Any) -> None:
         parameter.copy_(shard.cut(whole))
 
 
-def _chooses_experts(config: Any) -> bool:
-    return bool(config.moe_router_topk < config.num_moe_experts)
-
-
 def _leaning(whole: Tensor, seed: int) -> Tensor:
     """One direction [columns] for the rows of the lower half of the vocabulary, its opposite for the others."""
     is_lower = torch.arange(whole.shape[0]).unsqueeze(1) < whole.shape[0] // 2
@@ -132,7 +130,7 @@ def _direction(seed: int, size: int) -> Tensor:
 
 
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the gradients: DDP's ``main_grad`` or, of a bare model, ``grad``."""
+    """This rank's slices of the gradients: DDP's `main_grad` or, of a bare model, `grad`."""
     for chunk in chunks:
         complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,6 +34,15 @@ class Interval:
         return text if math.isinf(self.upper) else f"{text} and <= {self.upper:g}"
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """How the text of a flag becomes a value, where a word or a number is not all that it may be."""
+
+    parse: Callable[[str], Any]
+    """Raises `argparse.ArgumentTypeError`, saying what was expected."""
+    metavar: str
+
+
 COUNT = Interval(1, closed=True, metavar="N")
 """An integer from 1 on."""
 
@@ -52,6 +61,7 @@ class Field:
     words: tuple[str, ...] | None
     """Those of a `Literal`."""
     interval: Interval | None
+    parsed: Parsed | None
     is_optional: bool
     """Whether None is a value."""
     has_flag: bool
@@ -137,6 +147,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
         type=get_origin(hint) or hint,
         words=words,
         interval=next((note for note in notes if isinstance(note, Interval)), None),
+        parsed=next((note for note in notes if isinstance(note, Parsed)), None),
         is_optional=is_optional,
         has_flag=PYTHON_ONLY not in notes,
     )

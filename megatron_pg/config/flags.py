@@ -121,6 +121,8 @@ def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
     keywords: dict[str, Any] = {"default": default, "help": text}
     if field.choices is not None:
         return keywords | {"type": _word_of(field), "choices": field.choices}
+    if field.parsed is not None:
+        return keywords | {"type": field.parsed.parse, "metavar": field.parsed.metavar}
     if field.interval is not None:
         return keywords | {"type": field.type, "metavar": field.interval.metavar}
     return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if field.type is tuple else {})

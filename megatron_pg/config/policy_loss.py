@@ -73,8 +73,7 @@ class PolicyLossConfig:
     the log-probs of the reference model (ref_log_probs)."""
 
     kl_loss_type: str = "k3"
-    """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob. As a loss, k1 has zero expected
-    gradient on-policy."""
+    """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""
 
     use_unbiased_kl: bool = False
     """Weight the KL estimate by the ratio: r * kl, with gradient through r."""

@@ -1,47 +1,118 @@
-"""``megatron-pg explain``: which objective is really optimized, from lengths or rollout files and the launch flags."""
+"""`megatron-pg explain`: which objective is really optimized, from lengths or rollout files and the launch flags."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from megatron_pg.explain.options import ExplainOptions, parse_options
-from megatron_pg.explain.report import as_json, explain_step
-from megatron_pg.explain.step import explained_step
-from megatron_pg.explain.warnings import warnings_of
+from megatron_pg.config import (
+    PolicyLossConfig,
+    add_planning_args,
+    add_policy_loss_args,
+    validate_planning_args,
+    validate_policy_loss_args,
+)
+from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.explain.report import explain_step
+from megatron_pg.explain.show import plot, print_report
+from megatron_pg.explain.step import COUNT, ExplainOptions, explained_step
 
-__all__ = ["main"]
+EPILOG = """\
+examples:
+  megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
+  megatron-pg explain --log-normal 2000,1 --group-size 16 --docs-per-step 512 --data-parallel-size 8 \\
+      --context-parallel-size 2 --num-microbatches 4 --loss-aggregation prompt_mean --plot weights.png
+  megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups
+
+The rest of a launch line may be left in: what is no flag of this command is listed as not used.
+"""
+ANY_BUDGET = 1
+"""Training needs --max-tokens-per-microbatch; nothing here depends on it."""
+BALANCING = (
+    "aux_loss",
+    "seq_aux_loss",
+    "global_aux_loss",
+    "sinkhorn",
+    "quantile_balancing",
+    "none",
+)
+"""The choices of Megatron 0.19; earlier versions have some of them."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Explains the step that a command line describes.
 
     Args:
-        arguments: the command line after ``megatron-pg explain``.
+        arguments: the command line after `megatron-pg explain`.
 
     Returns:
         The exit status: 0, or 2 for flags that cannot be explained (the reason is on stderr).
     """
     try:
-        _explain(parse_options(arguments))
+        options = parse_options(arguments)
+        step = explained_step(options)
+        report = explain_step(step, options)
+        if options.plot is not None:
+            plot(report, options.plot)
+        if options.json:
+            print(json.dumps(report, indent=2))
+        else:
+            print_report(step, report, options)
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"megatron-pg explain: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _explain(options: ExplainOptions) -> None:
-    step = explained_step(options)
-    reports, reasons = explain_step(step, options.config, options.parallelism)
-    warnings = warnings_of(step, reports, options)
-    if options.plot_path is not None:
-        from megatron_pg.explain.plot import plot
+def parse_options(arguments: Sequence[str]) -> ExplainOptions:
+    """The options of a command line; exits as argparse does for `--help` and malformed values.
 
-        plot(step, reports, options.plot_path)
-    if options.as_json:
-        print(json.dumps(as_json(step, reports, reasons, warnings, options), indent=2))
-        return
-    from megatron_pg.explain.text import print_report
+    Raises:
+        ValueError: flags of the launch line contradict each other, or a number is out of range.
+        NotImplementedError: a layout without a token window.
+    """
+    args, unused = build_parser().parse_known_args(list(arguments))
+    if sum(given is not None for given in (args.lengths, args.log_normal, args.rollout_files)) != 1:
+        raise ValueError(
+            "expected one source of lengths: give one of --lengths, --log-normal and --rollout-files, such as "
+            "--lengths 200,4000,12000"
+        )
+    args.unused_flags, args.planning = unused, validate_planning_args(args)
+    args.config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
+    return read_args(ExplainOptions, args)
 
-    print_report(step, reports, reasons, warnings, options)
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser: lengths, parallelism, output, and the flags of a launch line that decide what is explained."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-pg explain",
+        usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",
+        description="Which objective am I really optimizing? The weight of a token under each aggregation.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_args(parser, ExplainOptions, title="what to explain")
+    _add_megatron_flags(parser)
+    add_policy_loss_args(add_planning_args(parser))
+    parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
+    return parser
+
+
+def _add_megatron_flags(parser: argparse.ArgumentParser) -> None:
+    """What the validation of a launch line reads of Megatron's flags, with Megatron's names and types."""
+    add = parser.add_argument_group(
+        "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."
+    ).add_argument
+    add("--num-experts", type=int, metavar="N")
+    add("--mtp-num-layers", type=int, metavar="N")
+    add("--expert-model-parallel-size", type=int, default=1, metavar="N")
+    is_bad = "A row with another token is a bad row."
+    add("--vocab-size", type=COUNT.parse, metavar="N", help=is_bad)
+    add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
+    add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
+    add("--moe-z-loss-coeff", type=float, metavar="X")
+    for flag in ("--use-torch-fsdp2", "--ddp-average-in-collective", "--use-mup"):
+        add(flag, action="store_true")

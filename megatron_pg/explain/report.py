@@ -2,223 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
-from megatron_pg.explain.options import ExplainOptions, Parallelism
-from megatron_pg.explain.step import ExplainedStep
+from megatron_pg.config.policy_loss import required_inputs
+from megatron_pg.explain.step import ExplainedStep, ExplainOptions
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
+from megatron_pg.megatron.scale_contract import scale_contract
 
+Report = Mapping[str, Any]
+"""A report as `--json` prints it; the tables and the picture are drawn from it."""
 NUM_QUANTILES = 4
+FAR = 4.0
+"""A divisor is far from the lengths where the loss becomes this many times sample_mean's, or one in so many."""
 
 
-@dataclass(frozen=True)
-class MegatronScale:
-    """The factors between the local loss of a micro-batch and the gradient (megatron_pg.megatron.scale_contract)."""
-
-    returned: float
-    """What the package multiplies the loss by before it returns it."""
-    schedule: float
-    """What the schedule multiplies it by."""
-    gradients: float
-    """What their sum over the data- and context-parallel ranks is multiplied by."""
-
-    @property
-    def net(self) -> float:
-        """Their product: 1, whatever the parallelism."""
-        return self.returned * self.schedule * self.gradients
-
-
-@dataclass(frozen=True)
-class QuantileShare:
-    """A part of the samples, by length, and its share of the weight."""
-
-    shortest: int
-    longest: int
-    num_samples: int
-    share: float
-
-
-@dataclass(frozen=True)
-class AggregationReport:
-    """One aggregation over the step. Per-sample lists are in the order of the step's samples."""
-
-    name: str
-    formula: str
-    divisor: float | None
-    """L of ``constant``."""
-    outer_count: int
-    token_weight: list[float]
-    """Weight of one active token of each sample in the inner sum."""
-    token_coefficient: list[float]
-    """The same over the outer count: what the gradient of that token's loss is multiplied by."""
-    sample_share: list[float]
-    """Each sample's part of the total weight; 0 where there is none."""
-    quantile_shares: list[QuantileShare]
-    group_shares: dict[int, float]
-    total_weight: float
-    """Sum of the coefficients of all active tokens: what a loss of 1 at every token adds up to."""
-    learning_rate_ratio: float | None
-    """total_weight over that of ``sample_mean``; None where that is 0."""
-    scale: MegatronScale
-
-
-def explain_step(
-    step: ExplainedStep, config: PolicyLossConfig, parallelism: Parallelism
-) -> tuple[dict[str, AggregationReport], dict[str, str]]:
-    """The report of every aggregation, and the reason for each that has none.
-
-    Args:
-        step: the samples; ``constant`` takes the longest of them for L where the config gives none.
-        config: the validated flags.
-        parallelism: the sizes that Megatron scales by.
-    """
-    reports: dict[str, AggregationReport] = {}
+def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
+    """The report of a step; `constant` takes the longest sample for L where the flags give none."""
+    totals, config, lengths = step.totals, options.config, step.lengths
+    constant = config.loss_aggregation_divisor or float(max(1, *lengths))
+    reports: dict[str, Report] = {}
     reasons: dict[str, str] = {}
-    reference = _total_weight(AGGREGATIONS["sample_mean"], step, None)
-    megatron = megatron_scale(step, config, parallelism)
     for name, mode in AGGREGATIONS.items():
-        divisor = constant_divisor(step, config) if name == "constant" else None
         try:
-            reports[name] = _report(mode, step, divisor, reference, megatron)
+            found = _aggregation_report(mode, step, constant if mode.needs else None)
+            reports[name] = found | {"megatron_scale": _megatron_scale(step, options)}
         except ValueError as error:
             reasons[name] = str(error)
-    return reports, reasons
-
-
-def constant_divisor(step: ExplainedStep, config: PolicyLossConfig) -> float:
-    """L of the flags; without them the active tokens of the longest sample."""
-    longest = max((sample.num_active_tokens for sample in step.samples), default=1)
-    return config.loss_aggregation_divisor or float(max(longest, 1))
-
-
-def megatron_scale(
-    step: ExplainedStep, config: PolicyLossConfig, parallelism: Parallelism
-) -> MegatronScale:
-    """The three factors, for the loss mode that the flags choose."""
-    if config.calculate_per_token_loss:
-        num_tokens = float(max(step.totals.num_active_tokens, 1))
-        return MegatronScale(returned=num_tokens, schedule=1.0, gradients=1.0 / num_tokens)
-    data, context = parallelism.data_size, parallelism.context_size
-    microbatches = parallelism.num_microbatches
-    return MegatronScale(
-        returned=float(data * microbatches),
-        schedule=context / microbatches,
-        gradients=1.0 / (data * context),
-    )
-
-
-def _weights(mode: Aggregation, step: ExplainedStep, divisor: float | None) -> Tensor:
-    """[samples] float64: weight of an active token of each sample."""
-    divisors = mode.divisors(mode.denominators(step.totals, step.samples), divisor)
-    return torch.ones(len(step.samples), dtype=torch.float64) / divisors
-
-
-def _active_tokens(step: ExplainedStep) -> Tensor:
-    return torch.tensor([s.num_active_tokens for s in step.samples], dtype=torch.float64)
-
-
-def _total_weight(mode: Aggregation, step: ExplainedStep, divisor: float | None) -> float:
-    weights = _weights(mode, step, divisor) * _active_tokens(step)
-    return float(weights.sum()) / mode.outer_count(step.totals)
-
-
-def _report(
-    mode: Aggregation,
-    step: ExplainedStep,
-    divisor: float | None,
-    reference: float,
-    megatron: MegatronScale,
-) -> AggregationReport:
-    outer_count = mode.outer_count(step.totals)
-    weights = _weights(mode, step, divisor)
-    of_samples = weights * _active_tokens(step)
-    total = float(of_samples.sum())
-    shares = of_samples / total if total else torch.zeros_like(of_samples)
-    return AggregationReport(
-        name=mode.name,
-        formula=mode.formula,
-        divisor=divisor,
-        outer_count=outer_count,
-        token_weight=weights.tolist(),
-        token_coefficient=(weights / outer_count).tolist(),
-        sample_share=shares.tolist(),
-        quantile_shares=quantile_shares(step, shares.tolist()),
-        group_shares=_group_shares(step, shares.tolist()),
-        total_weight=total / outer_count,
-        learning_rate_ratio=total / outer_count / reference if reference else None,
-        scale=megatron,
-    )
-
-
-def quantile_shares(step: ExplainedStep, shares: Sequence[float]) -> list[QuantileShare]:
-    """The samples in four parts of equal number, shortest first, and the share of each."""
-    by_length = sorted(range(len(shares)), key=lambda i: step.samples[i].num_active_tokens)
-    count = min(NUM_QUANTILES, len(by_length))
-    bounds = [len(by_length) * part // count for part in range(count + 1)] if count else [0]
-    parts = [by_length[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
-    return [
-        QuantileShare(
-            shortest=step.samples[part[0]].num_active_tokens,
-            longest=step.samples[part[-1]].num_active_tokens,
-            num_samples=len(part),
-            share=sum(shares[index] for index in part),
-        )
-        for part in parts
-    ]
-
-
-def _group_shares(step: ExplainedStep, shares: Sequence[float]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for sample, share in zip(step.samples, shares, strict=True):
-        if sample.group_index is not None:
-            found[sample.group_index] = found.get(sample.group_index, 0.0) + share
-    return found
-
-
-def as_json(
-    step: ExplainedStep,
-    reports: Mapping[str, AggregationReport],
-    reasons: Mapping[str, str],
-    warnings: Sequence[str],
-    options: ExplainOptions,
-) -> dict[str, object]:
-    """The whole report as plain values, every sample in it."""
-    totals, parallelism = step.totals, options.parallelism
     return {
         "step": {
-            "num_samples": len(step.samples),
+            "num_samples": len(lengths),
             "num_rollouts": totals.num_rollouts,
             "num_prompt_groups": totals.num_prompt_groups,
             "num_active_tokens": totals.num_active_tokens,
             "num_skipped": step.num_skipped,
-            "active_tokens": [sample.num_active_tokens for sample in step.samples],
+            "active_tokens": lengths,
             "group_index": [sample.group_index for sample in step.samples],
             "rollout_id": [sample.rollout_id for sample in step.samples],
         },
         "parallelism": {
-            "data_parallel_size": parallelism.data_size,
-            "context_parallel_size": parallelism.context_size,
-            "num_microbatches": parallelism.num_microbatches,
-            "calculate_per_token_loss": options.config.calculate_per_token_loss,
+            "data_parallel_size": options.data_parallel_size,
+            "context_parallel_size": options.context_parallel_size,
+            "num_microbatches": options.num_microbatches,
+            "calculate_per_token_loss": config.calculate_per_token_loss,
         },
-        "loss_aggregation": options.config.loss_aggregation,
-        "aggregations": {name: _plain(report) for name, report in reports.items()},
-        "unavailable": dict(reasons),
-        "warnings": list(warnings),
-        "unused_flags": list(options.unused_flags),
+        "loss_aggregation": config.loss_aggregation,
+        "aggregations": reports,
+        "unavailable": reasons,
+        "warnings": [
+            *_of_the_lengths(step, reports["constant"], options),
+            *_of_the_flags(step, options),
+        ],
+        "unused_flags": options.unused_flags,
     }
 
 
-def _plain(report: AggregationReport) -> dict[str, object]:
-    scale = report.scale
-    plain = {name: value for name, value in vars(report).items() if name not in ("name", "scale")}
-    return plain | {
-        "quantile_shares": [vars(part) for part in report.quantile_shares],
-        "group_shares": {str(group): share for group, share in report.group_shares.items()},
-        "megatron_scale": {**vars(scale), "net": scale.net},
+def _aggregation_report(
+    mode: Aggregation, step: ExplainedStep, divisor: float | None
+) -> dict[str, Any]:
+    """One aggregation over the step; lists are in the order of its samples."""
+    outer_count = mode.outer_count(step.totals)
+    lengths = torch.tensor(step.lengths, dtype=torch.float64)
+    denominators = mode.denominators(step.totals, step.samples)
+    weights = torch.ones_like(lengths) / mode.divisors(denominators, divisor)
+    total = mode.inner_weight(step.totals, divisor or 1.0)
+    shares: list[float] = (weights * lengths / (total or 1)).tolist()
+    group_shares: dict[int, float] = {}
+    for sample, share in zip(step.samples, shares, strict=True):
+        if sample.group_index is not None:
+            group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
+    sample_mean = AGGREGATIONS["sample_mean"]
+    reference = sample_mean.inner_weight(step.totals, 1.0) / sample_mean.outer_count(step.totals)
+    return {
+        "formula": mode.formula,
+        "divisor": divisor,
+        "outer_count": outer_count,
+        # Of one active token of each sample: in the inner sum, and over the outer count, which is what the gradient of
+        # that token's loss is multiplied by.
+        "token_weight": weights.tolist(),
+        "token_coefficient": (weights / outer_count).tolist(),
+        "sample_share": shares,
+        "quantile_shares": _quantile_shares(step.lengths, shares),
+        "group_shares": group_shares,
+        # What a loss of 1 at every token adds up to.
+        "total_weight": total / outer_count,
+        "learning_rate_ratio": total / outer_count / reference if reference else None,
     }
+
+
+def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[dict[str, float]]:
+    """The samples in four parts of equal number, shortest first, and the share of each."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    count = min(NUM_QUANTILES, len(order))
+    bounds = [len(order) * part // count for part in range(count + 1)]
+    return [
+        {
+            "shortest": lengths[order[low]],
+            "longest": lengths[order[high - 1]],
+            "num_samples": high - low,
+            "share": sum(shares[index] for index in order[low:high]),
+        }
+        for low, high in itertools.pairwise(bounds)
+    ]
+
+
+def _megatron_scale(step: ExplainedStep, options: ExplainOptions) -> dict[str, float]:
+    """What the returned loss, the schedule and the sum of the gradients are multiplied by, whatever the aggregation."""
+    contract = scale_contract(
+        None,
+        step.totals,
+        calculate_per_token_loss=options.config.calculate_per_token_loss,
+        data_parallel_size=options.data_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        num_microbatches=options.num_microbatches,
+    )
+    factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
+    names = ("returned", "schedule", "gradients", "net")
+    return dict(zip(names, (*factors, math.prod(factors)), strict=True))
+
+
+def _of_the_lengths(
+    step: ExplainedStep, constant: Report, options: ExplainOptions
+) -> Iterator[str]:
+    """What is likely not meant: what, why, and what to do."""
+    ratio, totals = constant["learning_rate_ratio"], step.totals
+    is_given = options.config.loss_aggregation_divisor is not None
+    if is_given and ratio is not None and not 1 / FAR <= ratio <= FAR:
+        mean = totals.num_active_tokens / totals.num_rollouts
+        yield (
+            f"--loss-aggregation-divisor {constant['divisor']:g} is far from the lengths seen: a rollout has {mean:.4g} "
+            f"active tokens on average, so the gradient is about {ratio:.3g} times that of sample_mean. SGD and "
+            "--clip-grad see that factor, Adam does not: choose a divisor near the longest response, or scale them."
+        )
+    for group, (inside, whole) in step.cut_groups.items():
+        yield (
+            f"The step ends inside prompt group {group}: {inside} of its {whole} samples are in it. prompt_mean then "
+            "gives the prompt a full weight in two steps, and is refused; group-relative advantages need the whole "
+            "group. Make --docs-per-step a multiple of the group size, or give --keep-prompt-groups."
+        )
+    groups = Counter(sample.group_index for sample in step.samples)
+    sizes = {n for group, n in groups.items() if group is not None and group not in step.cut_groups}
+    if len(sizes) > 1:
+        yield (
+            f"Prompt groups have {min(sizes)} to {max(sizes)} samples. prompt_mean gives each prompt the same weight, "
+            "so a sample of a small group counts for more; sample_mean gives each sample the same, so a prompt with "
+            "more samples counts for more. Choose which of the two is meant."
+        )
+    if count := step.lengths.count(0):
+        yield (
+            f"{count} of {len(step.samples)} samples have no active token. They add nothing to the loss and still "
+            "count in N (sample_mean, constant), so that filtering does not change the scale."
+        )
+
+
+def _of_the_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
+    """What the rows of files lack, and what would differ on other ranks."""
+    flags = required_inputs(options.config)
+    missing = Counter(field for sample in step.samples for field in sample.missing_fields)
+    for field, count in missing.items():
+        yield (
+            f"{count} of {len(step.samples)} samples have no {field}, needed by {' and '.join(flags[field])}. They are "
+            "counted here. Training that takes it from the files stops at such a row, or leaves it out with "
+            "--on-bad-row skip."
+        )
+    planning, data_size = options.planning, options.data_parallel_size
+    if planning.docs_per_step is None or planning.docs_per_step_mode != "at_least":
+        return
+    # Such a step keeps all that its windows brought, and how much that is depends on who pulls them.
+    depends = (
+        planning.docs_per_step % data_size > 0
+        or planning.keep_prompt_groups
+        or options.config.loss_aggregation == "prompt_mean"
+        or any(sample.rollout_id is not None for sample in step.samples)
+        or step.num_skipped > 0
+    )
+    if data_size > 1 and depends:
+        yield (
+            f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, {data_size} ranks that "
+            "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at every size."
+        )

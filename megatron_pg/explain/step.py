@@ -1,56 +1,131 @@
 """The step to explain: which samples it holds, of how many active tokens, in which prompt groups.
 
-It is the first that training would take with the same flags: ``StepCollector`` takes it here too.
+It is the first that training would take with the same flags: `StepCollector` takes it here too.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from megatron_pg.explain.files import CountedFiles, FileSample
-from megatron_pg.explain.flags import MAX_COUNT, MAX_TOKENS
-from megatron_pg.explain.options import ExplainOptions, LengthSource
-from megatron_pg.step import IteratorSource, SampleSource, StepCollector
+from megatron_pg.config import PlanningConfig, PolicyLossConfig
+from megatron_pg.config.fields import PYTHON_ONLY, Parsed
+from megatron_pg.step import IteratorSource, StepCollector
 from megatron_pg.step.sources import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
-
 MAX_SAMPLES = 2**20
-"""Of a step that is not read from files: far beyond any, and quickly made."""
+"""The most samples of a step that is not read from files: far beyond any, and quickly made."""
+MAX_TOKENS = 2**40
+"""The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
+MAX_COUNT = 2**31 - 1
+MAX_SIGMA = 10.0
+"""The largest sigma: a factor of 22026; more is a number of tokens given by mistake."""
 
-CHUNK = 1024
-"""Lengths drawn at a time."""
+
+def _integer(lowest: int, highest: int = MAX_COUNT) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if lowest <= int(text) <= highest:
+                return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected an integer from {lowest} to {highest}"
+        )
+
+    return parse
+
+
+def _list_of_lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(_integer(0, MAX_TOKENS), text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; give token counts such as 200,4000") from None
+
+
+def _median_and_sigma(text: str) -> tuple[float, ...]:
+    with contextlib.suppress(ValueError):
+        median, sigma = map(float, text.split(","))
+        if 0 < median <= MAX_TOKENS and 0 <= sigma <= MAX_SIGMA:
+            return median, sigma
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and a sigma from 0 to "
+        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for lengths of which two thirds "
+        "are between 2000 / e and 2000 e"
+    )
+
+
+COUNT = Parsed(_integer(1), "N")
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What to explain, and how to show it. The docstring under a field is its flag's help text."""
+
+    config: Annotated[PolicyLossConfig, PYTHON_ONLY]
+    """The validated flags of the policy loss."""
+    planning: Annotated[PlanningConfig, PYTHON_ONLY]
+    """The validated flags that say what a step holds."""
+    vocab_size: Annotated[int | None, PYTHON_ONLY]
+    """Token ids of the rollout files are below it; None leaves them unchecked."""
+    unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
+    """What the command line has beyond the flags of this command."""
+    lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
+    """Active tokens of the samples, in order; repeated until the step is full."""
+    log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()
+    """Draw the lengths: median in tokens and sigma of the logarithm."""
+    rollout_files: tuple[str, ...] = ()
+    """Parquet or JSON Lines files of samples, or folders of them; needs pyarrow."""
+    group_size: Annotated[int, COUNT] = 1
+    """Samples of a prompt; that many in order form a prompt group. Rollout files name their own."""
+    docs_per_step: Annotated[int | None, COUNT] = None
+    """Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn groups; all of the files."""
+    seed: Annotated[int, Parsed(_integer(0, 2**63 - 1), "N")] = 0
+    """Seed of --log-normal."""
+    data_parallel_size: Annotated[int, COUNT] = 1
+    """DP, without context parallelism."""
+    context_parallel_size: Annotated[int, COUNT] = 1
+    """CP."""
+    num_microbatches: Annotated[int, COUNT] = 1
+    """M, micro-batches of a data-parallel rank in the step."""
+    json: bool = False
+    """Print one JSON object, every sample in it."""
+    plot: str | None = None
+    """Draw the coefficient of a token against length."""
+
+
+@dataclass(frozen=True)
+class ExplainedSample(BareSample):
+    """What an aggregation asks of a sample, and what its row does not have."""
+
+    missing_fields: tuple[str, ...] = ()
+    """Fields of `Sample` that the flags ask for and the row of a file does not have."""
 
 
 @dataclass(frozen=True)
 class ExplainedStep:
     """The samples of one step, and what is known of the groups that it was cut from."""
 
-    samples: tuple[BareSample, ...]
+    samples: tuple[ExplainedSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
     """Samples in the step and samples in all, of each prompt group that the step's end cuts."""
-    num_skipped: int = 0
+    num_skipped: int
     """Bad rows that were passed on the way."""
 
     @property
-    def group_sizes(self) -> Counter[int]:
-        """Samples of each prompt group in the step."""
-        return Counter(s.group_index for s in self.samples if s.group_index is not None)
-
-    @property
-    def missing_fields(self) -> Counter[str]:
-        """By field of ``Sample`` that the flags ask for: how many samples of the files have none."""
-        of_files = (sample for sample in self.samples if isinstance(sample, FileSample))
-        return Counter(field for sample in of_files for field in sample.missing_fields)
+    def lengths(self) -> list[int]:
+        """Active tokens of each sample."""
+        return [sample.num_active_tokens for sample in self.samples]
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
@@ -62,94 +137,83 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
         FileNotFoundError: a rollout file that does not exist.
     """
     planning = options.planning
-    source = _source(options)
+    stream = _rows(options) if planning.rollout_files else _generated(options)
     collector = StepCollector(
-        source,
+        IteratorSource(stream),
         docs_per_step=planning.docs_per_step or MAX_COUNT,
         mode=planning.docs_per_step_mode,
         keep_prompt_groups=planning.keep_prompt_groups,
         refuse_cut_groups=options.config.loss_aggregation == "prompt_mean",
     )
-    collected = collector.collect()
-    if collected is None:
-        # Lengths always give a step.
-        raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
-    samples = collected.samples
-    carried = [sample for _, sample in collector.state().carried]
-    return ExplainedStep(
-        samples,
-        step_totals(samples),
-        _cut_groups(samples, carried, source),
-        collected.num_skipped,
+    collected, state = collector.collect(), collector.state()
+    if collected is None:  # lengths always give a step
+        raise no_sample_in(planning.rollout_files, state.num_skipped)
+    samples, carried = collected.samples, [sample for _, sample in state.carried]
+    cut_groups = _cut_groups(samples, carried, stream)
+    return ExplainedStep(samples, step_totals(samples), cut_groups, collected.num_skipped)
+
+
+def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
+    """The rollout files, read as training reads them, without keeping tokens; None for a bad row.
+
+    A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
+    training script may compute them itself.
+    """
+    from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
+
+    required, planning = options.config.required_sample_fields, options.planning
+    files = RolloutFiles(
+        planning.rollout_files,
+        on_bad_row=planning.on_bad_row,
+        required_fields={"group_index"}.intersection(required),
+        vocab_size=options.vocab_size,
+    )
+    while pulled := files.pull(1):
+        if row := pulled[0]:
+            missing = tuple(field for field in required if getattr(row, field) is None)
+            ids = (row.group_index, row.rollout_id)
+            yield ExplainedSample(row.num_active_tokens, *ids, row.name, missing)
+        else:
+            yield None
+
+
+def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
+    """Samples of given or drawn lengths; endless with --docs-per-step, as training reads on beyond a step."""
+    count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
+    wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
+    if max(wanted, size) > MAX_SAMPLES:
+        raise ValueError(
+            f"--group-size {size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; give a "
+            "smaller --group-size or --docs-per-step"
+        )
+    endless = itertools.cycle(lengths) if lengths else _drawn(options)
+    for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
+        yield ExplainedSample(length, index // size, name=f"sample {index}")
+
+
+def _drawn(options: ExplainOptions) -> Iterator[int]:
+    median, sigma = options.log_normal
+    generator = np.random.default_rng(options.seed)
+    while (length := max(round(generator.lognormal(math.log(median), sigma)), 1)) <= MAX_TOKENS:
+        yield length
+    raise ValueError(
+        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: sigma is "
+        "of the logarithm and not in tokens; give a smaller one, such as 1"
     )
 
 
-def _source(options: ExplainOptions) -> SampleSource[BareSample]:
-    if options.planning.rollout_files:
-        return CountedFiles(options.planning, options.config, options.vocab_size)
-    source, count = options.source, options.planning.docs_per_step
-    wanted = count or _default_count(source)
-    if max(wanted, source.group_size) > MAX_SAMPLES:
-        raise ValueError(
-            f"--group-size {source.group_size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; "
-            "give a smaller --group-size or --docs-per-step"
-        )
-    # Without --docs-per-step the step ends where the lengths do.
-    samples = itertools.islice(_samples(source), None if count else wanted)
-    return IteratorSource(samples)
-
-
-def _default_count(source: LengthSource) -> int:
-    if source.lengths is None:
-        return DEFAULT_NUM_GROUPS * source.group_size
-    return math.lcm(len(source.lengths), source.group_size)
-
-
-def _samples(source: LengthSource) -> Iterator[BareSample]:
-    """Endless: training reads on beyond a step, to see whether a prompt group goes on."""
-    lengths = _drawn(source) if source.lengths is None else itertools.cycle(source.lengths)
-    for index, length in enumerate(lengths):
-        yield BareSample(length, index // source.group_size, name=f"sample {index}")
-
-
-def _drawn(source: LengthSource) -> Iterator[int]:
-    median, sigma = source.log_normal or (1.0, 0.0)
-    generator = np.random.default_rng(source.seed)
-    while True:
-        drawn = generator.lognormal(math.log(median), sigma, size=CHUNK)
-        for length in np.maximum(np.rint(drawn), 1).tolist():
-            if length > MAX_TOKENS:
-                raise ValueError(
-                    f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: "
-                    "sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
-                )
-            yield int(length)
-
-
 def _cut_groups(
-    samples: Sequence[BareSample], carried: Sequence[BareSample], source: SampleSource[BareSample]
+    samples: Sequence[ExplainedSample],
+    carried: Sequence[ExplainedSample],
+    following: Iterable[ExplainedSample | None],
 ) -> dict[int, tuple[int, int]]:
     """The groups that go on after the step: in what was pulled with it, and in what comes next."""
-    inside = Counter(sample.group_index for sample in samples)
-    beyond = Counter(sample.group_index for sample in carried)
+    inside = Counter(s.group_index for s in samples if s.group_index is not None)
+    beyond = Counter(s.group_index for s in carried)
     latest = (carried or samples)[-1].group_index
-    if latest is not None and latest in inside:
-        beyond[latest] += _num_following(source, latest)
-    return {
-        group: (inside[group], inside[group] + count)
-        for group, count in beyond.items()
-        if group is not None and group in inside and count
-    }
-
-
-def _num_following(source: SampleSource[BareSample], group: int) -> int:
-    """The samples of a group that come next."""
-    count = 0
-    while True:
-        try:
-            slots = source.pull(1)
-        except ValueError:  # a bad row after the step is nothing of it
-            return count
-        if not slots or (slots[0] is not None and slots[0].group_index != group):
-            return count
-        count += slots[0] is not None
+    if latest in inside:
+        with contextlib.suppress(ValueError):  # a bad row after the step is none of it
+            goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
+            for sample in goes_on:
+                beyond[latest] += sample is not None
+    return {group: (n, n + beyond[group]) for group, n in inside.items() if beyond[group]}

@@ -82,7 +82,7 @@ AGGREGATIONS.add(
     Aggregation(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
-        about="D_i the active tokens of rollout i, N rollouts (GRPO)",
+        about="D_i the active tokens of rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
         denominator=StepTotals.rollout_denominators,
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         inner_weight=lambda totals, divisor: totals.num_active_rollouts,
@@ -94,7 +94,8 @@ AGGREGATIONS.add(
     Aggregation(
         name="prompt_mean",
         formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
-        about="G_g the active tokens of prompt group g, P groups (ScaleRL; DAPO as in its paper)",
+        about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; DAPO's paper, arXiv:2503.14476 "
+        "eq. 8)",
         inputs=("group_index",),
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
@@ -105,7 +106,7 @@ AGGREGATIONS.add(
     Aggregation(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
-        about="T active tokens",
+        about="T active tokens (most implementations of DAPO)",
         outer_count=lambda totals: max(totals.num_active_tokens, 1),
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",
@@ -115,7 +116,7 @@ AGGREGATIONS.add(
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
-        about="L the divisor (Dr.GRPO)",
+        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2)",
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),

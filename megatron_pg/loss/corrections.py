@@ -24,6 +24,7 @@ from megatron_pg.loss.masking import (
     required_log_probs,
     with_masked_inputs,
 )
+from megatron_pg.loss.objectives import ObjectiveOutput
 from megatron_pg.loss.sequence import SequenceLogRatios, rollout_mismatch
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
@@ -38,17 +39,32 @@ CLIPPED = "tis_clipped_fraction"
 RejectedByData = Callable[[PolicyLossConfig, Tensor, Tensor], Tensor]
 
 
-class CorrectionInputs(NamedTuple):
-    """What a correction may look at."""
+class Corrected(NamedTuple):
+    """A micro-batch after one correction, or after all of them."""
+
+    pg_loss: Tensor
+    """[window]; after all of them 0 where the mask drops the token."""
+    loss_mask: Tensor
+    """[window] bool: active tokens that were not rejected."""
+    metrics: dict[str, Tensor]
+    """[window] detached, by name; their means are over the tokens active before any rejection."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One micro-batch on one rank, scored: what corrections and metrics may look at."""
 
     config: PolicyLossConfig
     batch: PackedBatch
     log_probs: Tensor
     """[window] of the policy in training."""
-    pg_loss: Tensor
-    """[window] the per-token loss so far."""
-    sequence: SequenceLogRatios | None
+    outcome: ObjectiveOutput
+    entropy: Tensor | None = None
+    """[window] in nats, where something reads it."""
+    sequence: SequenceLogRatios | None = None
     """The sums over whole sequences, where a row that is on needs some."""
+    corrected: Corrected | None = None
+    """After all corrections; None before."""
 
     @property
     def sequences(self) -> SequenceLogRatios:
@@ -61,23 +77,12 @@ class CorrectionInputs(NamedTuple):
         return self.sequence
 
 
-class Corrected(NamedTuple):
-    """A micro-batch after one correction, or after all of them."""
-
-    pg_loss: Tensor
-    """[window]; after all of them 0 where the mask drops the token."""
-    loss_mask: Tensor
-    """[window] bool: active tokens that were not rejected."""
-    metrics: dict[str, Tensor]
-    """[window] detached, by name; their means are over the tokens active before any rejection."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
     """A correction and its properties. What is not stated is the careful answer."""
 
     function: Callable[..., Corrected]
-    """function(CorrectionInputs) -> Corrected, with its own rejections alone."""
+    """function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
     sequence_sums: tuple[str, ...] = ()
     """What it needs summed over whole sequences; see `Row.sums_over_sequences`."""
     is_sum_over_tokens: bool = False
@@ -119,37 +124,21 @@ CORRECTIONS: Table[Correction] = Table("corrections")
 correction = CORRECTIONS.decorator(Correction)
 
 
-def apply_corrections(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    pg_loss: Tensor,
-    loss_mask: Tensor,
-    *,
-    sequence: SequenceLogRatios | None = None,
-) -> Corrected:
+def apply_corrections(scored: Scored) -> Corrected:
     """Weights the per-token loss and shrinks the loss mask by every correction that is on.
 
-    Args:
-        config: the settings of the loss.
-        batch: this rank's part of the micro-batch.
-        log_probs: [window] of the policy in training.
-        pg_loss: [window] the objective's per-token loss.
-        loss_mask: [window] bool.
-        sequence: from `megatron_pg.loss.sequence.sequence_log_ratios`.
-
     Raises:
-        ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function
-            returned the wrong shapes.
+        ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function returned the wrong
+            shapes.
     """
+    config, batch, pg_loss = scored.config, scored.batch, scored.outcome.loss
     rows = CORRECTIONS.rows_on(config)
     if not rows:
-        return Corrected(pg_loss, loss_mask, {})
-    kept = loss_mask
+        return Corrected(pg_loss, batch.loss_mask, {})
+    kept = batch.loss_mask
     metrics: dict[str, Tensor] = {}
     for row in rows:
-        given = CorrectionInputs(config, batch, log_probs, pg_loss, sequence)
-        pg_loss, kept_by_row, of_row = row.function(given)
+        pg_loss, kept_by_row, of_row = row.function(scored, pg_loss)
         kept = kept & kept_by_row
         metrics |= of_row
     if config.pg_metrics == "none":
@@ -185,37 +174,40 @@ def _weights_by_mismatch(config: Any, level: str, mode: str) -> bool:
     return bool(is_built_in and config.tis_level == level and config.tis_mode == mode)
 
 
-def importance_weights(given: CorrectionInputs) -> Tensor:
+def importance_weights(scored: Scored) -> Tensor:
     """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
-    if given.config.tis_level == "sequence":
-        mismatch = masked(given.sequences.sum_of_tokens("mismatch"), given.batch.loss_mask)
+    if scored.config.tis_level == "sequence":
+        mismatch = masked(scored.sequences.sum_of_tokens("mismatch"), scored.batch.loss_mask)
     else:
-        mismatch = rollout_mismatch(given.batch)
+        mismatch = rollout_mismatch(scored.batch)
     return clamped_log_ratio(mismatch).exp().float()
 
 
 @correction(
     "loss * clamp(w, tis_clip_low, tis_clip)",
+    about="truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL "
+    "framework secretly brings you off-policy RL training",
     flag="--use-tis",
     when=lambda config: _weights_by_mismatch(config, "token", "truncate"),
     inputs=MISMATCH_INPUTS,
     is_sum_over_tokens=True,
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
-def truncated_importance_sampling(given: CorrectionInputs) -> Corrected:
+def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own truncated ratio."""
-    config = given.config
-    weights = importance_weights(given)
+    config = scored.config
+    weights = importance_weights(scored)
     clipped = {CLIPPED: _is_outside_tis_range(config, weights).float()}
-    weighted = given.pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    return Corrected(weighted, given.batch.loss_mask, clipped)
+    weighted = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
+    return Corrected(weighted, scored.batch.loss_mask, clipped)
 
 
 CORRECTIONS.add(
     dataclasses.replace(
         CORRECTIONS["truncated_importance_sampling"],
         name="sequence_importance_sampling",
-        formula="the same with w = exp(clamp(sum_t d, +-20))",
+        formula="loss * clamp(w, tis_clip_low, tis_clip), w = exp(clamp(sum_t d, +-20))",
+        about="one weight for a sequence",
         flag="--use-tis --tis-level sequence",
         when=lambda config: _weights_by_mismatch(config, "sequence", "truncate"),
         sequence_sums=("mismatch",),
@@ -229,7 +221,8 @@ def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
 
 
 @correction(
-    "IcePop: loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
+    "loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
+    about="IcePop, Ring-1T, arXiv:2510.18855",
     flag="--use-tis --tis-mode mask",
     when=lambda config: _weights_by_mismatch(config, "token", "mask"),
     inputs=MISMATCH_INPUTS,
@@ -240,24 +233,25 @@ def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
     ),
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
-def icepop(given: CorrectionInputs) -> Corrected:
+def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
-    weighted = truncated_importance_sampling(given)
+    weighted = truncated_importance_sampling(scored, pg_loss)
     is_outside = weighted.metrics[CLIPPED].bool()
-    return weighted._replace(loss_mask=given.batch.loss_mask & ~is_outside)
+    return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
 
 
 @correction(
-    "(pg_loss, loss_mask) by a function of the user's own",
+    "f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask)",
+    about="a function of your own in place of the weights",
     flag="--custom-tis-function-path",
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
     rejects=True,
     metrics=MISMATCH_METRICS,
 )
-def custom_tis(given: CorrectionInputs) -> Corrected:
+def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Calls the user's function. The shapes are checked; the values, on the device, are not."""
-    config, batch, log_probs, pg_loss, _ = given
+    config, batch, log_probs = scored.config, scored.batch, scored.log_probs
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
     function = load_custom_function("custom_tis_function_path", path)
@@ -282,7 +276,8 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
 
 
 @correction(
-    "sequences drop whose exp(mean_t d) is outside [geometric_rejection_low, geometric_rejection_high]",
+    "sequences with exp(mean_t d) outside [geometric_rejection_low, geometric_rejection_high] drop",
+    about="Liu, Li et al. 2025, When speed kills stability",
     flag="--use-geometric-rejection",
     when=lambda config: config.use_geometric_rejection,
     inputs=MISMATCH_INPUTS,
@@ -291,27 +286,28 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     rejected_by_data=lambda config, mismatch, mean: _is_geometric_outlier(config, mean),
     metrics=MISMATCH_METRICS,
 )
-def geometric_rejection(given: CorrectionInputs) -> Corrected:
+def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = given.sequences.mean_of_tokens("mismatch")
-    kept = given.batch.loss_mask & ~_is_geometric_outlier(given.config, mean_mismatch)
-    return Corrected(given.pg_loss, kept, {})
+    mean_mismatch = scored.sequences.mean_of_tokens("mismatch")
+    kept = scored.batch.loss_mask & ~_is_geometric_outlier(scored.config, mean_mismatch)
+    return Corrected(pg_loss, kept, {})
 
 
 @correction(
-    "OPSM: sequences drop where A < 0 and mean_t(old_log_prob - log_prob) > opsm_delta",
+    "tokens with A < 0 in sequences with mean_t(old_log_prob - log_prob) > opsm_delta drop",
+    about="off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556",
     flag="--use-opsm",
     when=lambda config: config.use_opsm,
     inputs=("old_log_probs",),
     sequence_sums=("policy",),
     rejects=True,
 )
-def opsm(given: CorrectionInputs) -> Corrected:
+def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Drops the tokens of negative advantage of sequences that the policy has left behind."""
-    batch = given.batch
-    is_off_policy = -given.sequences.mean_of_tokens("policy") > given.config.opsm_delta
+    batch = scored.batch
+    is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
-    return Corrected(given.pg_loss, kept, {})
+    return Corrected(pg_loss, kept, {})
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:

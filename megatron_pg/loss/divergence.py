@@ -32,11 +32,12 @@ KL_ESTIMATES: Table[KLEstimate] = Table(
 """By the name that `--kl-loss-type` takes."""
 
 
-def _add(name: str, formula: str, function: Callable[[Tensor], Tensor]) -> None:
+def _add(name: str, formula: str, function: Callable[[Tensor], Tensor], about: str = "") -> None:
     KL_ESTIMATES.add(
         KLEstimate(
             name=name,
             formula=formula,
+            about=about,
             function=function,
             inputs=("ref_log_probs",),
             flag="--kl-loss-coef {config.kl_loss_coef:g}",
@@ -57,9 +58,9 @@ def _low_var_kl(difference: Tensor) -> Tensor:
     return torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)
 
 
-_add("k1", "d", lambda difference: difference)
+_add("k1", "d", lambda difference: difference, "as a loss, its expected gradient is zero on-policy")
 _add("k2", "d^2 / 2", lambda difference: difference.square() / 2)
-_add("k3", "exp(-d) - 1 + d", _k3)
+_add("k3", "exp(-d) - 1 + d", _k3, "d held within +-20")
 _add("low_var_kl", "k3 clamped to +-10", _low_var_kl)
 
 

@@ -1,7 +1,7 @@
 """Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step. One row of the table each.
 
-"Mean" is over documents (samples) with an active token: the token mean of each, then the mean of those over the step. As
-an active token then weighs 1 / its document's active tokens, a mean is one more weighted sum, whatever the packing or the
+"Mean" is over the samples with an active token: the token mean of each, then the mean of those over the step. As an
+active token then weighs 1 / its sample's active tokens, a mean is one more weighted sum, whatever the packing or the
 context parallelism.
 """
 
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.corrections import Corrected, correction_metric_names
+from megatron_pg.loss.corrections import Scored, correction_metric_names
 from megatron_pg.loss.masking import masked
-from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
+from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import Reduction, token_weights
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.token_window import TokenWindow
 
 logger = logging.getLogger("megatron_pg")
 
@@ -35,21 +34,9 @@ SIGNS = {"maximum": 1.0, "minimum": -1.0}
 """What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """One micro-batch on one rank, scored: what its metrics are made of."""
-
-    batch: PackedBatch
-    log_probs: Tensor
-    """[window]."""
-    entropy: Tensor | None
-    outcome: ObjectiveOutput
-    corrected: Corrected
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """[window] float64 log r, before any clamp; only of an objective whose row has a ratio."""
-        return _given(self.outcome.log_ratio).double()
+def _log_ratio(scored: Scored) -> Tensor:
+    """[window] float64 log r, before any clamp; only of an objective whose row has a ratio."""
+    return _given(scored.outcome.log_ratio).double()
 
 
 def _given(values: Tensor | None) -> Tensor:
@@ -67,7 +54,7 @@ class Metric:
     value: Callable[[Scored], Tensor]
     """[window]; read at active tokens alone."""
     kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
-    """A mean over documents, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
+    """A mean over samples, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
     an extreme over active tokens."""
     of_ratio: bool = False
     """Whether there must be a ratio to report it."""
@@ -77,7 +64,9 @@ class Metric:
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
     Metric("advantage", "advantage", lambda s: s.batch.advantages),
-    Metric("num_tokens", "T", lambda s: torch.ones_like(s.batch.advantages), "sum"),
+    Metric(
+        "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
+    ),
     Metric(
         "old_logprobs",
         "log-prob under the policy that the step starts from",
@@ -85,12 +74,12 @@ METRICS = [
         of_ratio=True,
     ),
     Metric(
-        "ratio_new_old", "r before any clamp or clip", lambda s: s.log_ratio.exp(), of_ratio=True
+        "ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp(), of_ratio=True
     ),
     Metric(
         "kl_new_old",
-        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new)",
-        lambda s: s.log_ratio.expm1() - s.log_ratio,
+        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
+        lambda s: _log_ratio(s).expm1() - _log_ratio(s),
         of_ratio=True,
     ),
     Metric(
@@ -105,17 +94,17 @@ METRICS = [
         lambda s: _given(s.outcome.is_effectively_clipped).float(),
         of_ratio=True,
     ),
-    Metric("ratio_new_old_sum", "r", lambda s: s.log_ratio.exp(), "ratio sum", of_ratio=True),
+    Metric("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum", of_ratio=True),
     Metric(
         "ratio_new_old_squared_sum",
         "r^2",
-        lambda s: (2 * s.log_ratio).exp(),
+        lambda s: (2 * _log_ratio(s)).exp(),
         "ratio sum",
         of_ratio=True,
     ),
     Metric(
         "entropy",
-        "entropy of the whole vocabulary, in nats",
+        "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",
         lambda s: _given(s.entropy),
         when=lambda config: config.pg_metrics == "with_entropy",
     ),
@@ -150,8 +139,10 @@ class MicroBatchMetrics(dict[str, Tensor]):
 
     maxima: Tensor | None = None
     """[2] float64: the largest advantage and the largest negated advantage; None without metrics."""
-    nan_tokens: NaNTokens | None = None
-    """Which active tokens have a NaN loss; None without metrics."""
+    is_nan: Tensor | None = None
+    """[window] bool: the active tokens whose loss is NaN; None without metrics."""
+    batch: PackedBatch | None = None
+    """The micro-batch, to name such a token."""
     table: Tensor | None = None
     """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
 
@@ -167,13 +158,14 @@ class MicroBatchMetrics(dict[str, Tensor]):
     def fill(self, found: MicroBatchMetrics) -> None:
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
         torch.stack([found[name] for name in self], out=self.table)
-        self.maxima, self.nan_tokens = found.maxima, found.nan_tokens
+        self.add(found)
 
     def add(self, other: MicroBatchMetrics) -> None:
         """Takes over what `other` holds."""
         self.update(other)
-        self.maxima = self.maxima if other.maxima is None else other.maxima
-        self.nan_tokens = self.nan_tokens if other.nan_tokens is None else other.nan_tokens
+        for name in ("maxima", "is_nan", "batch"):
+            if getattr(other, name) is not None:
+                setattr(self, name, getattr(other, name))
 
 
 def step_sums(values: Mapping[str, Tensor], share: float) -> MicroBatchMetrics:
@@ -202,34 +194,32 @@ def _ratio_of(config: PolicyLossConfig) -> str:
 
 
 @torch.no_grad()
-def policy_metrics(
-    config: PolicyLossConfig, scored: Scored, *, share: float = 1.0
-) -> MicroBatchMetrics:
+def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
     """The metrics of one micro-batch on one rank, over the tokens active before any rejection.
 
     The names are those of `metric_names`, which the config alone decides. Empty under `--pg-metrics none`.
     """
-    rows = metrics_on(config)
-    metrics = MicroBatchMetrics()
+    config, rows, metrics = scored.config, metrics_on(scored.config), MicroBatchMetrics()
     if not rows:
         return metrics
     batch, loss_mask = scored.batch, scored.batch.loss_mask
     values = torch.stack([masked(row.value(scored), loss_mask).double() for row in rows])
-    # [rows, window] @ [window, 2] -> of each row the numerator of the document mean, and the plain sum.
-    columns = torch.stack([_document_weights(batch), loss_mask.double()], dim=1)
+    # [rows, window] @ [window, 2] -> of each row the numerator of the mean over samples, and the plain sum.
+    columns = torch.stack([_sample_weights(batch), loss_mask.double()], dim=1)
     sums = values @ columns
-    num_documents = columns[:, 0].sum()
+    num_samples = columns[:, 0].sum()
     is_of_sequence = _ratio_of(config) == "sequence"
     step = {}
-    for row, (of_documents, of_tokens) in zip(rows, sums.unbind(), strict=True):
+    for row, (of_samples, of_tokens) in zip(rows, sums.unbind(), strict=True):
         if row.kind == "mean":
-            metrics[row.name] = _pair(of_documents, num_documents)
+            metrics[row.name] = _pair(of_samples, num_samples)
         elif row.kind in ("sum", "ratio sum"):
             over_sequences = row.kind == "ratio sum" and is_of_sequence
-            step[row.name] = of_documents if over_sequences else of_tokens
+            step[row.name] = of_samples if over_sequences else of_tokens
     metrics.add(step_sums(step, share))
     metrics.maxima = _maxima(rows, values, loss_mask)
-    metrics.nan_tokens = NaNTokens.of(batch, scored.corrected.pg_loss)
+    metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
+    metrics.batch = batch
     return metrics
 
 
@@ -242,8 +232,8 @@ def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor
     return torch.cat([table, table.new_full((len(table), 1), -torch.inf)], dim=1).amax(dim=1)
 
 
-def _document_weights(batch: PackedBatch) -> Tensor:
-    """[window] float64: 1 / active tokens of the token's whole document, 0 where masked."""
+def _sample_weights(batch: PackedBatch) -> Tensor:
+    """[window] float64: 1 / active tokens of the token's whole sample, 0 where masked."""
     masks = [sample.loss_mask for sample in batch.samples]
     weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
     return to_device(weights, batch.loss_mask.device)
@@ -325,11 +315,11 @@ def reduce_metrics(
 def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Names the first token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        nan_tokens = metrics.nan_tokens if isinstance(metrics, MicroBatchMetrics) else None
-        description = None if nan_tokens is None else nan_tokens.describe()
-        table = metrics.table if isinstance(metrics, MicroBatchMetrics) else None
-        if table is not None and bool(table.isnan().all()):
-            description = "its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
+        description = None
+        if isinstance(metrics, MicroBatchMetrics):
+            description = _first_nan(metrics)
+            if metrics.table is not None and bool(metrics.table.isnan().all()):
+                description = "its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
         if description is not None:
             logger.error("micro-batch %d: %s", index, description)
 
@@ -366,32 +356,17 @@ def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.stack([numerator.detach().double(), denominator.detach().double()])
 
 
-@dataclass(frozen=True, eq=False)
-class NaNTokens:
-    """The active tokens of a micro-batch whose loss is NaN; named only when somebody asks."""
-
-    is_nan: Tensor
-    """[window] bool."""
-    window: TokenWindow
-    sample_names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, batch: PackedBatch, pg_loss: Tensor) -> NaNTokens:
-        """Args: pg_loss: [window], 0 where masked."""
-        names = tuple(sample.name for sample in batch.samples)
-        return cls(torch.isnan(pg_loss.detach()), batch.window, names)
-
-    def describe(self) -> str | None:
-        """The first such token by sample and position, or None. Waits for the device."""
-        indices = self.is_nan.cpu().nonzero().flatten()
-        if not indices.numel():
-            return None
-        token = int(indices[0])
-        sample = int(self.window.window_segment_ids[token])
-        start = sum(self.window.response_lengths[:sample])
-        position = int(self.window.response_indices[token]) - start
-        return (
-            f"{indices.numel()} active tokens of this rank have a NaN loss, the first is response "
-            f"token {position} of sample {sample} ({self.sample_names[sample]}): look at its logits, "
-            "old_log_probs and rollout_log_probs"
-        )
+def _first_nan(metrics: MicroBatchMetrics) -> str | None:
+    """The first active token whose loss is NaN, by sample and position, or None. Waits for the device."""
+    if metrics.is_nan is None or metrics.batch is None:
+        return None
+    indices = metrics.is_nan.cpu().nonzero().flatten()
+    if not indices.numel():
+        return None
+    token, window = int(indices[0]), metrics.batch.window
+    sample = int(window.window_segment_ids[token])
+    position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
+    return (
+        f"{indices.numel()} active tokens of this rank have a NaN loss, the first is response token {position} of sample "
+        f"{sample} ({metrics.batch.samples[sample].name}): look at its logits, old_log_probs and rollout_log_probs"
+    )

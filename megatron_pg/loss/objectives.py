@@ -78,12 +78,7 @@ class Objective(Row):
 OBJECTIVES: Table[Objective] = Table(
     "policy_loss",
     replaced_by="custom_policy_loss_path",
-    also_known_as={
-        "grpo": "ppo",
-        "pg": "reinforce",
-        "policy_gradient": "reinforce",
-        "nll": "sft",
-    },
+    also_known_as={"grpo": "ppo", "pg": "reinforce", "policy_gradient": "reinforce", "nll": "sft"},
 )
 """By the name that `--policy-loss` takes."""
 
@@ -109,7 +104,7 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
 
 @objective(
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
-    about="arXiv:1707.06347 eq. 7",
+    about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
     inputs=("old_log_probs",),
     options=("eps_clip_c",),
     ratio="token",
@@ -123,8 +118,8 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
 
 
 @objective(
-    "the same with the ratio of the sequence, log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
-    about="arXiv:2507.18071, GSPO-token",
+    "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
+    about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     inputs=("old_log_probs",),
     options=("eps_clip_c",),
     ratio="sequence",
@@ -154,7 +149,7 @@ def gspo(
 
 @objective(
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
-    about="arXiv:2506.13585",
+    about="MiniMax-M1, arXiv:2506.13585",
     inputs=("old_log_probs",),
     options=("cispo_lower_bound",),
     ratio="token",
@@ -192,11 +187,7 @@ def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -
     return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
 
 
-@objective(
-    "-log_prob",
-    about="supervised: advantages are not read",
-    is_sum_over_tokens=True,
-)
+@objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """Supervised cross-entropy of the response tokens; advantages are not read."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))

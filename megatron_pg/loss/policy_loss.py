@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,16 +10,10 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.corrections import CORRECTIONS, Corrected, apply_corrections
+from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.metrics import (
-    MicroBatchMetrics,
-    Scored,
-    checksum,
-    policy_metrics,
-    step_sums,
-)
-from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput, get_objective
+from megatron_pg.loss.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
+from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios
 from megatron_pg.step.batch import PackedBatch
@@ -43,17 +37,6 @@ def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     rows = OBJECTIVES.rows_on(config)
     is_regularized = bool(config.kl_loss_coef or config.entropy_coef)
     return not is_regularized and any(row.zero_advantage_is_zero_gradient for row in rows)
-
-
-class LossTerms(NamedTuple):
-    """The loss of one micro-batch on one rank, 0-d each, and what its metrics are made of."""
-
-    loss: Tensor
-    """What is differentiated."""
-    reported: dict[str, Tensor]
-    """By the name of the metric."""
-    outcome: ObjectiveOutput
-    corrected: Corrected
 
 
 class MicroBatchLoss:
@@ -88,19 +71,23 @@ class MicroBatchLoss:
         if config.kl_loss_coef or config.entropy_coef:
             self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, totals)
 
-    def terms(self, log_probs: Tensor, entropy: Tensor | None) -> LossTerms:
+    def terms(
+        self, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Scored]:
         """The loss without its metrics: objective, corrections, aggregation, regularizers.
 
         Args:
             log_probs: [window] float32.
             entropy: [window] float32, or None.
+
+        Returns:
+            The 0-d loss to be differentiated, the 0-d terms to be reported by name, and what the metrics are made of.
         """
         config, batch = self.config, self.batch
         sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=self._group)
         outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
-        corrected = apply_corrections(
-            config, batch, log_probs, outcome.loss, batch.loss_mask, sequence=sequence
-        )
+        scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
+        corrected = apply_corrections(scored)
         inner_sum = self._policy_gradient.inner_sum(corrected.pg_loss)
         pg_loss = inner_sum / self._policy_gradient.outer_count
         reported = {"loss": pg_loss, "pg_loss": pg_loss}
@@ -113,11 +100,7 @@ class MicroBatchLoss:
             reported["entropy_loss"] = self._sample_mean(entropy)
             penalty = penalty - config.entropy_coef * reported["entropy_loss"]
         reported["loss"] = pg_loss + penalty
-        return LossTerms(loss + penalty, reported, outcome, corrected)
-
-    def awaited_metrics(self) -> MicroBatchMetrics:
-        """Metrics to be filled in when the log-probs are there."""
-        return MicroBatchMetrics.awaited(self.config, self.batch.tokens.device)
+        return loss + penalty, reported, replace(scored, corrected=corrected)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None
@@ -133,12 +116,11 @@ class MicroBatchLoss:
                 "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
                 "of the window's response tokens, in nats"
             )
-        terms = self.terms(log_probs, entropy)
-        metrics = step_sums(terms.reported, self._step_share)
-        metrics.add(checksum(self._policy_gradient, self._step_share, terms.loss.device))
-        scored = Scored(self.batch, log_probs, entropy, terms.outcome, terms.corrected)
-        metrics.add(policy_metrics(config, scored, share=self._step_share))
-        return terms.loss, metrics
+        loss, reported, scored = self.terms(log_probs, entropy)
+        metrics = step_sums(reported, self._step_share)
+        metrics.add(checksum(self._policy_gradient, self._step_share, loss.device))
+        metrics.add(policy_metrics(scored, share=self._step_share))
+        return loss, metrics
 
 
 def policy_loss_function(

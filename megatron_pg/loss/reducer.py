@@ -19,6 +19,7 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.sample import check_mask
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals
 
@@ -262,21 +263,10 @@ def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )
-    _check_mask_values(masks)
+    # In one look; on a device it would make the host wait, and there the samples were checked when built.
+    if masks and masks[0].device.type == "cpu":
+        values = torch.cat(masks)
+        if ((values != 0) & (values != 1)).any():
+            for sample, mask in enumerate(masks):
+                check_mask(f"loss_masks[{sample}]", mask)
     return masks
-
-
-def _check_mask_values(masks: Sequence[Tensor]) -> None:
-    """All masks in one look. On a device it would make the host wait; there the samples were checked when built."""
-    if not masks or masks[0].device.type != "cpu":
-        return
-    values = torch.cat(list(masks))
-    wrong = ((values != 0) & (values != 1)).nonzero()
-    if wrong.numel():
-        position = int(wrong[0])
-        for sample, mask in enumerate(masks):
-            if position < mask.numel():
-                raise ValueError(
-                    f"loss_masks[{sample}][{position}] is {float(mask[position])}, expected 0 or 1"
-                )
-            position -= mask.numel()

@@ -139,14 +139,16 @@ class FusedHead:
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
         coefficients, which is what a sum over tokens means.
         """
-        metrics = self._metrics = self._micro_batch_loss.awaited_metrics()
+        metrics = self._metrics = MicroBatchMetrics.awaited(
+            self._micro_batch_loss.config, self._batch.tokens.device
+        )
         everything = slice(0, len(self._active))
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
             of_window = self._in_window(log_probs, rows), self._in_window(entropy, rows)
             if rows != everything:
-                return self._micro_batch_loss.terms(*of_window).loss
+                return self._micro_batch_loss.terms(*of_window)[0]
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,18 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's group along each axis of parallelism.
-
-    Attributes:
-        tensor: ranks that share one vocabulary (tensor parallel).
-        context: ranks that share one packed micro-batch (context parallel).
-        data: ranks that hold other samples, at the same context-parallel rank.
-        data_with_context: `data` and `context` together: the ranks that gradients are reduced over.
-        pipeline: the stages of one pipeline.
-    """
+    """This rank's group along each axis of parallelism."""
 
     tensor: ProcessGroup
+    """Ranks that share one vocabulary (tensor parallel)."""
     context: ProcessGroup
+    """Ranks that share one packed micro-batch (context parallel)."""
     data: ProcessGroup
+    """Ranks that hold other samples, at the same context-parallel rank."""
     data_with_context: ProcessGroup
+    """`data` and `context` together: the ranks that gradients are reduced over."""
     pipeline: ProcessGroup
+    """The stages of one pipeline."""
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:
@@ -35,18 +33,7 @@ class ParallelGroups:
         Raises:
             RuntimeError: model parallelism is not initialized.
         """
-        if not parallel_state.model_parallel_is_initialized():
-            raise RuntimeError(
-                "Megatron's process groups do not exist yet: call "
-                "megatron.core.parallel_state.initialize_model_parallel(...) first"
-            )
-        return cls(
-            tensor=parallel_state.get_tensor_model_parallel_group(),
-            context=parallel_state.get_context_parallel_group(),
-            data=parallel_state.get_data_parallel_group(),
-            data_with_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        )
+        return cls.from_model(None)
 
     @classmethod
     def from_model(cls, model: Any) -> ParallelGroups:
@@ -54,13 +41,13 @@ class ParallelGroups:
 
         Args:
             model: a Megatron model, possibly wrapped (DDP, Float16Module), or the list of chunks of
-                a virtual pipeline.
+                a virtual pipeline; None names no group.
 
         Raises:
             RuntimeError: a group is missing from the model and model parallelism is not initialized.
         """
         collection = _process_group_collection(model)
-        fields = {
+        names = {
             "tensor": "tp",
             "context": "cp",
             "data": "dp",
@@ -68,14 +55,16 @@ class ParallelGroups:
             "pipeline": "pp",
         }
         found: dict[str, Any] = {
-            name: getattr(collection, key, None) for name, key in fields.items()
+            field: getattr(collection, name, None) for field, name in names.items()
         }
-        if any(group is None for group in found.values()):
-            default = cls.from_parallel_state()
-            found = {
-                name: getattr(default, name) if group is None else group
-                for name, group in found.items()
-            }
+        missing = [field for field, group in found.items() if group is None]
+        if missing and not parallel_state.model_parallel_is_initialized():
+            raise RuntimeError(
+                "Megatron's process groups do not exist yet: call "
+                "megatron.core.parallel_state.initialize_model_parallel(...) first"
+            )
+        for field in missing:
+            found[field] = _GLOBAL_GROUPS[field]()
         return cls(**found)
 
     @property
@@ -110,6 +99,15 @@ class ParallelGroups:
     def is_last_pipeline_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
+
+
+_GLOBAL_GROUPS: dict[str, Callable[[], Any]] = {
+    "tensor": parallel_state.get_tensor_model_parallel_group,
+    "context": parallel_state.get_context_parallel_group,
+    "data": parallel_state.get_data_parallel_group,
+    "data_with_context": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    "pipeline": parallel_state.get_pipeline_model_parallel_group,
+}
 
 
 def _process_group_collection(model: Any) -> Any | None:

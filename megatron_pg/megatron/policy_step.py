@@ -86,11 +86,7 @@ class PolicyStep:
         if config.fused_lm_head:
             require_output_processor(model)
         if groups is None:
-            groups = (
-                ParallelGroups.from_parallel_state()
-                if model is None
-                else ParallelGroups.from_model(model)
-            )
+            groups = ParallelGroups.from_model(model)
         chunk = model[0] if isinstance(model, (list, tuple)) else model
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config

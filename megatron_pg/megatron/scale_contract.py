@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
 """What a Megatron loss_func returns: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
+FACTORS = {False: ("DP M", "CP / M", "1 / (DP CP)"), True: ("sum of n", "1", "1 / sum of n")}
+"""The three factors of a `ScaleContract` as formulas, by whether per-token mode is on."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class ScaleContract:
     """What the local loss is multiplied by."""
     counts_all_tokens: bool
     """Whether n of per-token mode is all local tokens of a micro-batch, padding included, or its active ones."""
+    schedule_factor: float
+    """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
+    gradient_factor: float
+    """What the gradients, added up over the ranks, are multiplied by: 1 / (DP CP), and 1 / sum of n in per-token mode."""
 
     def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
         """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
@@ -98,9 +104,12 @@ def scale_contract(
             calculate_per_token_loss=False,
             factor=float(data_parallel_size * num_microbatches),
             counts_all_tokens=False,
+            schedule_factor=context_parallel_size / num_microbatches,
+            gradient_factor=1 / (data_parallel_size * context_parallel_size),
         )
     if not scales_auxiliary_loss_by_tokens(model_config):
-        return ScaleContract(True, float(max(totals.num_active_tokens, 1)), False)
+        sum_of_n = float(max(totals.num_active_tokens, 1))
+        return ScaleContract(True, sum_of_n, False, 1.0, 1 / sum_of_n)
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
         raise NotImplementedError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
@@ -114,7 +123,8 @@ def scale_contract(
             "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
             "policy gradient is the same)"
         )
-    return ScaleContract(True, float(max(totals.num_tokens, 1)), True)
+    sum_of_n = float(max(totals.num_tokens, 1))
+    return ScaleContract(True, sum_of_n, True, 1.0, 1 / sum_of_n)
 
 
 @functools.cache

@@ -1,7 +1,11 @@
 """Training from files that any rollout engine can write: Parquet and JSON Lines, one row a sample. Needs pyarrow."""
 
-from megatron_pg.rollout_files.rewards import with_group_advantages
-from megatron_pg.rollout_files.schema import COLUMNS, RewardedSample, RowError
+from megatron_pg.rollout_files.schema import (
+    COLUMNS,
+    RewardedSample,
+    RowError,
+    with_group_advantages,
+)
 from megatron_pg.rollout_files.source import (
     RolloutFileReport,
     RolloutFiles,

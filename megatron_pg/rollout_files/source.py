@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pg.config.planning import ON_BAD_ROW
-from megatron_pg.rollout_files.account import FileAccount, account_of, check_account
 from megatron_pg.rollout_files.reader import (
-    JSON_SUFFIXES,
-    PARQUET_SUFFIXES,
-    RowReader,
-    has_rollout_name,
+    FileAccount,
+    ParseRow,
+    account_of,
+    files_of,
+    is_json_lines,
     open_rows,
 )
-from megatron_pg.rollout_files.schema import Row, RowChecks, RowError, sample_of_row
+from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, RowError, sample_of_row
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
@@ -34,22 +35,22 @@ class RolloutPosition:
     row: int
     """Rows of it that have been passed."""
     files: tuple[FileAccount, ...]
-    """Of each file of the list its name, size and fingerprint, so that another list is noticed."""
+    """The accounts of the files of the list, so that another list is noticed."""
 
 
 class RolloutFiles:
-    """One data-parallel rank's share of the samples of rollout files; a ``SampleSource``.
+    """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
     Row i of the whole stream belongs to rank i modulo the number of ranks, counted from where this run began, so that
-    every rank reads all files and parses its own rows. Memory is that of one window of rows, whatever the files hold.
+    every rank reads all files and parses its own rows. Memory is that of the rows pulled, whatever the files hold.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
         data_parallel_rank: this rank in the data-parallel group without context parallelism.
         data_parallel_size: the number of its ranks.
-        on_bad_row: ``error`` stops at a row that is no sample; ``skip`` passes and counts it.
-        required_fields: optional fields of ``Sample`` that every row must fill, such as
-            ``PolicyLossConfig.required_sample_fields``.
+        on_bad_row: `error` stops at a row that is no sample; `skip` passes and counts it.
+        required_fields: optional fields of `Sample` that every row must fill, such as
+            `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
 
     Raises:
@@ -78,20 +79,24 @@ class RolloutFiles:
                 f"data_parallel_rank {data_parallel_rank} and data_parallel_size {data_parallel_size}: expected "
                 "0 <= rank < size"
             )
-        self._paths = _files_of(paths)
+        for name in required_fields:
+            if name not in OPTIONAL_FIELDS:
+                raise ValueError(
+                    f"required_fields: no column fills {name!r}; expected some of {', '.join(OPTIONAL_FIELDS)}"
+                )
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
+        self._paths = files_of(paths)
         # Now, and not at the first checkpoint: of what is read, not of what may lie there then.
         self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
-        self._checks = RowChecks.of(required_fields, vocab_size)
+        self._required_columns = [OPTIONAL_FIELDS[name] for name in required_fields]
+        self._vocab_size = vocab_size
         self._file = self._row = 0
-        self._reader: RowReader | None = None
-        self._num_skipped = 0
-
-    @property
-    def num_skipped(self) -> int:
+        self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
-        return self._num_skipped
+        self._rows = self._read()
 
     @property
     def position(self) -> RolloutPosition:
@@ -107,78 +112,97 @@ class RolloutFiles:
         Raises:
             ValueError: the files are not those that the position is of; the first that differs is named.
         """
+        self._check_files(position)
         self.close()
-        check_account(self._paths, self._accounts, position.files, position.file)
         self._file, self._row = position.file, position.row
-        if position.row:
-            found = self._open().skip(position.row)
-            if found < position.row:
-                raise ValueError(
-                    f"{self._paths[position.file]} has {found} rows and the checkpoint stopped after "
-                    f"{position.row}: the file has changed"
-                )
+        if position.row:  # now, and not at the first pull, is said that the file has fewer
+            with open_rows(self._paths[self._file], self._row):
+                pass
 
     def pull(self, count: int) -> list[Sample | None]:
         """The next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError), naming file, row, field, what was found and what was expected.
+            RowError: a bad row (a ValueError), naming file, row, field, what was found and what was expected. The
+                position is then after that row.
             ValueError: a file is not what its name says.
         """
-        left = count * self._size
         samples: list[Sample | None] = []
-        while left and self._file < len(self._paths):
-            passed = count * self._size - left
-            first = (self._rank - passed) % self._size
-            num_rows, rows = self._open().read(left, first, self._size)
-            for index, row in enumerate(rows):
-                samples.append(self._sample(row, self._row + first + index * self._size))
-            self._row += num_rows
-            left -= num_rows
-            if left:
-                self.close()
-                self._file, self._row = self._file + 1, 0
+        for index, parse in enumerate(itertools.islice(self._rows, count * self._size)):
+            if index % self._size != self._rank:
+                continue
+            try:
+                samples.append(self._sample(parse))
+            except RowError as error:
+                if not self._skips_bad_rows:
+                    raise
+                samples.append(None)
+                self.num_skipped += 1
+                if self.num_skipped <= NUM_LOGGED:
+                    logger.warning("--on-bad-row skip: %s", error)
         return samples
 
     def close(self) -> None:
         """Closes the file being read; the position stays."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        self._rows.close()
+        self._rows = self._read()
 
-    def _open(self) -> RowReader:
-        if self._reader is None:
-            self._reader = open_rows(self._paths[self._file])
-        return self._reader
-
-    def _sample(self, row: Row | RowError, number: int) -> Sample | None:
-        path = self._paths[self._file]
+    def _read(self) -> Generator[ParseRow, None, None]:
+        """The rows from the position on, which follows them."""
         try:
-            if isinstance(row, RowError):
-                raise row
-            return sample_of_row(row, self._checks, name=f"{path.name} row {number}")
+            while self._file < len(self._paths):
+                with open_rows(self._paths[self._file], self._row) as rows:
+                    for parse in rows:
+                        self._row += 1
+                        yield parse
+                self._file, self._row = self._file + 1, 0
+        finally:  # after an error a pull begins here again, as one that has ended would look like the end of the files
+            self._rows = self._read()
+
+    def _sample(self, parse: ParseRow) -> Sample:
+        """The sample of the row that was passed last."""
+        path, row = self._paths[self._file], self._row - 1
+        try:
+            return sample_of_row(
+                parse(), f"{path.name} row {row}", self._required_columns, self._vocab_size
+            )
         except RowError as error:
-            located = error.at(str(path), number)
-            if not self._skips_bad_rows:
-                raise located from None
-            self._num_skipped += 1
-            if self._num_skipped <= NUM_LOGGED:
-                logger.warning("--on-bad-row skip: %s", located)
-            return None
+            error.file, error.row = str(path), row
+            raise
+
+    def _check_files(self, position: RolloutPosition) -> None:
+        """Refuses other files than those of the position, but for rows that were added after the last."""
+        last = len(position.files) - 1
+        for index, then in enumerate(position.files):
+            now = "is missing"
+            if index < len(self._paths):
+                path, account = self._paths[index], self._accounts[index]
+                may_grow = position.file <= index == last and is_json_lines(path)
+                if account == then or (may_grow and account_of(path, then[1]) == then):
+                    continue
+                now = f"had other contents than {path}"
+                if account[0] != then[0]:
+                    now = f"is now {path}"
+                elif account[1] != then[1]:
+                    now = f"had {then[1]} bytes and {path} has {account[1]}"
+            raise ValueError(
+                f"--rollout-files: file {index + 1} of the {last + 1} that the checkpoint is of, {then[0]!r}, {now}: "
+                "give the same files in the same order (further ones may follow them), or start anew"
+            )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutFileReport:
-    """What :func:`validate_rollout_file` found."""
+    """What `validate_rollout_file` found."""
 
     path: str
-    num_rows: int
-    num_bad_rows: int
-    num_tokens: int
+    num_rows: int = 0
+    num_bad_rows: int = 0
+    num_tokens: int = 0
     """Prompt and response tokens of the good rows."""
-    num_active_tokens: int
-    errors: tuple[RowError, ...]
-    """Of the first bad rows."""
+    num_active_tokens: int = 0
+    errors: list[RowError] = field(default_factory=list)
+    """The errors of the first bad rows."""
 
 
 def validate_rollout_file(
@@ -192,73 +216,25 @@ def validate_rollout_file(
 
     Args:
         path: a Parquet or JSON Lines file.
-        required_fields: see :class:`RolloutFiles`.
-        vocab_size: see :class:`RolloutFiles`.
+        required_fields: see `RolloutFiles`.
+        vocab_size: see `RolloutFiles`.
         max_errors: bad rows beyond these are counted and not kept.
 
     Raises:
         ValueError: a file of another kind, or settings out of range.
         FileNotFoundError: no such file.
     """
-    checks = RowChecks.of(required_fields, vocab_size)
-    errors: list[RowError] = []
-    num_rows = num_bad_rows = num_tokens = num_active_tokens = 0
-    for row in _all_rows(Path(path)):
+    files = RolloutFiles([path], required_fields=required_fields, vocab_size=vocab_size)
+    report = RolloutFileReport(str(path))
+    for parse in files._read():
+        report.num_rows += 1
         try:
-            if isinstance(row, RowError):
-                raise row
-            sample = sample_of_row(row, checks, name=f"row {num_rows}")
-            num_tokens += sample.total_length
-            num_active_tokens += sample.num_active_tokens
+            sample = files._sample(parse)
         except RowError as error:
-            num_bad_rows += 1
-            if len(errors) < max_errors:
-                errors.append(error.at(str(path), num_rows))
-        num_rows += 1
-    return RolloutFileReport(
-        str(path), num_rows, num_bad_rows, num_tokens, num_active_tokens, tuple(errors)
-    )
-
-
-def _all_rows(path: Path) -> Iterator[Row | RowError]:
-    reader = open_rows(path)
-    try:
-        while True:
-            _, rows = reader.read(256, 0, 1)
-            if not rows:
-                return
-            yield from rows
-    finally:
-        reader.close()
-
-
-def _files_of(paths: Sequence[str | Path]) -> list[Path]:
-    """The files named, directories replaced by the rollout files in them."""
-    files = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            files += _files_in(path)
-        elif not path.exists():
-            raise FileNotFoundError(f"--rollout-files: {path} does not exist")
-        elif not has_rollout_name(path):
-            kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
-            raise ValueError(f"--rollout-files: {path} does not end in one of {kinds}")
+            report.num_bad_rows += 1
+            if len(report.errors) < max_errors:
+                report.errors.append(error)
         else:
-            files.append(path)
-    if not files:
-        raise ValueError("--rollout-files: give at least one file")
-    return files
-
-
-def _files_in(directory: Path) -> list[Path]:
-    """The rollout files of a directory, by name; what looks like one and cannot be read is not passed over."""
-    found = [path for path in sorted(directory.iterdir()) if has_rollout_name(path)]
-    if not found:
-        raise ValueError(f"--rollout-files: the directory {directory} holds no rollout file")
-    for path in found:
-        if path.is_dir():
-            raise ValueError(
-                f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the "
-                "files in it, or move it elsewhere"
-            )
-    return found
+            report.num_tokens += sample.total_length
+            report.num_active_tokens += sample.num_active_tokens
+    return report

@@ -42,9 +42,7 @@ class _Failure:
 
 
 def compute_and_gather(
-    compute: Callable[[], Value],
-    share: Callable[[Value], Shared],
-    group: dist.ProcessGroup | None,
+    compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
     """This rank's `compute()`, and `share()` of it from every rank, in rank order.
 

@@ -280,7 +280,7 @@ class StepCollector(Generic[AnySample]):
                 ids,
                 slots[index] if rank == self._rank else None,
             )
-            for index in range(count)
+            for index in range(max(map(len, everyone)))
             for rank, of_rank in enumerate(everyone)
             if index < len(of_rank) and (ids := of_rank[index]) is not None
         ]

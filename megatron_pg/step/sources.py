@@ -45,11 +45,11 @@ class SampleSource(Protocol[AnySample]):
 
 
 class IteratorSource(Generic[AnySample]):
-    """Samples of an iterator: every rank iterates over its own share. Positions count samples."""
+    """Samples of an iterator, None for a slot without one: every rank iterates over its own share. Positions count slots."""
 
     can_reshard = False
 
-    def __init__(self, samples: Iterable[AnySample]) -> None:
+    def __init__(self, samples: Iterable[AnySample | None]) -> None:
         self._samples = iter(samples)
         self._position = 0
 

@@ -108,7 +108,7 @@ class TokenWindow:
         chunks = _chunk_lengths(totals, cp_size, pad_to_multiple)
         padded = chunks * _chunks_per_sequence(cp_size)
 
-        segment_ids, position_ids = _local_positions(chunks, cp_rank, cp_size)
+        segment_ids, position_ids = local_positions(padded, cp_rank, cp_size)
         # The padding segment is a sequence of no tokens and no response.
         num_padding = chunks.numel() - totals.numel()
         totals = torch.nn.functional.pad(totals, (0, num_padding))
@@ -169,15 +169,16 @@ def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor
     return torch.cat([chunks, torch.tensor([padding // number])]) if padding else chunks
 
 
-def _local_positions(chunks: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """[local_tokens] segment and in-sequence position of each token of this rank."""
-    local_lengths = chunks * (_chunks_per_sequence(cp_size) // cp_size)
-    segment_ids = torch.repeat_interleave(torch.arange(chunks.numel()), local_lengths)
+def local_positions(padded: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    """[local_tokens] segment and in-sequence position of each token of a rank, from [segments] padded lengths."""
+    local_lengths = padded // cp_size
+    segments = torch.arange(padded.numel(), device=padded.device)
+    segment_ids = torch.repeat_interleave(segments, local_lengths)
     starts = local_lengths.cumsum(0) - local_lengths
-    offset = torch.arange(segment_ids.numel()) - starts[segment_ids]
+    offset = torch.arange(segment_ids.numel(), device=padded.device) - starts[segment_ids]
     if cp_size == 1:
         return segment_ids, offset
-    chunk = chunks[segment_ids]
+    chunk = local_lengths[segment_ids] // 2
     # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
     shift = torch.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)
     return segment_ids, offset + shift

@@ -150,11 +150,7 @@ def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
 
 def all_cases() -> list[Case]:
     """The whole matrix, each case in float32 and in float64."""
-    groups = [
-        (DENSE, DENSE_SHARDINGS),
-        (TIED, TIED_SHARDINGS),
-        (EXPERTS, EXPERT_SHARDINGS),
-    ]
+    groups = [(DENSE, DENSE_SHARDINGS), (TIED, TIED_SHARDINGS), (EXPERTS, EXPERT_SHARDINGS)]
     return [
         Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place))
         for options, shardings in groups

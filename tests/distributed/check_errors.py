@@ -99,7 +99,7 @@ def lines() -> list[Line]:
 def largest_errors(flag_sets: list[list[str]]) -> list[dict[str, float]]:
     """The largest gradient error of each model and dtype; every rank calls it."""
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.run import run_check
+    from megatron_pg.check.step import run_check
 
     found = []
     for flags in flag_sets:

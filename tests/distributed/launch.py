@@ -1,7 +1,7 @@
 """Run a function in several gloo processes: all results, or the first error, and never a hang.
 
-The processes are forked from a server that has imported torch and Megatron once, so that a launch
-costs a fraction of a second and not an import for each rank.
+The processes are forked from a server that has imported torch, Megatron and the training script once, so that
+a launch costs a fraction of a second and not an import for each rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ class RankError(RuntimeError):
     """A rank failed; the message has its traceback, and those that reached us soon after."""
 
 
+def fork_server() -> Any:
+    """The multiprocessing context whose processes are forked from what `preload` has imported.
+
+    A server is started by the first process that is asked of it and knows what that one preloads: one list for all.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    return context
+
+
 def run_ranks(
     worker: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
 ) -> list[Any]:
@@ -39,11 +50,9 @@ def run_ranks(
         RankError: a rank raised, or died.
         TimeoutError: the ranks were not done in time.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Plain pickle, here and for the results: that of multiprocessing would share tensors' memory.
     task = pickle.dumps((worker, args))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
@@ -93,12 +102,7 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 
 
 def _run_rank(
-    pipe: Any,
-    task: bytes,
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout: float,
+    pipe: Any, task: bytes, rank: int, world_size: int, store: str, timeout: float
 ) -> None:
     """The life of one rank; what it raises goes to the parent as text."""
     import torch

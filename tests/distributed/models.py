@@ -11,17 +11,19 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_pg.check import models as builder
-from megatron_pg.check.models import ModelShape, model_config
+from megatron_pg.check import model as builder
+from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
-from megatron_pg.check.sharded_parameters import Shard, complete_reduce_scatter, shards
-
-from .steps import VOCAB_SIZE
+from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 
 NUM_EXPERTS = 4
-SHAPE = ModelShape(
-    num_layers=4, num_query_groups=2, head_size=8, vocab_size=VOCAB_SIZE, ffn_hidden_size=64
-)
+SHAPE = {
+    "num_layers": 4,
+    "num_query_groups": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,6 @@ class ModelOptions:
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
     """The same in the words of the package's builder of tiny models."""
-    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
     return CheckOptions(
         tensor_model_parallel_size=sharding.tensor,
         pipeline_model_parallel_size=sharding.pipeline,
@@ -81,7 +82,6 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
-        dtype=dtypes[options.dtype],  # type: ignore[arg-type]
     )
 
 
@@ -101,8 +101,9 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         }
     return model_config(
         check_options(sharding, options),
-        SHAPE,
         calculate_per_token_loss=options.calculate_per_token_loss,
+        dtype=options.dtype,
+        **SHAPE,
         **experts,
     )
 
@@ -113,15 +114,15 @@ def build_model(
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
     config = transformer_config(sharding, options)
-    new_model = None
+    new_model: Any = GPTModel
     if options.hybrid:
         from .hybrid import hybrid_model as new_model
-    chosen = check_options(sharding, options)
-    chunks = builder.build_gpt(
-        chosen, SHAPE, config, new_model=new_model, tied_embeddings=options.tied_embeddings
-    )
-    return builder.under_ddp(
-        chosen, config, chunks, overlap_grad_reduce=options.overlap_grad_reduce
+    return builder.build_model(
+        check_options(sharding, options),
+        config,
+        new_model,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        share_embeddings_and_output_weights=options.tied_embeddings,
     )
 
 
@@ -131,11 +132,7 @@ def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor]
     Raises:
         AssertionError: two ranks that hold the same slice hold different gradients.
     """
-    mine = []
-    for chunk in chunks:
-        complete_reduce_scatter(chunk)
-        for shard, parameter in shards(chunk.module):
-            mine.append((shard, parameter.main_grad.detach().clone()))
+    mine = [(shard, gradient.clone()) for shard, gradient in gradient_slices(chunks)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_pg.check.models import MAX_SEQUENCE_LENGTH
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
-from .models import (
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .steps import Run
 
 LossFactory = Callable[..., Callable[[Tensor], Any]]
@@ -97,33 +91,18 @@ def run_schedule(
     groups = ParallelGroups.from_model(chunks)
     micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
 
-    def batches() -> Iterator[PackedBatch]:
-        for samples in micro_batches:
-            yield pack_batch(
-                samples,
-                cp_rank=groups.context_rank,
-                cp_size=groups.context_size,
-                pad_to_multiple=_pad_to_multiple(sharding),
-            )
-
-    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        batch = next(iterator)
-        end = (head or PolicyStep.head)(step, batch)
-        return model(**end.model_inputs), end.loss_func
-
-    count = len(micro_batches)
-    step = PolicyStep(run.config, totals=totals, num_microbatches=count, model=chunks)
-    several = len(chunks) > 1
-    metrics: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[batches() for _ in chunks] if several else batches(),
-        model=chunks if several else chunks[0],
-        num_microbatches=count,
-        seq_length=MAX_SEQUENCE_LENGTH,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    return step, metrics
+    batches = [
+        pack_batch(
+            samples,
+            cp_rank=groups.context_rank,
+            cp_size=groups.context_size,
+            pad_to_multiple=_pad_to_multiple(sharding),
+        )
+        for samples in micro_batches
+    ]
+    step = PolicyStep(run.config, totals=totals, num_microbatches=len(batches), model=chunks)
+    heads = partial(head or PolicyStep.head, step)
+    return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)
 
 
 def _pad_to_multiple(sharding: Sharding) -> int:

@@ -1,5 +1,6 @@
 """What the process that ranks are forked from imports; nothing here may start a thread."""
 
+import gc
 import logging
 import warnings
 
@@ -10,8 +11,12 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime  # noqa: E402
 
 enable_cpu_runtime()
 
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt  # noqa: E402, F401
-import megatron.core.pipeline_parallel  # noqa: E402, F401
+import pytest  # noqa: E402, F401
+import train_grpo  # noqa: E402, F401
 
-import megatron_pg.megatron.cpu.layer_spec  # noqa: E402, F401
+from megatron_pg.config.versions import has_megatron_training  # noqa: E402
+
+if has_megatron_training():
+    import megatron.training.arguments  # noqa: F401
+
+gc.freeze()  # a collection in a rank would copy every page that the ranks share

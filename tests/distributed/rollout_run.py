@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import socket
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300.0
@@ -67,22 +68,35 @@ def start(
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
 ) -> list[BaseProcess]:
-    """The ranks of a run; what they print goes to a file beside its folder.
-
-    They are forked from a process that has imported everything, so that a start costs about a second.
+    """The ranks of a run, as `start_script` starts them.
 
     Args:
         rollouts: None runs online.
         flags: after FLAGS or ONLINE, so that a later one wins.
+    """
+    source = ONLINE if rollouts is None else f"{FLAGS} --rollout-files {rollouts}"
+    arguments = [*source.split(), "--run-dir", str(run_dir), *flags.split()]
+    return start_script(arguments, run_dir, world_size, prepare)
+
+
+def start_script(
+    arguments: list[str],
+    run_dir: Path,
+    world_size: int = 2,
+    prepare: Callable[[int], None] | None = None,
+) -> list[BaseProcess]:
+    """The training script's ranks; what they print goes to a file beside the run's folder.
+
+    They are forked from a process that has imported everything, so that a start costs about a second.
+
+    Args:
+        arguments: of the script.
         prepare: called with the rank, in its process, before the script.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload_script"])
+    context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    source = ONLINE if rollouts is None else f"{FLAGS} --rollout-files {rollouts}"
-    arguments = [*source.split(), "--run-dir", str(run_dir), *flags.split()]
     environment = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -111,7 +125,6 @@ def _run_rank(
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     sys.argv = ["train_grpo.py", *arguments]
-    sys.path.insert(0, str(ROOT / "examples"))
     if prepare is not None:
         prepare(int(environment["RANK"]))
     import train_grpo

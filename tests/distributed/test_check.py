@@ -129,9 +129,9 @@ def test_fused_head_passes(flags: list[str]) -> None:
 
 def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
     """(aggregation, passed, diagnosis) of the loss-only rows under each mutant; every rank runs it."""
-    from megatron_pg.check import run
-    from megatron_pg.check.diagnosis import diagnosis
+    from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options
+    from megatron_pg.check.report import diagnosis
 
     from .mutants import MUTANTS
     from .wrong_check import replace_loss
@@ -170,9 +170,7 @@ def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
     ],
 )
 def test_wrong_factor_is_named(
-    mutant: str,
-    diagnosis: str,
-    context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
+    mutant: str, diagnosis: str, context_parallel_mutants: dict[str, list[tuple[str, bool, str]]]
 ) -> None:
     rows = context_parallel_mutants[mutant]
     assert len(rows) == 8
@@ -253,9 +251,9 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
-    from megatron_pg.check.diagnosis import diagnosis
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.run import run_check
+    from megatron_pg.check.report import diagnosis
+    from megatron_pg.check.step import run_check
 
     found = []
     module = "tests.distributed.wrong_check"
@@ -287,7 +285,7 @@ def test_custom_function_that_is_not_there_is_refused() -> None:
 
 def part_in_a_thousand() -> dict[str, float]:
     """The least error of the loss-only rows where one term is wrong by 1/1000."""
-    from megatron_pg.check import run
+    from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options
 
     del run.MODELS["end to end"]

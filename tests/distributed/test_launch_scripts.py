@@ -17,8 +17,6 @@ from megatron_pg.config.versions import has_megatron_training
 from tests.distributed.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
 LAUNCH = ROOT / "examples/launch"
 SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.name != "common.sh")
 WORLD_SIZES = {
@@ -161,7 +159,7 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
 def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
-    assert re.match(f"error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
+    assert re.match(f"(?s)error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
 
 
 @pytest.mark.skipif(not has_megatron_training(), reason="the scripts take Megatron's own flags")

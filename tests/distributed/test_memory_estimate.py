@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstart.arguments import parse_arguments
 
 from megatron_pg.config.versions import has_megatron_training
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from quickstart.arguments import parse_arguments  # noqa: E402
 
 if not has_megatron_training():
     pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
 
 from quickstart.memory_estimate import GIB, MemoryEstimate, estimate_memory  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 MODEL = (
     "train.py --device cuda --bf16 --run-dir run --use-distributed-optimizer --num-layers 16 --hidden-size 2048 "

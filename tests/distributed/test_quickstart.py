@@ -7,31 +7,31 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quickstart.arguments import parse_arguments
+from quickstart.errors import RunError
+from quickstart.identity import identity_of
+from quickstart.run_directory import RunDirectory, die_with_launcher
+
+from megatron_pg import PolicyLossConfig
+from megatron_pg.config.versions import has_megatron_training
+from tests.distributed.launch import fork_server, run_ranks
+from tests.distributed.rollout_run import output_of, start_script, steps_of, wait
+from tests.lanes import in_one_lane
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from quickstart.arguments import parse_arguments  # noqa: E402
-from quickstart.errors import RunError  # noqa: E402
-from quickstart.identity import identity_of  # noqa: E402
-from quickstart.run_directory import RunDirectory  # noqa: E402
-
-from megatron_pg import PolicyLossConfig  # noqa: E402
-from megatron_pg.config.versions import has_megatron_training  # noqa: E402
-from tests.distributed.launch import run_ranks  # noqa: E402
-from tests.lanes import in_one_lane  # noqa: E402
-
 SHORT = (
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 16 "
     "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --train-iters 12 --save-interval 4 "
@@ -49,17 +49,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/train_grpo.py").symlink_to(ROOT / "examples/train_grpo.py")
     (folder / "ci").mkdir()
-    stub = f"make_environment() {{ VENV_PYTHON={sys.executable}; }}\n"
+    stub = f"make_environment() {{ VENV_PYTHON=${{STARTED:-{sys.executable}}}; }}\n"
     (folder / "ci/environment.sh").write_text(stub)
     return folder
 
 
-def start(project: Path, run_dir: Path, *flags: str, short: bool = True) -> subprocess.Popen[str]:
+def start(
+    project: Path, run_dir: Path, *flags: str, short: bool = True, **environment: str
+) -> subprocess.Popen[str]:
     shortened = SHORT.split() if short else []
     return subprocess.Popen(
         ["bash", "examples/quickstart.sh", *shortened, "--run-dir", str(run_dir), *flags],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -73,6 +75,15 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def run_without_launcher(project: Path, run_dir: Path, *flags: str) -> tuple[list[int], str]:
+    """Exit codes and output of the ranks that the launcher would start, forked from what has imported everything."""
+    line, _ = start(project, run_dir, *flags, STARTED="echo").communicate()
+    launcher, _, arguments = line.partition(" examples/train_grpo.py ")
+    assert launcher.endswith("--nproc-per-node 2")
+    codes = wait(start_script(arguments.split(), run_dir))
+    return codes, output_of(run_dir).read_text()
+
+
 @in_one_lane
 def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
@@ -80,11 +91,6 @@ def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     rewards = [step["reward"] for step in steps_of(tmp_path / "run")]
     assert rewards[0] < 0.5
     assert sum(rewards[-6:]) / 6 > 0.7
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "seconds": None} for line in lines]
 
 
 def interrupt(
@@ -164,7 +170,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     shutil.copytree(newest, newest.with_name("partial_step_000004_000099"))
     (newest.with_name("partial_step_000004_000099") / "model" / "metadata.json").unlink()
 
-    output = finish(start(project, run_dir, "--resume"))
+    codes, output = run_without_launcher(project, run_dir, "--resume")
+    assert codes == [0, 0], output
     assert f"resuming from {newest}" in output
     assert steps_of(run_dir) == steps_of(uninterrupted)
     before, after = (
@@ -175,9 +182,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    process = start(project, uninterrupted, "--resume", "--loss-aggregation", "token_mean")
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode != 0
+    flags = ("--resume", "--loss-aggregation", "token_mean")
+    codes, output = run_without_launcher(project, uninterrupted, *flags)
+    assert codes == [1, 1]
     assert "was made with loss_aggregation 'prompt_mean' and this run has 'token_mean'" in output
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
@@ -290,21 +297,6 @@ def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
         parse_for_two_ranks(flags)
 
 
-WRITES_IN_A_FORKED_PROCESS = """
-import os, sys, time
-from pathlib import Path
-
-sys.path.insert(0, sys.argv[1])
-from quickstart.run_directory import RunDirectory, die_with_launcher
-
-die_with_launcher()
-directory = RunDirectory(Path(sys.argv[2]), resume=False)
-if os.fork() == 0:
-    print("writing", flush=True)
-time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
@@ -330,24 +322,35 @@ def test_what_would_be_passed_over_is_refused(flags: str) -> None:
         parse_for_two_ranks(flags)
 
 
-def test_the_script_explains_its_flags() -> None:
-    script = [sys.executable, str(ROOT / "examples/train_grpo.py"), "--help"]
-    shown = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0, shown.stderr
-    assert "--loss-aggregation" in shown.stdout and "--context-parallel-size" in shown.stdout
+def test_the_script_explains_its_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "examples/train_grpo.py")
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--loss-aggregation" in shown and "--context-parallel-size" in shown
+
+
+def write_in_a_forked_process(folder: Path, pipe: Connection) -> None:
+    die_with_launcher()
+    directory = RunDirectory(folder, resume=False)
+    if os.fork() == 0:
+        pipe.send("writing")
+    time.sleep(60)
+    del directory
 
 
 def test_a_killed_run_leaves_no_process_that_holds_its_folder(tmp_path: Path) -> None:
     """Symptom: "another run is writing", from a run resumed right after kill -9 in the middle of a checkpoint."""
     folder = tmp_path / "run"
-    run = subprocess.Popen(
-        [sys.executable, "-c", WRITES_IN_A_FORKED_PROCESS, str(ROOT / "examples"), str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with run:
-        assert run.stdout is not None and run.stdout.readline() == "writing\n"
-        run.kill()
+    ours, theirs = fork_server().Pipe(duplex=False)
+    run = fork_server().Process(target=write_in_a_forked_process, args=(folder, theirs))
+    run.start()
+    assert ours.poll(TIMEOUT_SECONDS) and ours.recv() == "writing"
+    run.kill()
     RunDirectory(folder, resume=True)
 
 

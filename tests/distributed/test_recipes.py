@@ -8,15 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstart.arguments import parse_arguments
+
+from megatron_pg import PolicyLossConfig
+from megatron_pg.config.versions import supports_output_processor
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from quickstart.arguments import parse_arguments  # noqa: E402
-
-from megatron_pg import PolicyLossConfig  # noqa: E402
-from megatron_pg.config.versions import supports_output_processor  # noqa: E402
-
 PAGE = (ROOT / "docs/recipes.md").read_text()
 WORLD_SIZE = 8
 

@@ -54,10 +54,7 @@ def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
 
 
 def end_of(
-    rollouts: Path | None,
-    run_dir: Path,
-    flags: str,
-    prepare: Callable[[int], None] | None = None,
+    rollouts: Path | None, run_dir: Path, flags: str, prepare: Callable[[int], None] | None = None
 ) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
     ranks = start(rollouts, run_dir, flags, prepare=prepare)
@@ -236,13 +233,13 @@ def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
 
 
 def _fail_to_read(failing: int, rank: int) -> None:
-    from megatron_pg.rollout_files.reader import JsonLinesReader
+    from megatron_pg.rollout_files import source
 
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if rank == failing:
-        JsonLinesReader.read = fail  # type: ignore[assignment, method-assign]
+        source.open_rows = fail  # type: ignore[assignment]
 
 
 def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
@@ -313,7 +310,7 @@ def _lack_the_files_on_1(rank: int) -> None:
         raise FileNotFoundError("--rollout-files: x.jsonl does not exist")
 
     if rank == 1:
-        source._files_of = lack  # type: ignore[assignment]
+        source.files_of = lack  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.corrections import apply_corrections
+from megatron_pg.loss.corrections import Scored, apply_corrections
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import SequenceReduction, sequence_log_ratios
@@ -69,8 +69,8 @@ def corrected_on_this_rank(
     everything = flat_log_probs(sequences)
     log_probs = everything[batch.window.response_indices]
     sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=group)
-    loss = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence).loss
-    found = apply_corrections(config, batch, log_probs, loss, batch.loss_mask, sequence=sequence)
+    outcome = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence)
+    found = apply_corrections(Scored(config, batch, log_probs, outcome, sequence=sequence))
     found.pg_loss.sum().backward()
     return batch.window.response_indices, found.pg_loss.detach(), everything.grad
 

@@ -144,7 +144,8 @@ MISTAKES = {
 def check(mistake: str, flags: Sequence[str]) -> int:
     """The exit status of the loss-only rows of a check under one of `MISTAKES`; every rank calls it."""
     enable_cpu_runtime()
-    from megatron_pg.check import main, run
+    from megatron_pg.check import main
+    from megatron_pg.check import step as run
 
     del run.MODELS["end to end"]
     MISTAKES[mistake](run)

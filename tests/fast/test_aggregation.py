@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_pg.loss.aggregation import AGGREGATIONS, checked_aggregation
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_steps import CUTS, Package, check_cut, whole
+from tests.distributed.launch import run_ranks
 from tests.random_steps import package_samples, plain_sample, random_losses, random_step
 
 
@@ -251,38 +250,33 @@ RANK_SAMPLES = ([0, 2, 5], [1, 3, 4, 6])
 """Which of COUNTED_STEP each rank holds: groups 10 and 11 and rollout 100 are on both."""
 
 
-def count_on_rank(rank: int, rendezvous: str) -> None:
+def count_on_rank() -> None:
     """One data-parallel rank: totals over the group equal those of the whole step."""
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    try:
-        step = package_samples(COUNTED_STEP)
-        local = [step[index] for index in RANK_SAMPLES[rank]]
-        totals = step_totals(local, data_parallel_group=dist.group.WORLD)
-        check_counts(totals)
-        whole_step = step_totals(step)
-        for aggregation in ("sample_mean", "prompt_mean"):
-            assert denominators(totals, local, aggregation) == denominators(
-                whole_step, local, aggregation
-            )
-        assert set(totals.group_active_tokens) == {sample.group_index for sample in local}
-        rollouts = {sample.rollout_id for sample in local} - {None}
-        assert set(totals.rollout_active_tokens) == rollouts
+    rank = dist.get_rank()
+    step = package_samples(COUNTED_STEP)
+    local = [step[index] for index in RANK_SAMPLES[rank]]
+    totals = step_totals(local, data_parallel_group=dist.group.WORLD)
+    check_counts(totals)
+    whole_step = step_totals(step)
+    for aggregation in ("sample_mean", "prompt_mean"):
+        assert denominators(totals, local, aggregation) == denominators(
+            whole_step, local, aggregation
+        )
+    assert set(totals.group_active_tokens) == {sample.group_index for sample in local}
+    rollouts = {sample.rollout_id for sample in local} - {None}
+    assert set(totals.rollout_active_tokens) == rollouts
 
-        # A rank without samples joins all the same.
-        totals = step_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)
-        check_counts(totals)
+    # A rank without samples joins all the same.
+    totals = step_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)
+    check_counts(totals)
 
-        # A group missing on one rank is missing for all.
-        first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
-        assert step_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
-    finally:
-        dist.destroy_process_group()
+    # A group missing on one rank is missing for all.
+    first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
+    assert step_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
 
 
-def test_totals_span_data_parallel_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(
-        count_on_rank, args=(f"file://{tmp_path / 'rendezvous'}",), nprocs=2
-    )
+def test_totals_span_data_parallel_ranks() -> None:
+    run_ranks(count_on_rank, 2)
 
 
 def test_random_step_has_what_the_tests_rely_on() -> None:

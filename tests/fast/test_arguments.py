@@ -11,17 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pg.config import (
-    PolicyLossConfig,
-    add_policy_loss_args,
-    validate_policy_loss_args,
-)
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.fields import fields_of
 from megatron_pg.config.flags import field_docstrings
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample
-from tests.fast import flags_page
+from tests.fast import tables
 
 HERE = "tests.fast.test_arguments"
 
@@ -40,15 +36,16 @@ def custom_tis(config, batch, log_probs, pg_loss):
 
 FIELDS = fields_of(PolicyLossConfig)
 FLAGS = [field.flag for field in FIELDS.values() if field.has_flag] + ["--pg-loss-divisor"]
+TOKENS = "--loss-aggregation token_mean"
 REDUCER = f"--custom-pg-loss-reducer-function-path {HERE}.custom_reducer"
 MOE = {"num_experts": 8, "moe_aux_loss_coeff": 0.01}
 
 
-def parse(line: str, **host: object) -> argparse.Namespace:
+def parse(line: str, **trainer: object) -> argparse.Namespace:
     """Parsed flags, with the trainer's own arguments that a case needs."""
     parser = add_policy_loss_args(argparse.ArgumentParser())
     args = parser.parse_args(line.split())
-    vars(args).update(host)
+    vars(args).update(trainer)
     return args
 
 
@@ -62,29 +59,17 @@ SETTLED = [
     ("--pg-loss-divisor 8 --loss-aggregation constant", {}, "constant", 8.0, False),
     ("--pg-loss-divisor 8 --loss-aggregation-divisor 8.0", {}, "constant", 8.0, False),
     # token_mean turns per-token mode on where nothing speaks against it
-    ("--loss-aggregation token_mean", {}, "token_mean", None, True),
-    ("--loss-aggregation token_mean --calculate-per-token-loss", {}, "token_mean", None, True),
-    ("--loss-aggregation token_mean", {"num_experts": 8}, "token_mean", None, True),
-    ("--loss-aggregation token_mean", {"moe_aux_loss_coeff": 0.01}, "token_mean", None, True),
-    (
-        "--loss-aggregation token_mean",
-        {**MOE, "moe_router_load_balancing_type": "none"},
-        "token_mean",
-        None,
-        True,
-    ),
-    (
-        "--loss-aggregation token_mean",
-        {"num_experts": 8, "moe_aux_loss_coeff": [0.0, 0.0]},
-        "token_mean",
-        None,
-        True,
-    ),
-    ("--loss-aggregation token_mean", {"mtp_num_layers": 0}, "token_mean", None, True),
+    (TOKENS, {}, "token_mean", None, True),
+    (TOKENS + " --calculate-per-token-loss", {}, "token_mean", None, True),
+    (TOKENS, {"num_experts": 8}, "token_mean", None, True),
+    (TOKENS, {"moe_aux_loss_coeff": 0.01}, "token_mean", None, True),
+    (TOKENS, {**MOE, "moe_router_load_balancing_type": "none"}, "token_mean", None, True),
+    (TOKENS, {"num_experts": 8, "moe_aux_loss_coeff": [0.0, 0.0]}, "token_mean", None, True),
+    (TOKENS, {"mtp_num_layers": 0}, "token_mean", None, True),
     # ... and leaves it off where something does
-    ("--loss-aggregation token_mean", MOE, "token_mean", None, False),
+    (TOKENS, MOE, "token_mean", None, False),
     (
-        "--loss-aggregation token_mean",
+        TOKENS,
         {
             "num_experts": 8,
             "moe_aux_loss_coeff": [0.0, 0.01],
@@ -94,24 +79,12 @@ SETTLED = [
         None,
         False,
     ),
-    (
-        "--loss-aggregation token_mean",
-        {"num_experts": 8, "moe_z_loss_coeff": 1e-3},
-        "token_mean",
-        None,
-        False,
-    ),
-    ("--loss-aggregation token_mean", {"mtp_num_layers": 1}, "token_mean", None, False),
-    ("--loss-aggregation token_mean", {"use_torch_fsdp2": True}, "token_mean", None, False),
-    (
-        "--loss-aggregation token_mean",
-        {"ddp_average_in_collective": True},
-        "token_mean",
-        None,
-        False,
-    ),
+    (TOKENS, {"num_experts": 8, "moe_z_loss_coeff": 1e-3}, "token_mean", None, False),
+    (TOKENS, {"mtp_num_layers": 1}, "token_mean", None, False),
+    (TOKENS, {"use_torch_fsdp2": True}, "token_mean", None, False),
+    (TOKENS, {"ddp_average_in_collective": True}, "token_mean", None, False),
     # asked for by name, per-token mode stays on beside the model's own losses
-    ("--loss-aggregation token_mean --calculate-per-token-loss", MOE, "token_mean", None, True),
+    (TOKENS + " --calculate-per-token-loss", MOE, "token_mean", None, True),
     # the flag with the sample mean, default or explicit, is the token mean
     ("--calculate-per-token-loss", {}, "token_mean", None, True),
     ("--calculate-per-token-loss --loss-aggregation sample_mean", {}, "token_mean", None, True),
@@ -126,11 +99,11 @@ SETTLED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "host", "aggregation", "divisor", "per_token"), SETTLED)
+@pytest.mark.parametrize(("line", "trainer", "aggregation", "divisor", "per_token"), SETTLED)
 def test_flags_are_settled_and_validating_again_changes_nothing(
-    line, host, aggregation, divisor, per_token
+    line, trainer, aggregation, divisor, per_token
 ):
-    args = parse(line, **host)
+    args = parse(line, **trainer)
     untouched = {k: v for k, v in vars(args).items() if not k.startswith(("loss_", "calculate"))}
 
     assert validate_policy_loss_args(args) is args
@@ -271,9 +244,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "host", "words"), REFUSED)
-def test_refusals_name_the_flag_and_leave_the_arguments_alone(line, host, words):
-    args = parse(line, **host)
+@pytest.mark.parametrize(("line", "trainer", "words"), REFUSED)
+def test_refusals_name_the_flag_and_leave_the_arguments_alone(line, trainer, words):
+    args = parse(line, **trainer)
     before = repr(sorted(vars(args).items()))
     with pytest.raises(ValueError) as refusal:
         validate_policy_loss_args(args)
@@ -460,7 +433,7 @@ def test_the_aggregations_offered_are_those_there_are():
 
 def test_a_flag_that_the_parser_has_is_left_as_it_is():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--eps-clip", type=float, default=0.3, help="the host's")
+    parser.add_argument("--eps-clip", type=float, default=0.3, help="the trainer's")
     assert add_policy_loss_args(add_policy_loss_args(parser)) is parser
     assert parser.parse_args([]).eps_clip == 0.3
     assert parser.format_help().count("policy loss:") == 1
@@ -489,10 +462,10 @@ def test_help_states_the_formulas():
         assert formula in text
 
 
-def test_every_field_is_documented_and_the_page_of_flags_is_up_to_date():
+def test_every_field_is_documented_and_the_tables_of_the_docs_are_up_to_date():
     assert set(field_docstrings(PolicyLossConfig)) == set(FIELDS)
-    for name in flags_page.TABLES:
-        assert flags_page.written_table(name) == flags_page.table(name)
+    for page, text in map(tables.page_with, tables.TABLES):
+        assert page.read_text() == text
 
 
 @pytest.fixture

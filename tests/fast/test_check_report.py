@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_pg.check import main
-from megatron_pg.check.diagnosis import diagnosis
-from megatron_pg.check.launch import Launch
-from megatron_pg.check.options import CheckOptions, check_world_size, parse_options
-from megatron_pg.check.rows import Row, Step
-from megatron_pg.check.steps import LENGTHS, SAMPLES_PER_RANK, cut, make_samples
+from megatron_pg.check.compare import Row, Step
+from megatron_pg.check.job import Launch
+from megatron_pg.check.options import CheckOptions, parse_options
+from megatron_pg.check.report import as_json, as_text, diagnosis
+from megatron_pg.check.step import LENGTHS, SAMPLES_PER_RANK, cut, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
 
 RIGHT = Row(
@@ -44,7 +44,10 @@ def scaled(ratio: float) -> Row:
     ("flags", "named"),
     [
         (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size"),
-        (["--context-parallel-size", "0"], "--context-parallel-size is 0"),
+        (
+            ["--context-parallel-size", "0"],
+            "--context-parallel-size must be an integer >= 1; found 0",
+        ),
         (["--context-parallel-size", "3"], "--context-parallel-size = 3 must divide"),
         (
             ["--virtual-pipeline-model-parallel-size", "2"],
@@ -98,15 +101,10 @@ def test_unsupported_megatron_is_refused(
 
 
 def test_world_size_is_a_multiple_of_the_model() -> None:
-    options, _ = parse_options(
-        [
-            *("--device", "cpu", "--tensor-model-parallel-size", "2"),
-            *("--context-parallel-size", "2"),
-        ]
-    )
-    check_world_size(options, 8)
+    flags = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
+    parse_options(flags, world_size=8)
     with pytest.raises(ValueError, match=r"6 processes were started.*torchrun --nproc-per-node 4"):
-        check_world_size(options, 6)
+        parse_options(flags, world_size=6)
 
 
 def test_launch_is_read_from_the_environment() -> None:
@@ -179,12 +177,9 @@ def test_wrong_weights_have_no_common_factor() -> None:
 
 
 def test_reports_hold_every_row_and_json_no_nan() -> None:
-    pytest.importorskip("megatron.core")
-    from megatron_pg.check import report
-
     rows = [RIGHT, replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan)]
     options = CheckOptions(context_parallel_size=2)
-    parsed = json.loads(report.as_json(rows, options, 2), parse_constant=pytest.fail)
+    parsed = json.loads(as_json(rows, options, 2), parse_constant=pytest.fail)
     assert parsed["passed"] is False
     assert [row["passed"] for row in parsed["rows"]] == [True, False]
     assert parsed["rows"][1]["gradient_error"] is None
@@ -193,7 +188,7 @@ def test_reports_hold_every_row_and_json_no_nan() -> None:
     assert {"torch", "megatron-core", "transformer-engine", "apex", "triton"} <= set(
         parsed["versions"]
     )
-    text = report.as_text(rows, options, 2)
+    text = as_text(rows, options, 2)
     assert "2 processes on cpu: TP 1, PP 1, CP 2, DP 1" in text
     assert "not finite in table" in text
     assert text.endswith("FAIL: 1 rows (2 rows)")

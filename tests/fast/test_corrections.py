@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import (
     Corrected,
-    CorrectionInputs,
+    Scored,
     accepted_samples,
     apply_corrections,
     correction_metric_names,
     importance_weights,
 )
-from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import sequence_log_ratios
 from megatron_pg.step.batch import PackedBatch, pack
@@ -74,11 +74,7 @@ BOUNDS: dict[str, tuple[dict, Correction, list[float]]] = {
         Correction("mask", 1.0, 1.2),
         [0.0, -0.01, 0.01],
     ),
-    "icepop_high": (
-        {**ICEPOP, "tis_clip": 1.0},
-        Correction("mask", 0.8, 1.0),
-        [0.0, -0.01, 0.01],
-    ),
+    "icepop_high": ({**ICEPOP, "tis_clip": 1.0}, Correction("mask", 0.8, 1.0), [0.0, -0.01, 0.01]),
     "icepop_beyond_the_clamp": (
         {**ICEPOP, "tis_clip": 1e9},
         Correction("mask", 0.8, 1e9),
@@ -107,9 +103,9 @@ def corrected(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> tuple[Corrected, Tensor]:
     sequence = sequence_log_ratios(config, batch, log_probs)
-    loss = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence).loss
-    found = apply_corrections(config, batch, log_probs, loss, batch.loss_mask, sequence=sequence)
-    return found, loss
+    outcome = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence)
+    found = apply_corrections(Scored(config, batch, log_probs, outcome, sequence=sequence))
+    return found, outcome.loss
 
 
 def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
@@ -211,11 +207,9 @@ def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(
-        CorrectionInputs(
-            config, batch, log_probs, log_probs, sequence_log_ratios(config, batch, log_probs)
-        )
-    )
+    sequence = sequence_log_ratios(config, batch, log_probs)
+    outcome = ObjectiveOutput(log_probs)
+    weights = importance_weights(Scored(config, batch, log_probs, outcome, sequence=sequence))
     expected = []
     for s in sequences:
         total = sum(oracle.mismatches(s))
@@ -342,7 +336,7 @@ def test_what_is_missing_is_named() -> None:
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
         with pytest.raises(ValueError, match="sequence_log_ratios"):
-            apply_corrections(config, batch, log_probs, log_probs, batch.loss_mask)
+            apply_corrections(Scored(config, batch, log_probs, ObjectiveOutput(log_probs)))
 
 
 def test_an_empty_micro_batch_is_legal() -> None:

@@ -7,11 +7,7 @@ import os
 
 import pytest
 
-from megatron_pg.config.custom import (
-    CUSTOM_FUNCTIONS,
-    load_function,
-    named_keywords,
-)
+from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function, named_keywords
 
 POLICY_LOSS_PARAMETERS = CUSTOM_FUNCTIONS["custom_policy_loss_path"].positional
 REDUCER_PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional

@@ -1,9 +1,9 @@
 """The documentation is true: its Python runs, its outputs are what its commands print, its links lead somewhere.
 
-On each page the fenced ``python`` blocks run in order in one namespace. A block whose first line is ``# name.py`` is
-that file: it is written where the page's other blocks can import it. An HTML comment that begins with ``<!-- python`` is a
+On each page the fenced `python` blocks run in order in one namespace. A block whose first line is `# name.py` is
+that file: it is written where the page's other blocks can import it. An HTML comment that begins with `<!-- python` is a
 block that only the test sees, for what a snippet takes as given. Blocks of other languages are not run, but for a
-``bash`` block of one `megatron-pg explain` command whose output follows as a ``text`` block.
+`bash` block of one `megatron-pg explain` command whose output follows as a `text` block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,16 +86,12 @@ def test_python_blocks_run(page: Path, folder: Path) -> None:
 
 def explain_blocks() -> list[tuple[Path, str, str]]:
     """(page, command, printed) of every explain command that is followed by its output."""
-    found = []
-    for page in PAGES:
-        of_page = blocks(page)
-        for (language, command, _), (following, printed, _) in zip(
-            of_page, of_page[1:], strict=False
-        ):
-            is_command = language == "bash" and command.startswith("megatron-pg explain")
-            if is_command and following == "text":
-                found.append((page, command, printed))
-    return found
+    pairs = ((page, *pair) for page in PAGES for pair in pairwise(blocks(page)))
+    return [
+        (page, command, printed)
+        for page, (_, command, _), (following, printed, _) in pairs
+        if command.startswith("megatron-pg explain") and following == "text"
+    ]
 
 
 @pytest.mark.parametrize(("page", "command", "printed"), explain_blocks())
@@ -135,18 +132,11 @@ def test_the_zigzag_figure_can_be_drawn() -> None:
 
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-    ]  # --quiet would hide what is strict
+    config, environment = str(ROOT / "mkdocs.yml"), {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    # --quiet would hide what is strict.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d"]
     done = subprocess.run(
-        [*command, "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        [*command, str(tmp_path)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "troubleshooting" / "index.html").exists()

@@ -19,10 +19,8 @@ import megatron_pg
 from megatron_pg import cli
 from megatron_pg.config import add_policy_loss_args, validation
 from megatron_pg.config import planning as planning_arguments
+from megatron_pg.explain import build_parser, parse_options, show
 from megatron_pg.explain import main as explain
-from megatron_pg.explain import text
-from megatron_pg.explain.flags import build_parser
-from megatron_pg.explain.options import parse_options
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector
 from tests import oracle
@@ -442,9 +440,9 @@ def test_a_terminal_shows_names_as_they_are(tmp_path, capsys, monkeypatch):
 
 
 def test_many_samples_are_picked_over_the_range():
-    assert text._picked(list(range(100)))[0] == 0
-    assert text._picked(list(range(100)))[-1] == 99
-    assert len(text._picked(list(range(100)))) == text.MAX_ROWS
+    picked, how_many = show._picked(range(100), None, ", by length")
+    assert (picked[0], picked[-1], len(picked)) == (0, 99, show.MAX_ROWS)
+    assert how_many == f" ({show.MAX_ROWS} of 100, by length)"
 
 
 def test_plot_writes_a_picture(tmp_path: Path, capsys):

@@ -6,7 +6,6 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +21,8 @@ from megatron_pg.head import (
     linear_token_loss,
 )
 from megatron_pg.head.output_layer import FactorGradients, default_chunk_tokens
+from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
-from tests.fast.test_log_probs_parallel import run_processes
 
 TOKENS, HIDDEN, WIDTH, VOCAB_SIZE, TEMPERATURE = 11, 6, 24, 21, 0.8
 
@@ -107,11 +106,7 @@ def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: obj
     chunk = settings.pop("chunk_tokens", None)
     fp32 = settings.pop("fp32_logits", False)
     log_probs, entropy = linear_log_probs_and_entropy(
-        hidden,
-        weight,
-        problem.targets,
-        options(chunk_tokens=chunk, fp32_logits=fp32),
-        **settings,
+        hidden, weight, problem.targets, options(chunk_tokens=chunk, fp32_logits=fp32), **settings
     )
     return problem.token_loss(log_probs, entropy, slice(0, TOKENS))
 
@@ -462,8 +457,8 @@ def test_bad_input(change: dict[str, object], error: type[Exception], message: s
         linear_token_loss(**{**arguments, **change})
 
 
-def shard_main(rank: int, size: int, folder: str) -> None:
-    problem, width = Problem(), WIDTH // size
+def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    problem, rank, width = Problem(), dist.get_rank(), WIDTH // dist.get_world_size()
     results = []
     for mode in ("known", "deferred", "kept", "recomputed"):
         hidden, whole = problem.leaves()
@@ -481,12 +476,12 @@ def shard_main(rank: int, size: int, folder: str) -> None:
             loss = problem.token_loss(log_probs, entropy, slice(0, TOKENS))
         loss.backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
-    torch.save(results, f"{folder}/{rank}.pt")
+    return results
 
 
-def test_vocabulary_over_two_ranks(tmp_path: Path) -> None:
+def test_vocabulary_over_two_ranks() -> None:
     problem = Problem()
-    ranks = run_processes(shard_main, 2, tmp_path)
+    ranks = run_ranks(shard_on_rank, 2)
     for results in zip(*ranks, strict=True):
         for loss, _, _ in results:
             close(loss, problem.loss)

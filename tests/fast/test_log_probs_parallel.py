@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import log_probs_and_entropy
+from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import peaked_logits, reference
 
 TOKENS, WIDTH, VOCAB_SIZE, TEMPERATURE = 7, 32, 21, 0.8
@@ -45,9 +41,9 @@ def gathers_of(group: dist.ProcessGroup, call) -> tuple[object, list[tuple[int, 
         dist.all_gather_into_tensor = original
 
 
-def shard_main(rank: int, size: int, folder: str) -> None:
+def shard_on_rank() -> tuple[Tensor, Tensor, Tensor | None, list[tuple[int, ...]]]:
     logits, targets, *gradients = inputs()
-    width = WIDTH // size
+    rank, width = dist.get_rank(), WIDTH // dist.get_world_size()
     leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     (log_probs, entropy), shapes = gathers_of(
         dist.group.WORLD,
@@ -62,52 +58,15 @@ def shard_main(rank: int, size: int, folder: str) -> None:
         ),
     )
     torch.autograd.backward([log_probs, entropy], gradients)
-    torch.save((log_probs.detach(), entropy.detach(), leaf.grad, shapes), f"{folder}/{rank}.pt")
-
-
-def process_main(main: Callable[[int, int, str], None], rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size
-        )
-        main(rank, size, folder)
-        dist.destroy_process_group()
-    except Exception:
-        Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
-        raise
-
-
-def run_processes(main: Callable[[int, int, str], None], size: int, folder: Path) -> list:
-    """Runs `main(rank, size, folder)` on `size` gloo ranks; returns what each saved as `<rank>.pt`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    processes = [
-        context.Process(target=process_main, args=(main, rank, size, str(folder)))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-        if process.is_alive():
-            process.kill()
-    errors = [path.read_text() for path in folder.glob("*.txt")]
-    assert not errors and all(process.exitcode == 0 for process in processes), errors
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    return log_probs.detach(), entropy.detach(), leaf.grad, shapes
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_equal_the_whole_vocabulary(size: int, tmp_path: Path) -> None:
-    shards = run_processes(shard_main, size, tmp_path)
+def test_shards_equal_the_whole_vocabulary(size: int) -> None:
+    shards = run_ranks(shard_on_rank, size)
     logits, targets, *gradients = inputs()
     log_probs, entropy, gradient = reference(
-        logits,
-        targets,
-        *gradients,
-        temperature=TEMPERATURE,
-        row_mask=MASK,
-        vocab_size=VOCAB_SIZE,
+        logits, targets, *gradients, temperature=TEMPERATURE, row_mask=MASK, vocab_size=VOCAB_SIZE
     )
     gradient.nan_to_num_(nan=0.0)  # of the oracle's exp at -inf; the limit is 0
     for found_log_probs, found_entropy, _, shapes in shards:

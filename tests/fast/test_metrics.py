@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.corrections import Corrected, accepted_samples
+from megatron_pg.loss.corrections import Scored, accepted_samples
 from megatron_pg.loss.metrics import (
     EFFECTIVE_SAMPLE_SIZE,
     MicroBatchMetrics,
-    Scored,
     metric_names,
     policy_metrics,
     reduce_metrics,
@@ -235,10 +234,10 @@ def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     sequences = random_sequences(11)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    maxima, nan_tokens = metrics.maxima, metrics.nan_tokens
+    maxima, is_nan = metrics.maxima, metrics.is_nan
     metrics.add(step_sums({"more": torch.ones(())}, 0.5))
     assert metrics.maxima is maxima is not None
-    assert metrics.nan_tokens is nan_tokens is not None
+    assert metrics.is_nan is is_nan is not None
     assert metrics["more"].tolist() == [1.0, 0.5]
 
 
@@ -307,11 +306,11 @@ def test_none_costs_nothing() -> None:
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
     outcome = OBJECTIVES["ppo"](config, batch, log_probs)
-    corrected = Corrected(outcome.loss, batch.loss_mask, {})
+    scored = Scored(config, batch, log_probs, outcome)
     with CountDispatches() as counter:
-        metrics = policy_metrics(config, Scored(batch, log_probs, None, outcome, corrected))
+        metrics = policy_metrics(scored)
     assert counter.count == 0
-    assert metrics == {} and metrics.maxima is None and metrics.nan_tokens is None
+    assert metrics == {} and metrics.maxima is None and metrics.is_nan is None
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -380,7 +379,7 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
     sequences = random_sequences(7)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    assert metrics.nan_tokens is not None and metrics.nan_tokens.describe() is None
+    assert metrics.is_nan is not None and not metrics.is_nan.any()
     reduced(config, [metrics])
     assert not caplog.records
 

@@ -62,11 +62,7 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
         {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 1.125},
         {"low": LOW, "high": HIGH, "dual": 1.125},
     ),
-    "gspo": (
-        "gspo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1},
-        {"low": LOW, "high": HIGH},
-    ),
+    "gspo": ("gspo", {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1}, {"low": LOW, "high": HIGH}),
     "gspo_dual_clip": ("gspo", {"eps_clip_c": 1.5}, {"dual": 1.5}),
     "cispo": ("cispo", {"eps_clip_high": HIGH - 1}, {"high": HIGH}),
     "cispo_lower_bound": (

@@ -17,13 +17,7 @@ from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.dispatches import CountDispatches
-from tests.random_steps import (
-    lengths,
-    loss_masks,
-    package_samples,
-    random_losses,
-    random_step,
-)
+from tests.random_steps import lengths, loss_masks, package_samples, random_losses, random_step
 from tests.token_layout import token_layout
 
 CP_SIZES = (1, 2, 4, 8)

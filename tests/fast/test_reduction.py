@@ -97,8 +97,7 @@ CONFIGS = {
     "custom_per_token": custom_config(per_token=True),
     **{
         name: PolicyLossConfig(
-            loss_aggregation=name,
-            loss_aggregation_divisor=DIVISOR if name == "constant" else None,
+            loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None
         )
         for name in oracle.AGGREGATIONS
     },

@@ -191,13 +191,13 @@ def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
 
 
 def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
-    """It goes past pyarrow, whose parser has no bound on nesting."""
+    """Their number is no matter: what nests too deeply is refused."""
     path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
     assert numbers(pull_all(RolloutFiles([path]))) == [0, 1, 2]
 
 
 def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
-    """The truth value has the lines read one by one, by Python, whose integers have no bound."""
+    """The integers of Python have no bound."""
     rows = [row(0), row(1, reward=True), row(2, reward=10**400), row(3, advantages=-(10**400))]
     path = write(tmp_path, rows, "jsonl")
     errors = [str(error) for error in validate_rollout_file(path).errors]

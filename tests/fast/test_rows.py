@@ -18,7 +18,7 @@ from megatron_pg import (
     validate_policy_loss_args,
 )
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
-from megatron_pg.loss.corrections import Corrected, Correction, CorrectionInputs
+from megatron_pg.loss.corrections import Corrected, Correction, Scored
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, ObjectiveOutput
 from megatron_pg.loss.policy_loss import is_sum_over_tokens, leaves_out_zero_advantages
@@ -34,13 +34,10 @@ def sequence_score(config, batch, log_probs, sequence):
     return ObjectiveOutput(loss, log_ratio, is_clipped, is_clipped)
 
 
-def drop_long_mismatch(given: CorrectionInputs) -> Corrected:
+def drop_long_mismatch(scored: Scored, pg_loss: torch.Tensor) -> Corrected:
     """Drops the sequences whose log-probs add up to less than the rollout engine's."""
-    assert given.sequence is not None
-    kept = given.batch.loss_mask & (given.sequence.sum_of_tokens("mismatch") >= 0)
-    return Corrected(
-        given.pg_loss, kept, {"mismatch_sum": given.sequence.sum_of_tokens("mismatch")}
-    )
+    total = scored.sequences.sum_of_tokens("mismatch")
+    return Corrected(pg_loss, scored.batch.loss_mask & (total >= 0), {"mismatch_sum": total})
 
 
 OBJECTIVE = Objective(
@@ -93,7 +90,7 @@ def everything_follows() -> None:
     config = PolicyLossConfig.from_args(args)
     assert config.required_sample_fields == ("old_log_probs", "rollout_log_probs")
     message = refusal(line, sample_fields=[])
-    assert "--opsm-delta 7 and --policy-loss sequence_score needs old_log_probs" in message
+    assert "--policy-loss sequence_score and --opsm-delta 7 needs old_log_probs" in message
     assert "--opsm-delta 7 needs rollout_log_probs" in message
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted

@@ -22,6 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_pg.step.token_window import local_positions
+
 
 class _AllGather(torch.autograd.Function):
     """Concatenate over the ranks along dimension 0; the backward sums each rank's share."""
@@ -43,9 +45,8 @@ class _AllGather(torch.autograd.Function):
 class _Layout:
     """Where the tokens of a THD pack go in a dense [rows, width] grid, and who sees whom.
 
-    One row a sequence; or one row for the whole pack where that grid is the smaller one (one long
-    sequence among many short ones). Sequence i, of padded length L, has L / c tokens on each of the
-    c ranks: rank r holds positions of chunks r and 2c - 1 - r (Transformer Engine's THD zigzag).
+    One row a sequence; or one row for the whole pack where that grid is the smaller one (one long sequence among many
+    short ones).
     """
 
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
@@ -56,30 +57,21 @@ class _Layout:
         self.width = longest if row_per_segment else local_tokens * size
         self.query_width = self.width // size
 
-        index = torch.arange(local_tokens, device=cu_seqlens.device)
-        segment = torch.searchsorted(cu_seqlens[1:] // size, index, right=True)
-        offset: Tensor = index - cu_seqlens[segment] // size
-        chunk = (cu_seqlens[segment + 1] - cu_seqlens[segment]) // size // 2
-        row = segment if row_per_segment else torch.zeros_like(segment)
+        positions = [local_positions(cu_seqlens.diff(), owner, size) for owner in range(size)]
+        segment = positions[rank][0]  # the same on every rank
         start = torch.zeros_like(segment) if row_per_segment else cu_seqlens[segment]
-
-        def position(owner: Tensor | int) -> Tensor:
-            if size == 1:
-                return offset
-            chunks_before = torch.where(offset < chunk, owner, 2 * size - 2 - owner)
-            return torch.add(offset, chunks_before * chunk)
-
-        owners = torch.arange(size, device=index.device).unsqueeze(1)
-        self.key_slots = (row * self.width + start + position(owners)).flatten()
+        row = segment if row_per_segment else torch.zeros_like(segment)
+        self.key_slots = torch.cat([row * self.width + start + place for _, place in positions])
+        offset = torch.arange(local_tokens, device=row.device) - cu_seqlens[segment] // size
         self.query_slots = row * self.query_width + start // size + offset
 
         # Slots that hold no query see everything: their output is dropped, and no softmax is empty.
         grid = self.rows * self.query_width
         first = start.new_zeros(grid).index_copy(0, self.query_slots, start)
         last = start.new_full((grid,), self.width).index_copy(
-            0, self.query_slots, start + position(rank)
+            0, self.query_slots, start + positions[rank][1]
         )
-        column = torch.arange(self.width, device=index.device)
+        column = torch.arange(self.width, device=row.device)
         mask = (column >= first.unsqueeze(1)) & (column <= last.unsqueeze(1))
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 

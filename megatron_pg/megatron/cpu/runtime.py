@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class NullStream:
-    """Stands for a CUDA stream or event where everything is already in order."""
+    """Stands for a CUDA stream or event where everything is already in order: whatever waits or records is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -33,21 +33,15 @@ class NullStream:
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def synchronize(self) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
+    def query(self) -> bool:
+        return True
 
     def record_event(self, event: Any = None) -> NullStream:
         return self
 
-    def wait(self, stream: Any = None) -> None: ...
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    synchronize = record = wait = wait_event = wait_stream = _nothing
 
 
 class _FactoriesOnCpu(TorchFunctionMode):

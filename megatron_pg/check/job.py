@@ -1,0 +1,158 @@
+"""Joins the job that a launcher has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from megatron_pg.config.versions import require_supported_version
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+
+TIMEOUT_MINUTES = 5
+"""The longest that a collective waits for a rank that neither joins nor fails."""
+POLL_SECONDS, GRACE_SECONDS = 0.2, 1.0
+"""How often a rank asks whether another has failed, and what it then gives that one to end first: a launcher takes the
+first for the cause."""
+FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+"""The key of the message that the first rank to fail leaves in the job's store."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place in the job, as torchrun and its like export it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
+        """RANK, WORLD_SIZE and LOCAL_RANK; one process where nothing is set.
+
+        Raises:
+            ValueError: only some of the variables are there, or SLURM has started tasks that have none of them.
+        """
+        if "WORLD_SIZE" not in environment:
+            tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+            if tasks > 1:
+                raise ValueError(
+                    f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start "
+                    "one torchrun a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
+                    "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
+                )
+            return cls()
+        world_size = int(environment["WORLD_SIZE"])
+        needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in environment]
+        if world_size > 1 and missing:
+            raise ValueError(
+                f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with torchrun, or export them "
+                "in every process"
+            )
+        return cls(
+            int(environment.get("RANK", "0")), world_size, int(environment.get("LOCAL_RANK", "0"))
+        )
+
+
+def prepare(launch: Launch, device: str) -> None:
+    """Chooses this process's device; called before Megatron is imported.
+
+    Args:
+        launch: the place of this process.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: the process has no GPU of its own.
+        UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
+    """
+    # Megatron asks for it under tensor and context parallelism before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # NCCL's log would go to standard output, which is the report's.
+    os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
+    if device == "cpu":
+        enable_cpu_runtime()
+        return
+    require_supported_version()
+    if launch.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK is {launch.local_rank} and this process sees {torch.cuda.device_count()} GPUs: start one process "
+            "a GPU (LOCAL_RANK=0 where each sees its own only), or use --device cpu"
+        )
+    torch.cuda.set_device(launch.local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, device: str) -> Iterator[None]:
+    """The default process group, gloo on "cpu" and NCCL on "cuda"; entered by every rank, after `prepare`.
+
+    No rank leaves before the others are here: its end would cut off their output. An exception ends this process with
+    status 1 at once, and torchrun's agent then the others; they end by themselves where there is no such agent.
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
+    finished = threading.Event()
+    failures: Store = HashStore()
+    if launch.world_size == 1:
+        dist.init_process_group(backend, store=failures, rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own: the process group's is locked while a rank waits in it.
+        failures = TCPStore(*address, wait_for_workers=False)
+        if not dist.is_torchelastic_launched():
+            watch = threading.Thread(target=_watch, args=(launch, failures, finished), daemon=True)
+            watch.start()
+    try:
+        yield
+    except Exception as error:
+        finished.set()
+        _report(error, launch, failures)
+        raise SystemExit(1) from None
+    finished.set()
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
+    dist.destroy_process_group()
+
+
+def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
+    """Ends this process with the message of a rank that has failed; a thread of its own.
+
+    A broken connection ends gloo's collectives, but NCCL waits without end for a peer that has never joined.
+    """
+    first = None
+    while first is None and not finished.wait(POLL_SECONDS):
+        try:
+            first = failures.get(FAILURE).decode() if failures.check([FAILURE]) else None
+        except RuntimeError:
+            first = "the process that holds the job's store has died"
+    if not finished.wait(GRACE_SECONDS):
+        _say(launch, first)
+        # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
+        os._exit(1)
+
+
+def _report(error: Exception, launch: Launch, failures: Store) -> None:
+    """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first."""
+    own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
+    # Where the store is gone, so is the process that held it, and with it what it knew.
+    with contextlib.suppress(RuntimeError):
+        first = failures.compare_set(FAILURE, "", own).decode()
+    if first == own:
+        traceback.print_exception(error)
+    _say(launch, first)
+    # The store may end with this process.
+    time.sleep(2 * POLL_SECONDS)
+
+
+def _say(launch: Launch, first: str | None) -> None:
+    print(f"megatron-pg check: rank {launch.rank} ends: {first}", file=sys.stderr, flush=True)

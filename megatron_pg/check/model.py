@@ -1,0 +1,210 @@
+"""Small models that are the same function of the same parameters at every sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_pg.check.job import TIMEOUT_MINUTES
+from megatron_pg.check.options import UNSHARDED, VOCAB_SIZE, CheckOptions
+from megatron_pg.check.sharded_parameters import set_parameters
+from megatron_pg.config.versions import needs_kept_pipeline_outputs
+from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
+
+MAX_SEQUENCE_LENGTH = 256
+
+
+def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
+    """Makes Megatron's process groups anew; every rank of the world calls it."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        **(options.parallel_sizes if sharded else UNSHARDED),
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=TIMEOUT_MINUTES,
+    )
+    if options.device == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+class LogitTable(torch.nn.Module):
+    """Logits that are parameters, one row a token id: what is left of a model when only the loss is to be judged.
+
+    Its pipeline stages pass a hidden state on that touches no logit, so that every stage has a gradient to send.
+    Its keyword arguments are GPTModel's, most of which say nothing about it.
+    """
+
+    def __init__(
+        self, config: Any, vocab_size: int, pre_process: bool, post_process: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = False
+        self.model_type = ModelType.encoder_or_decoder
+        self.input_tensor: Tensor | None = None
+        self.untouched = torch.nn.Parameter(torch.zeros(config.hidden_size))
+        if post_process:
+            columns = vocab_size // config.tensor_model_parallel_size
+            self.table = torch.nn.Parameter(torch.zeros(vocab_size, columns))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """The schedule's hook: what the stage before has sent."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """input_ids [1, local_tokens] -> logits [1, local_tokens, v/tp], or the hidden state of an earlier stage."""
+        hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
+        if self.input_tensor is not None:
+            hidden = hidden + self.input_tensor
+        if not self.post_process:
+            return hidden
+        return self.table[input_ids] + 0.0 * hidden.sum()
+
+
+def model_config(
+    options: CheckOptions,
+    *,
+    calculate_per_token_loss: bool = False,
+    sharded: bool = True,
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> TransformerConfig:
+    """A few thousand parameters, no dropout, no fusions but the attention's.
+
+    Args:
+        options: the sharding, the dtype and what the model has.
+        calculate_per_token_loss: the loss mode.
+        sharded: False is the same model, whole on every rank.
+        dtype: of parameters and activations; None is that of the options.
+        changes: fields of TransformerConfig that override all of it.
+    """
+    dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    sizes = options.parallel_sizes if sharded else UNSHARDED
+    # As few heads and layers as the sharding can split.
+    num_query_groups = max(2, options.tensor_model_parallel_size)
+    # The least that fused attention takes, and less where everything is slow.
+    head_size = 32 if options.device == "cuda" else 8
+    fields: dict[str, Any] = dict(
+        **sizes,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=options.sequence_parallel and sharded,
+        num_layers=options.num_layers or max(2, options.num_chunks),
+        hidden_size=2 * num_query_groups * head_size,
+        num_attention_heads=2 * num_query_groups,
+        num_query_groups=num_query_groups,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
+        use_cpu_initialization=options.device == "cpu",
+        calculate_per_token_loss=calculate_per_token_loss,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    if options.num_experts is not None:
+        fields |= _expert_fields(options.num_experts, dtype)
+    if sizes["virtual_pipeline_model_parallel_size"] is not None:
+        fields |= {
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
+        }
+    return TransformerConfig(**fields | changes)
+
+
+def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_moe_experts": num_experts,
+        # All of them: where rounding decides between two experts, no gradient is close to another.
+        "moe_router_topk": num_experts,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
+
+
+def build_chunks(
+    options: CheckOptions,
+    config: TransformerConfig,
+    new_model: Callable[..., torch.nn.Module] = GPTModel,
+    *,
+    same_parameters: bool = True,
+    **changes: Any,
+) -> list[torch.nn.Module]:
+    """This rank's chunks of a model, without DDP.
+
+    Args:
+        options: the device, and whose layers they are.
+        config: of `model_config`; it has the sharding and the dtype.
+        new_model: makes a chunk from GPTModel's keyword arguments.
+        same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
+        changes: keyword arguments of GPTModel that override those of here.
+    """
+    num_stages = config.virtual_pipeline_model_parallel_size
+    tensor_size = options.tensor_model_parallel_size
+    chunks = []
+    for vp_stage in [None] if num_stages is None else range(num_stages):
+        if options.transformer_impl == "transformer_engine":
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=True, vp_stage=vp_stage
+            )
+        else:
+            spec = torch_block_spec(config, vp_stage)
+        end = {"ignore_virtual": False, "vp_stage": vp_stage}
+        keywords: dict[str, Any] = dict(
+            config=config,
+            transformer_layer_spec=spec,
+            # The samples' ids, and as many more as give every tensor-parallel rank the same number.
+            vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**end),
+            post_process=parallel_state.is_pipeline_last_stage(**end),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        model = new_model(**keywords | changes).to(options.device)
+        if same_parameters:
+            set_parameters(model)
+        chunks.append(Float16Module(config, model) if config.bf16 else model)
+    return chunks
+
+
+def build_model(
+    options: CheckOptions,
+    config: TransformerConfig,
+    new_model: Callable[..., torch.nn.Module] = GPTModel,
+    *,
+    overlap_grad_reduce: bool = False,
+    **changes: Any,
+) -> list[DistributedDataParallel]:
+    """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.params_dtype != torch.float64,
+        overlap_grad_reduce=overlap_grad_reduce,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        average_in_collective=options.average_in_collective,
+    )
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=place > 0)
+        for place, chunk in enumerate(build_chunks(options, config, new_model, **changes))
+    ]

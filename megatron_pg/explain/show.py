@@ -1,0 +1,174 @@
+"""The report as tables, by rich in a terminal and plain when piped, and as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_pg.explain.report import Report
+from megatron_pg.explain.step import ExplainedStep, ExplainOptions
+from megatron_pg.megatron.scale_contract import FACTORS
+
+MAX_ROWS = 12
+"""Samples or groups shown one by one; of more, some are picked over the range."""
+
+
+TextTable = tuple[str, list[tuple[str, ...]]]
+"""A title, and the rows below it, of which the first names the columns; all but the first column are right-aligned."""
+
+
+def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
+    """Prints every table, then what is not shown, not used, or likely not meant."""
+    notes = [f"{name} is not shown: {reason}" for name, reason in report["unavailable"].items()]
+    if step.num_skipped:
+        notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
+    if options.unused_flags:
+        notes.append(f"not used: {' '.join(options.unused_flags)}")
+    notes += [f"warning: {warning}" for warning in report["warnings"]]
+    tables = [_objectives(report, options), *_shares(step, report), _scale(report)]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        _print_rich(tables, notes)
+        return
+    for title, rows in tables:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print(title)
+        for first, *others in rows:
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+        print()
+    for note in notes:
+        print(note)
+
+
+def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    # No markup: a file name may have it in brackets or between colons.
+    console = Console(markup=False, emoji=False, highlight=False)
+    for title, (names, *rows) in tables:
+        # 80 columns are enough: no frame, and a cell's second half goes below its first one.
+        columns = [Column(name, justify="right", overflow="fold") for name in names]
+        columns[0].justify = "left"
+        table = Table(
+            *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+        )
+        for first, *others in rows:
+            table.add_row(first, *(cell.replace(" -> ", "\n") for cell in others))
+        console.print(table)
+    for note in notes:
+        console.print(note, style="yellow" if note.startswith("warning") else None)
+
+
+def _objectives(report: Report, options: ExplainOptions) -> TextTable:
+    """The counts, and each aggregation's size against sample_mean."""
+    step, chosen = report["step"], report["loss_aggregation"]
+    columns = ("aggregation", "objective", "outer count", "total weight", "learning rate ratio")
+    rows: list[tuple[str, ...]] = [columns]
+    for name, each in report["aggregations"].items():
+        ratio, objective = each["learning_rate_ratio"], each["formula"]
+        if each["divisor"] is not None:
+            is_assumed = options.config.loss_aggregation_divisor is None
+            objective += f", L = {each['divisor']:g}{' (the longest)' if is_assumed else ''}"
+        size = (f"{each['total_weight']:.4g}", "-" if ratio is None else f"{ratio:.4g}")
+        star = "*" if name == chosen else " "
+        rows.append((f"{star} {name}", objective, str(each["outer_count"]), *size))
+    groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
+    title = (
+        f"Objectives (* of the flags): N = {step['num_rollouts']} rollouts, P = {groups} prompt groups, "
+        f"T = {step['num_active_tokens']} active tokens"
+    )
+    return title, rows
+
+
+def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
+    """The tables with a column for each aggregation: tokens of samples, samples by length, prompt groups."""
+    names, each = tuple(report["aggregations"]), report["aggregations"].values()
+    picked, some = _picked(
+        range(len(step.samples)), step.lengths.__getitem__, " samples, by length"
+    )
+    rows: list[tuple[str, ...]] = [("sample", "group", "tokens", *names)]
+    for index in picked:
+        sample = step.samples[index]
+        group = "-" if sample.group_index is None else str(sample.group_index)
+        pairs = [(a["token_weight"][index], a["token_coefficient"][index]) for a in each]
+        cells = [f"{weight:.4g} -> {coefficient:.4g}" for weight, coefficient in pairs]
+        rows.append((sample.name, group, str(sample.num_active_tokens), *cells))
+    title = f"One token of each sample{some}: weight -> coefficient in the gradient (weight / outer count)"
+    yield title, rows
+    rows = [("tokens", "samples", *names)]
+    for parts in zip(*(a["quantile_shares"] for a in each), strict=True):
+        first = f"{parts[0]['shortest']} to {parts[0]['longest']}"
+        shares = [_percent(part["share"]) for part in parts]
+        rows.append((first, str(parts[0]["num_samples"]), *shares))
+    yield "Share of the weight by length", rows
+    by_tokens = report["aggregations"]["token_mean"]["group_shares"]
+    picked, some = _picked(list(by_tokens), lambda group: (by_tokens[group], group), ", by tokens")
+    rows = [(str(g), *(_percent(a["group_shares"][g]) for a in each)) for g in picked]
+    if len(rows) > 1:
+        yield f"Share of the weight by prompt group{some}", [("group", *names), *rows]
+
+
+def _scale(report: Report) -> TextTable:
+    """From the local loss to the gradient."""
+    data_size, context_size, num_microbatches, per_token = report["parallelism"].values()
+    *factors, net = report["aggregations"]["token_mean"]["megatron_scale"].values()
+    named = zip(FACTORS[per_token], factors, strict=True)
+    cells = [name if name == "1" else f"{name} = {factor:.4g}" for name, factor in named]
+    title = (
+        f"What happens to the loss of a micro-batch, the same for every aggregation (DP = {data_size}, "
+        f"CP = {context_size}, M = {num_microbatches}, calculate_per_token_loss {'on' if per_token else 'off'})"
+    )
+    columns = ("returned: times", "schedule: times", "sum of gradients: times", "net")
+    return title, [columns, (*cells, f"{net:.4g}")]
+
+
+def _picked(
+    items: Sequence[int], key: Callable[[int], Any], what: str
+) -> tuple[Sequence[int], str]:
+    """Some of many items, evenly over their order, the first and the last among them, and how many; all of a few."""
+    if len(items) <= MAX_ROWS:
+        return items, ""
+    ordered, last = sorted(items, key=key), len(items) - 1
+    picked = [ordered[round(last * part / (MAX_ROWS - 1))] for part in range(MAX_ROWS)]
+    return picked, f" ({MAX_ROWS} of {len(items)}{what})"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 or share == 0 else f"{100 * share:.2g}%"
+
+
+def plot(report: Report, path: str) -> None:
+    """Draws the coefficient of a token against the length of its sample, one set of points for each aggregation.
+
+    Raises:
+        ValueError: no sample has an active token, matplotlib is not installed, or it does not know the file's type.
+    """
+    lengths, num_tokens = report["step"]["active_tokens"], report["step"]["num_active_tokens"]
+    if not num_tokens:
+        raise ValueError(
+            f"--plot {path}: no sample of the step has an active token, so there is no point to draw; drop --plot, or "
+            "give lengths above 0"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    active = [index for index, length in enumerate(lengths) if length]
+    for marker, (name, each) in zip(itertools.cycle("osD^vP"), report["aggregations"].items()):
+        coefficients = [each["token_coefficient"][index] for index in active]
+        label = name if each["divisor"] is None else f"{name}, L = {each['divisor']:g}"
+        points = ([lengths[index] for index in active], coefficients)
+        axes.plot(*points, marker, markersize=3, alpha=0.6, label=label)
+    axes.set(xscale="log", xlabel="active tokens of the sample")
+    axes.set(yscale="log", ylabel="coefficient of one token's loss")
+    axes.set_title(f"{len(lengths)} samples, {num_tokens} active tokens")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,48 @@
+"""The micro-batches of a step through Megatron's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_pg.megatron.policy_step import MicroBatchHead
+from megatron_pg.step.batch import PackedBatch
+
+
+def run_micro_batches(
+    head: Callable[[PackedBatch], MicroBatchHead],
+    batches: Sequence[PackedBatch],
+    chunks: Sequence[Any],
+    *,
+    forward_only: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Runs forward and backward of one step; every rank calls it. Gradients stay where DDP has them.
+
+    Args:
+        head: `PolicyStep.head`, or what takes its place.
+        batches: this rank's micro-batches of the step, on the model's device.
+        chunks: the model under DDP, more than one chunk in a virtual pipeline.
+        forward_only: whether to leave out backward.
+
+    Returns:
+        What `PolicyStep.metrics` takes: each micro-batch's numbers on the last pipeline stage, nothing on others.
+    """
+
+    def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
+        found = head(next(iterator))
+        return model(**found.model_inputs), found.loss_func
+
+    output: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(batches),
+        # Of packed micro-batches a pipeline's stages tell each other the lengths.
+        seq_length=max(batch.window.num_tokens for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return output

@@ -1,0 +1,85 @@
+"""The docs' tables that are read off parsers and rows. `python -m tests.fast.tables` rewrites them."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
+from megatron_pg.config.flags import flag_of
+from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
+from megatron_pg.step import PlanningConfig, add_planning_args
+
+DOCS = Path(__file__).parents[2] / "docs"
+Lines = list[tuple[str, ...]]
+"""The cells of a table's lines, its head first."""
+
+
+def flags(add_args: Any, config: type[Any]) -> Lines:
+    """One line a flag: its words or type, its default, and the text of `--help`."""
+    lines: Lines = [("flag", "default", "meaning")]
+    for action in add_args(argparse.ArgumentParser(add_help=False))._actions:
+        default = getattr(config, action.dest, None)
+        is_switch = action.nargs == 0
+        words = "" if is_switch else " " + (action.metavar or "|".join(action.choices))
+        shown = "off" if is_switch else f"`{default}`" if default not in (None, ()) else "none"
+        text = (action.help or "").replace("%%", "%").split(" (default: ")[0]
+        lines.append((f"`{action.option_strings[0]}{words}`", shown, text))
+    return lines
+
+
+def rows(table: Any, meaning: str) -> Lines:
+    """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
+    default = getattr(PolicyLossConfig, table.field, None)
+    lines: Lines = [
+        ("flag" if default is None else "name", meaning, "about", "reads", "its own flags")
+    ]
+    for row in table.values():
+        name = f"`{row.flag if default is None else row.name}`"
+        inputs, options = (
+            ", ".join(f"`{part}`" for part in parts)
+            for parts in (row.inputs, map(flag_of, row.options))
+        )
+        name += " (default)" * (row.name == default)
+        lines.append((name, f"`{row.formula}`", row.about, inputs, options))
+    return lines
+
+
+def metrics() -> Lines:
+    lines: Lines = [("name", "what", "kind", "of objectives")]
+    for row in METRICS:
+        lines.append(
+            (f"`{row.name}`", row.help, row.kind, "with a ratio" if row.of_ratio else "all")
+        )
+    return lines
+
+
+TABLES = {
+    "flags": ("flags.md", partial(flags, add_policy_loss_args, PolicyLossConfig)),
+    "planning flags": ("flags.md", partial(flags, add_planning_args, PlanningConfig)),
+    "aggregations": ("objectives.md", partial(rows, AGGREGATIONS, "objective")),
+    "objectives": ("objectives.md", partial(rows, OBJECTIVES, "loss of a token")),
+    "estimates": ("objectives.md", partial(rows, KL_ESTIMATES, "estimate")),
+    "corrections": ("objectives.md", partial(rows, CORRECTIONS, "effect")),
+    "metrics": ("metrics.md", metrics),
+}
+"""By the name that is in the comments around it: the page, and what makes the lines."""
+
+
+def page_with(name: str) -> tuple[Path, str]:
+    """The page of a table, and its text with the table as it should be; a column without an entry is left out."""
+    page, lines = DOCS / TABLES[name][0], TABLES[name][1]()
+    columns = [(head, "---", *cells) for head, *cells in zip(*lines, strict=True) if any(cells)]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in zip(*columns, strict=True))
+    table = "".join(f"| {' | '.join(line)} |\n" for line in escaped)
+    begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->\n"
+    before, found = page.read_text().split(begin)
+    return page, before + begin + table + end + found.split(end)[1]
+
+
+if __name__ == "__main__":
+    for each in TABLES:
+        path, text = page_with(each)
+        path.write_text(text)

@@ -132,7 +132,7 @@ def test_metrics_are_filled_in_by_backward(chunk_tokens: int | None, pg_metrics:
         for found in (taken, metrics):
             torch.testing.assert_close(dict(found), dict(expected))
         torch.testing.assert_close(metrics.maxima, expected.maxima)
-        assert (metrics.nan_tokens is None) == (pg_metrics == "none")
+        assert (metrics.is_nan is None) == (pg_metrics == "none")
 
     loss, metrics = run()
     taken = dict(metrics)

@@ -15,7 +15,6 @@ from tests import oracle
 from tests.oracle import PlainSample
 
 from .models import (
-    VOCAB_SIZE,
     ModelOptions,
     Sharding,
     build_model,
@@ -23,7 +22,7 @@ from .models import (
     initialize_groups,
 )
 from .one_step import Outcome
-from .steps import Run
+from .steps import VOCAB_SIZE, Run
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""The command ``megatron-pg``: ``explain`` and ``check``."""
+"""The command `megatron-pg`: `explain` and `check`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ CUSTOM_FUNCTIONS: Mapping[str, CustomFunction] = {
         returns="reducer(x [window]) -> 0-d sum over this rank's window",
     ),
 }
-"""By the setting that has the import path; the docstring of each says what the function returns."""
+"""The functions by the setting that has the import path."""
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def check_returned(
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """Those of `keywords` that the function's signature names; `**kwargs` names none.
+    """The ones of `keywords` that the function's signature names; `**kwargs` names none.
 
     Raises:
         ValueError: The function has no signature to inspect.

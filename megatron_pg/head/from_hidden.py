@@ -26,7 +26,7 @@ from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLa
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""`token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
 
 
 def linear_log_probs_and_entropy(

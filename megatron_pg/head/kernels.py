@@ -78,7 +78,7 @@ def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.cons
 
 @triton.jit
 def _target_logit(base, target, start, columns, vocab_size):
-    """-inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """The target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = target - start
     here = (local >= 0) & (local < columns)
     known = (target >= 0) & (target < vocab_size)

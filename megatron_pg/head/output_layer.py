@@ -50,7 +50,7 @@ def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """`out = left @ right`, or `out += left @ right`, accumulated in float32; `out` may be wider than the operands."""
+    """The product left @ right into `out`, or added to it, accumulated in float32; `out` may be wider than the operands."""
     if out.dtype != left.dtype and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
         if add:
             torch.addmm(out, left, right, out_dtype=out.dtype, out=out)

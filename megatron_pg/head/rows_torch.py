@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 logits."""
+    """The dtype of statistics: float32, or float64 for float64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -37,7 +37,7 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 
 def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
-    """[begin, end) in slices of at most `size` rows."""
+    """The range [begin, end) in slices of at most `size` rows."""
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
@@ -55,12 +55,12 @@ def _row_chunks(logits: Tensor) -> list[slice]:
 
 
 def _without_masked_rows(values: Tensor, keep: Tensor | None) -> Tensor:
-    """`where` and not `*`: a NaN or inf of a masked row must not survive."""
+    """The rows with the mask applied by `where` and not by `*`: a NaN or inf of a masked row must not survive."""
     return values if keep is None else torch.where(keep[:, None], values, 0.0)
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """[tokens, 4] of this shard's columns.
+    """The statistics [tokens, 4] of this shard's columns.
 
     They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those
     exponentials with their exponents, and the logit of the target token (-inf where another shard holds
@@ -87,7 +87,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
 
 
 def _target_logits(rows: LogitRows) -> Tensor:
-    """[tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """The target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = rows.targets - rows.shard.start
     here = (local >= 0) & (local < rows.shard.columns)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)

@@ -2,9 +2,9 @@
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-Trainers of the slime and miles family call the function once a micro-batch with ``(total_lengths, response_lengths,
-loss_masks, calculate_per_token_loss)`` and scale what its reducer returns themselves;
-:mod:`megatron_pg.integrations.call_site` derives what is exact there. Importing this needs nothing of theirs.
+Trainers of the slime and miles family call the function once a micro-batch with `(total_lengths, response_lengths,
+loss_masks, calculate_per_token_loss)` and scale what its reducer returns themselves;
+`megatron_pg.integrations.call_site` derives what is exact there. Importing this needs nothing of theirs.
 """
 
 from megatron_pg.integrations.call_site import (

@@ -67,7 +67,7 @@ def constant(
     """Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N.
 
     L is the environment variable `MEGATRON_PG_LOSS_AGGREGATION_DIVISOR` or `loss_aggregation_divisor` of
-    Megatron's global args. Arguments, result and errors as of :func:`sample_mean`; also a ValueError where neither
+    Megatron's global args. Arguments, result and errors as of `sample_mean`; also a ValueError where neither
     gives L, or both give different ones.
     """
     _refuse_per_token_mode("constant", calculate_per_token_loss)
@@ -83,7 +83,7 @@ def token_mean(
     """The token mean over the whole step; needs the trainer's `--calculate-per-token-loss`.
 
     The trainer counts one token for a sample without any (see the module's docstring): exact where every sample has
-    an active token. Arguments, result and errors as of :func:`sample_mean`, but that per-token mode must be on.
+    an active token. Arguments, result and errors as of `sample_mean`, but that per-token mode must be on.
     """
     if not calculate_per_token_loss:
         raise ValueError(
@@ -100,7 +100,7 @@ def prompt_mean(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """Refused: the call site carries neither prompt groups nor the step's totals.
+    """A refusal: the call site carries neither prompt groups nor the step's totals.
 
     Raises:
         ValueError: always.
@@ -108,7 +108,7 @@ def prompt_mean(
     raise ValueError(
         f"{PREFIX}prompt_mean: a prompt mean needs the prompt group of every sample and the group's active tokens over "
         "the whole step, and this call carries lengths and masks of one micro-batch; use constant, sample_mean or "
-        "token_mean here, or compute the loss with megatron_pg.megatron.loss.megatron_loss, which has them"
+        "token_mean here, or compute the loss with megatron_pg.megatron.PolicyStep, which has them"
     )
 
 

@@ -35,7 +35,7 @@ SIGNS = {"maximum": 1.0, "minimum": -1.0}
 
 
 def _log_ratio(scored: Scored) -> Tensor:
-    """[window] float64 log r, before any clamp; only of an objective whose row has a ratio."""
+    """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
     return _given(scored.outcome.log_ratio).double()
 
 
@@ -52,7 +52,7 @@ class Metric:
     name: str
     help: str
     value: Callable[[Scored], Tensor]
-    """[window]; read at active tokens alone."""
+    """The value of each token, [window]; read at active tokens alone."""
     kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
     """A mean over samples, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
     an extreme over active tokens."""
@@ -132,15 +132,16 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
-    """name -> [2] float64 (numerator, denominator), detached. Added over micro-batches and over data
-    and context parallel ranks, then divided: what `train_step` of Megatron's `training.py` does
-    with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
+    """Metrics of a micro-batch, name -> [2] float64 (numerator, denominator), detached.
+
+    They are added over micro-batches and over data and context parallel ranks, then divided: what `train_step` of Megatron's
+    `training.py` does with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
     """
 
     maxima: Tensor | None = None
-    """[2] float64: the largest advantage and the largest negated advantage; None without metrics."""
+    """The largest advantage and the largest negated advantage, [2] float64; None without metrics."""
     is_nan: Tensor | None = None
-    """[window] bool: the active tokens whose loss is NaN; None without metrics."""
+    """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
     """The micro-batch, to name such a token."""
     table: Tensor | None = None
@@ -224,7 +225,7 @@ def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
 
 
 def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor:
-    """[extremes] float64 over active tokens, minima negated; minus infinity, the identity of the maximum, for none."""
+    """The extremes [extremes] float64 over active tokens, minima negated; for none minus infinity, the maximum's identity."""
     candidates = [
         SIGNS[row.kind] * v for row, v in zip(rows, values, strict=True) if row.kind in SIGNS
     ]
@@ -233,7 +234,7 @@ def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor
 
 
 def _sample_weights(batch: PackedBatch) -> Tensor:
-    """[window] float64: 1 / active tokens of the token's whole sample, 0 where masked."""
+    """The weights [window] float64 of a mean over samples: 1 / active tokens of its whole sample, 0 where masked."""
     masks = [sample.loss_mask for sample in batch.samples]
     weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
     return to_device(weights, batch.loss_mask.device)

@@ -114,7 +114,7 @@ class FusedHead:
         return output_tensor[0], self._metrics
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
-        """[local_tokens, hidden] on every tensor-parallel rank; backward sums the parts of the gradient."""
+        """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
         group = self._groups.tensor
         if getattr(output_layer, "sequence_parallel", False):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -129,7 +129,7 @@ class FusedHead:
         return hidden_states[:, 0]
 
     def _in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """[rows of the active tokens] -> [window], 0 elsewhere: the loss masks those positions."""
+        """Values [rows of the active tokens] -> [window], 0 elsewhere: the loss masks those positions."""
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 

@@ -32,7 +32,7 @@ class MicroBatchHead:
     model_inputs: dict[str, Any]
     """Keyword arguments of `GPTModel.forward`: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
-    """Those that the head adds, for a call of your own; none without `--fused-lm-head`."""
+    """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head`."""
 
 
 class PolicyStep:
@@ -106,7 +106,7 @@ class PolicyStep:
             num_microbatches=num_microbatches,
         )
         self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
-        """One micro-batch on this rank, as a part of the step's report."""
+        """The weight of one micro-batch on this rank, as a part of the step's report."""
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:
         """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
@@ -194,7 +194,7 @@ class PolicyStep:
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """`packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
+    """The `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
     sequence's end is harmless: attention is causal and padding is scored by no loss. They are passed by keyword: the

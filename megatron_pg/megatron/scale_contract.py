@@ -7,7 +7,7 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
    the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. What is left of the
-   sum is ``CP / (M * DP * CP) = 1 / (DP * M)``, so DP * M * s is returned.
+   sum is `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
 2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
@@ -43,7 +43,7 @@ class ScaleContract:
     """How the losses of a step's micro-batches are handed to the schedule, on one rank."""
 
     calculate_per_token_loss: bool
-    """The mode of the *model's* config; a host may force it whatever the flags say."""
+    """The mode of the *model's* config; a trainer may force it whatever the flags say."""
     factor: float
     """What the local loss is multiplied by."""
     counts_all_tokens: bool
@@ -87,7 +87,7 @@ def scale_contract(
 
     Raises:
         ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss or multi-token prediction
-            and no ``totals.num_tokens``.
+            and no `totals.num_tokens`.
         NotImplementedError: the same under context parallelism with a megatron-core before 0.19.
     """
     if num_microbatches < 1:

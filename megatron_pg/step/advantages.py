@@ -33,7 +33,7 @@ class GroupAdvantages:
     """Advantages of the samples of a step, and what became of its prompt groups."""
 
     advantages: Tensor
-    """[samples] float32, one number per sample, in the order of the rewards."""
+    """The advantages [samples] float32, one number per sample, in the order of the rewards."""
     num_groups: int
     zero_advantage_groups: tuple[int, ...]
     """Group indices, sorted, of the groups whose advantages are all 0."""
@@ -73,7 +73,7 @@ def group_advantages(
     size = group_sizes[group].double()
 
     def group_sum(values: Tensor) -> Tensor:
-        """[samples] -> [groups]."""
+        """The sum over each group, [samples] -> [groups]."""
         return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)
 
     centered = reward - group_sum(reward)[group] / size
@@ -125,7 +125,7 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
 
 
 def _checked_ids(group_indices: Sequence[int] | Tensor) -> Tensor:
-    """[samples] int64. Float ids are refused: an absent one is NaN there, and all absent ones would be one group."""
+    """The ids [samples] int64. Float ids are refused: an absent one is NaN there, and all absent would be one group."""
     ids = torch.as_tensor(group_indices, device="cpu")
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise ValueError(

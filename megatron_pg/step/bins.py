@@ -72,7 +72,7 @@ def _check_sizes(sizes: Indices, capacity: int, multiple: int) -> None:
 
 
 def _longest_first(sizes: Indices, seed: int | None) -> Indices:
-    """[sequences] their indices by falling length, ties as they come or shuffled."""
+    """The indices [sequences] of the sequences by falling length, ties as they come or shuffled."""
     shuffled = (
         np.arange(sizes.size)
         if seed is None

@@ -31,19 +31,19 @@ class Sample:
     """
 
     tokens: Tensor
-    """[total_length] int64: the prompt's tokens, then the response's."""
+    """The token ids [total_length] int64: the prompt's tokens, then the response's."""
     response_length: int
     """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a token)."""
     loss_mask: Tensor
-    """[response_length] bool, given as 0 and 1: which response tokens the objective counts."""
+    """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective counts."""
     advantages: Tensor = torch.zeros(())
-    """[response_length] float32."""
+    """The advantages [response_length] float32."""
     old_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs under the policy that the step starts from."""
+    """Log-probs [response_length] float32, in nats, under the policy that the step starts from."""
     ref_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs under the reference policy of the KL term."""
+    """Log-probs [response_length] float32, in nats, under the reference policy of the KL term."""
     rollout_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs that the rollout engine reported."""
+    """Log-probs [response_length] float32, in nats, that the rollout engine reported."""
     group_index: int | None = None
     """The prompt group, any int64: all samples of one prompt in the step share it."""
     rollout_id: int | None = None
@@ -179,7 +179,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked_integer(where: str, value: object) -> int:
-    """`as_integer`, and a ValueError that begins with `where` for what is none."""
+    """The number of `as_integer`, and a ValueError that begins with `where` for what is none."""
     number = as_integer(value)
     if number is None:
         raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")

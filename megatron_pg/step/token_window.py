@@ -36,23 +36,23 @@ class TokenWindow:
     cp_rank: int
     cp_size: int
     cu_seqlens: Tensor
-    """[segments + 1] int32: padded cumulative lengths over the whole group, padding segment included."""
+    """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment included."""
     max_seqlen: int
     """The longest padded segment, in tokens over the whole group."""
     segment_ids: Tensor
-    """[local_tokens] int64: the segment of each local token."""
+    """The segment of each local token, [local_tokens] int64."""
     position_ids: Tensor
-    """[local_tokens] int64: the position of each local token within its own sequence."""
+    """The position of each local token within its own sequence, [local_tokens] int64."""
     token_indices: Tensor
-    """[local_tokens] int64: index into the samples' unpadded tokens laid end to end; -1 for padding."""
+    """The index [local_tokens] int64 into the samples' unpadded tokens laid end to end; -1 for padding."""
     target_indices: Tensor
-    """[local_tokens] int64: the same index for the response token that the row scores; -1 for none."""
+    """The same index [local_tokens] int64 for the response token that the row scores; -1 for none."""
     logit_rows: Tensor
-    """[window] int64: the local rows that score a response token."""
+    """The local rows that score a response token, [window] int64."""
     response_indices: Tensor
-    """[window] int64: index of the scored token into the samples' responses laid end to end."""
+    """The index [window] int64 of the scored token into the samples' responses laid end to end."""
     window_segment_ids: Tensor
-    """[window] int64: the sample of each scored token."""
+    """The sample of each scored token, [window] int64."""
 
     @property
     def num_samples(self) -> int:
@@ -160,7 +160,7 @@ def packed_multiple(cp_size: int, pad_to_multiple: int) -> int:
 
 
 def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor:
-    """[segments] tokens of one chunk of each segment; a padding segment comes last where one is needed."""
+    """The tokens [segments] of one chunk of each segment; a padding segment comes last where one is needed."""
     number = _chunks_per_sequence(cp_size)
     chunks = (totals + number - 1) // number
     multiple = packed_multiple(cp_size, pad_to_multiple)
@@ -170,7 +170,7 @@ def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor
 
 
 def local_positions(padded: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """[local_tokens] segment and in-sequence position of each token of a rank, from [segments] padded lengths."""
+    """The segment and the in-sequence position [local_tokens] of each token of a rank, from [segments] padded lengths."""
     local_lengths = padded // cp_size
     segments = torch.arange(padded.numel(), device=padded.device)
     segment_ids = torch.repeat_interleave(segments, local_lengths)

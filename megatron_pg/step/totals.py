@@ -72,7 +72,7 @@ class StepTotals:
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """[len(samples)] float64 D: active tokens of each sample's rollout over the step."""
+        """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
         return torch.tensor(
             [
                 sample.num_active_tokens
@@ -84,7 +84,7 @@ class StepTotals:
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """[len(samples)] float64 G: active tokens of each sample's prompt group over the step."""
+        """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
         return torch.tensor(
             [_known(self.group_active_tokens, sample, "group_index") for sample in samples],
             dtype=torch.float64,
@@ -138,11 +138,11 @@ SAMPLE_COUNTS = np.dtype(
 the sample has none."""
 
 SampleCounts = NDArray[np.void]
-"""[samples] of `SAMPLE_COUNTS`, cheap to send."""
+"""An array [samples] of `SAMPLE_COUNTS`, cheap to send."""
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """[samples] counts and ids of one rank's samples."""
+    """The counts and ids [samples] of one rank's samples."""
     counts = np.zeros(len(samples), SAMPLE_COUNTS)
     counts["active_tokens"] = [sample.num_active_tokens for sample in samples]
     for field in ("group_index", "rollout_id"):

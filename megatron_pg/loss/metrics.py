@@ -144,6 +144,22 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
     """The micro-batch, to name such a token."""
+    table: Tensor | None = None
+    """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
+
+    @classmethod
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+        """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
+        names = metric_names(config)
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        metrics = cls(zip(names, table.unbind(), strict=True))
+        metrics.table = table
+        return metrics
+
+    def fill(self, found: MicroBatchMetrics) -> None:
+        """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
+        torch.stack([found[name] for name in self], out=self.table)
+        self.add(found)
 
     def add(self, other: MicroBatchMetrics) -> None:
         """Takes over what `other` holds."""
@@ -285,6 +301,8 @@ def reduce_metrics(
         squared_sum = reduced["ratio_new_old_squared_sum"]
         size = reduced["ratio_new_old_sum"] ** 2 / squared_sum if squared_sum else math.nan
         reduced[EFFECTIVE_SAMPLE_SIZE] = size
+    if contributes and reduced["loss"] != reduced["loss"]:
+        _report_nan_tokens(micro_batches)
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
@@ -292,15 +310,17 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-    if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
     return reduced
 
 
 def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Names the first token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        description = _first_nan(metrics) if isinstance(metrics, MicroBatchMetrics) else None
+        description = None
+        if isinstance(metrics, MicroBatchMetrics):
+            description = _first_nan(metrics)
+            if metrics.table is not None and bool(metrics.table.isnan().all()):
+                description = "its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
         if description is not None:
             logger.error("micro-batch %d: %s", index, description)
 

@@ -87,8 +87,8 @@ def plan_step(
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
-        loads = (sum(lengths[index] for index in members) for members in bins)
         microbatches = tuple(tuple(members.tolist()) for members in bins)
+        loads = (sum(lengths[index] for index in members) for members in microbatches)
         return microbatches, tuple(packed_length(load, multiple) for load in loads)
 
     (microbatches, tokens), everyone = compute_and_gather(

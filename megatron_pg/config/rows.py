@@ -9,9 +9,9 @@ fused head, the tables of the docs. The tables are declared here, below everythi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Row:
     flag: str = ""
     """What errors call the row by, a format of `config`; "" for the table's flag with the row's name."""
     when: Callable[[Any], bool] | None = None
-    """Whether the row is on under a config; None for the table's: the one that its setting names."""
+    """What must hold of a config for the row to be on, besides that its table's setting, where there is one, names it."""
 
     @property
     def help(self) -> str:
@@ -52,7 +52,7 @@ RowType = TypeVar("RowType", bound=Row)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Table(Mapping[str, RowType], Generic[RowType]):
+class Table(dict[str, RowType]):
     """Rows by name, in the order in which they were added.
 
     Args:
@@ -70,20 +70,19 @@ class Table(Mapping[str, RowType], Generic[RowType]):
     ) -> None:
         self.field = field
         self.replaced_by = replaced_by
-        self._rows: dict[str, RowType] = {}
-        self._also_known_as = dict(also_known_as or {})
+        self.also_known_as = also_known_as or {}
         TABLES[field] = self
 
-    def add(self, row: RowType) -> RowType:
-        """Adds a row.
+    def add(self, *rows: RowType) -> None:
+        """Adds rows.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: a name is taken.
         """
-        if row.name in self._rows:
-            raise ValueError(f"there is a row {row.name!r} already: give this one another name")
-        self._rows[row.name] = row
-        return row
+        for row in rows:
+            if row.name in self:
+                raise ValueError(f"there is a row {row.name!r} already: give this one another name")
+            self[row.name] = row
 
     def decorator(self, row_type: Callable[..., RowType]) -> Callable[..., Callable[[F], F]]:
         """A decorator `(formula, **properties)` that enters a function as a row, under its own name."""
@@ -98,20 +97,13 @@ class Table(Mapping[str, RowType], Generic[RowType]):
 
         return row
 
-    def remove(self, name: str) -> None:
-        """Takes a row out again."""
-        del self._rows[name]
-
     def rows_on(self, config: Any) -> list[RowType]:
         """The rows that are on under a config, in the table's order."""
         if self.is_replaced(config):
             return []
         chosen = getattr(config, self.field, None)
-        return [
-            row
-            for row in self.values()
-            if (row.name == chosen if row.when is None else row.when(config))
-        ]
+        rows = self.values() if chosen is None else [self[chosen]]
+        return [row for row in rows if row.when is None or row.when(config)]
 
     def is_replaced(self, config: Any) -> bool:
         """Whether a function of the user's own takes the place of the rows."""
@@ -123,16 +115,7 @@ class Table(Mapping[str, RowType], Generic[RowType]):
 
     def did_you_mean(self, name: object) -> str:
         """The nearest name as the end of an error message; "" where none is near."""
-        return did_you_mean(name, self._rows, self._also_known_as)
-
-    def __getitem__(self, name: str) -> RowType:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        return did_you_mean(name, self, self.also_known_as)
 
 
 TABLES: dict[str, Table[Any]] = {}

@@ -20,12 +20,7 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import (
-    clamped_log_ratio,
-    masked,
-    required_log_probs,
-    with_masked_inputs,
-)
+from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
 from megatron_pg.loss.sequence import SequenceLogRatios
 from megatron_pg.step.batch import PackedBatch
 
@@ -93,7 +88,9 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
         old_log_probs: [window], taken as a constant.
         loss_mask: [window] bool.
     """
-    return clamped_log_ratio(_log_ratio(log_probs, old_log_probs, loss_mask))
+    return clamped_log_ratio(
+        masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
+    )
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
@@ -113,8 +110,8 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
 )
 def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
-    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss ppo")
-    return _clipped_surrogate(config, batch, _log_ratio(log_probs, old_log_probs, batch.loss_mask))
+    old_log_probs = given_log_probs(batch, "old_log_probs", "--policy-loss ppo")
+    return _clipped_surrogate(config, batch, masked(log_probs, batch.loss_mask) - old_log_probs)
 
 
 @objective(
@@ -158,16 +155,15 @@ def gspo(
 )
 def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
-    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss cispo")
-    log_ratio = _log_ratio(log_probs, old_log_probs, batch.loss_mask).detach()
+    log_probs = masked(log_probs, batch.loss_mask)
+    log_ratio = log_probs.detach() - given_log_probs(batch, "old_log_probs", "--policy-loss cispo")
     ratio = clamped_log_ratio(log_ratio).exp()
     lowest, highest = clip_range(config)
-    if not config.cispo_lower_bound:
-        lowest = 0.0
+    lowest = lowest if config.cispo_lower_bound else 0.0
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * masked(batch.advantages, batch.loss_mask)
     return ObjectiveOutput(
-        loss=-weight * masked(log_probs, batch.loss_mask),
+        loss=-weight * log_probs,
         log_ratio=log_ratio,
         is_clipped=is_clipped,
         # The weight is clipped whatever the sign of the advantage.
@@ -183,8 +179,8 @@ def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Ob
 )
 def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """The score-function estimator, without a ratio."""
-    loss_mask = batch.loss_mask
-    return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
+    advantages = masked(batch.advantages, batch.loss_mask)
+    return ObjectiveOutput(-advantages * masked(log_probs, batch.loss_mask))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
@@ -209,7 +205,6 @@ def get_objective(config: PolicyLossConfig) -> Objective:
 def _custom(
     function: Callable[..., Tensor], config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> ObjectiveOutput:
-    """A user's loss."""
     log_probs = masked(log_probs, batch.loss_mask)
     loss = function(config, with_masked_inputs(batch), log_probs)
     check_returned(
@@ -220,10 +215,6 @@ def _custom(
         differentiable_in=log_probs,
     )
     return ObjectiveOutput(masked(loss, batch.loss_mask))
-
-
-def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    return masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
 
 
 def _clipped_surrogate(

@@ -117,9 +117,9 @@ class MicroBatchLoss:
                 "of the window's response tokens, in nats"
             )
         loss, reported, scored = self.terms(log_probs, entropy)
-        metrics = step_sums(reported, self._step_share)
-        metrics.add(checksum(self._policy_gradient, self._step_share, loss.device))
-        metrics.add(policy_metrics(scored, share=self._step_share))
+        reported |= checksum(self._policy_gradient, self._step_share, loss.device)
+        metrics = policy_metrics(scored, share=self._step_share)
+        metrics |= step_sums(reported, self._step_share)
         return loss, metrics
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES
-from megatron_pg.loss.masking import masked, required_log_probs
+from megatron_pg.loss.masking import given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 
 
 class SequenceReduction:
@@ -120,9 +121,8 @@ def sequence_log_ratios(
         return None
     rows = {"active": batch.loss_mask.double()}
     if "policy" in sums:
-        old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
         new = masked(log_probs.detach(), batch.loss_mask).double()
-        rows["policy"] = new - masked(old_log_probs, batch.loss_mask)
+        rows["policy"] = new - given_log_probs(batch, "old_log_probs", "the sequence ratio")
     if "mismatch" in sums:
         rows["mismatch"] = rollout_mismatch(batch).double()
     reduction = SequenceReduction(
@@ -132,13 +132,13 @@ def sequence_log_ratios(
     return SequenceLogRatios(reduction, made.pop("active"), made)
 
 
-def rollout_mismatch(batch: PackedBatch) -> Tensor:
-    """[window] float32 old_log_prob - rollout_log_prob, 0 at masked positions. No gradient.
+def rollout_mismatch(
+    carrier: PackedBatch | Sample, needed_by: str = "a rollout correction"
+) -> Tensor:
+    """[window] or [response_length] float32 old_log_prob - rollout_log_prob, 0 where masked. No gradient.
 
     Raises:
-        ValueError: the batch lacks one of the two.
+        ValueError: one of the two is missing; it says what needs it.
     """
-    old_log_probs = required_log_probs(batch, "old_log_probs", "a rollout correction")
-    rollout_log_probs = required_log_probs(batch, "rollout_log_probs", "a rollout correction")
-    old_log_probs = masked(old_log_probs.detach(), batch.loss_mask)
-    return old_log_probs - masked(rollout_log_probs.detach(), batch.loss_mask)
+    old_log_probs = given_log_probs(carrier, "old_log_probs", needed_by)
+    return old_log_probs - given_log_probs(carrier, "rollout_log_probs", needed_by)

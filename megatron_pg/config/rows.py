@@ -33,6 +33,13 @@ class Row:
     when: Callable[[Any], bool] | None = None
     """What must hold of a config for the row to be on, besides that its table's setting, where there is one, names it."""
 
+    sequence_sums: tuple[str, ...] = ()
+    """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
+    rollout_log_prob)."""
+    is_sum_over_tokens: bool = False
+    """Whether it treats every token by that token's data alone, so that the token's gradient is known as soon as its
+    log-prob is: then the fused head takes its one pass. Asked of objectives and corrections."""
+
     @property
     def help(self) -> str:
         """Its part of the flag's help text."""
@@ -43,9 +50,8 @@ class Row:
         return []
 
     def sums_over_sequences(self) -> tuple[str, ...]:
-        """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
-        rollout_log_prob)."""
-        return ()
+        """`sequence_sums`, and what follows from other properties."""
+        return self.sequence_sums
 
 
 RowType = TypeVar("RowType", bound=Row)

@@ -75,10 +75,6 @@ class Correction(Row):
 
     function: Callable[..., Corrected]
     """function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
-    sequence_sums: tuple[str, ...] = ()
-    """What it needs summed over whole sequences; see `Row.sums_over_sequences`."""
-    is_sum_over_tokens: bool = False
-    """Whether it treats every token by that token's data alone; see `Objective.is_sum_over_tokens`."""
     rejects: bool = False
     """Whether it drops tokens."""
     rejected_by_data: Callable[[PolicyLossConfig, Tensor, Tensor], Tensor] | None = None
@@ -86,9 +82,6 @@ class Correction(Row):
     data alone decide it, before the step; None where they do not."""
     metrics: tuple[str, ...] = ()
     """The metrics that it reports besides `REJECTED`."""
-
-    def sums_over_sequences(self) -> tuple[str, ...]:
-        return self.sequence_sums
 
     def refusals(self, config: Any) -> list[str]:
         """Totals of what is kept need rejections that the data decide, and one kind of them."""

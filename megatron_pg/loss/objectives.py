@@ -48,14 +48,11 @@ class Objective(Row):
     """function(config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
-    is_sum_over_tokens: bool = False
-    """Whether a token's gradient depends on that token's log-prob alone, so that it is known as soon as that is: then the
-    fused head takes its one pass."""
     zero_advantage_is_zero_gradient: bool = False
     """Whether a token whose advantage is 0 has no gradient, so that the fused head leaves it out of the products."""
 
     def sums_over_sequences(self) -> tuple[str, ...]:
-        return ("policy",) if self.ratio == "sequence" else ()
+        return ("policy",) if self.ratio == "sequence" else self.sequence_sums
 
     def __call__(
         self,

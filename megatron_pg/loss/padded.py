@@ -113,8 +113,8 @@ def reduce_padded(
         if denominators is not None:
             denominators = to_device(denominators, mask.device)
     divisors = mode.divisors(denominators, divisor)
-    weights = mask.to(torch.float64)
-    weights = weights / (divisors[:, None] if isinstance(divisors, Tensor) else divisors)
+    divisors = divisors[:, None] if isinstance(divisors, Tensor) else divisors
+    weights = mask.to(torch.float64) / divisors
     inner_sum = WeightedSum(weights.flatten())(loss.flatten())
     return inner_sum * (data_parallel_size / mode.outer_count(totals))
 

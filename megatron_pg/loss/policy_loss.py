@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import Row
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
@@ -27,16 +28,15 @@ def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
     """
     if OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config):
         return False
-    return all(row.is_sum_over_tokens for row in OBJECTIVES.rows_on(config)) and all(
-        row.is_sum_over_tokens for row in CORRECTIONS.rows_on(config)
-    )
+    rows: list[Row] = [*OBJECTIVES.rows_on(config), *CORRECTIONS.rows_on(config)]
+    return all(row.is_sum_over_tokens for row in rows)
 
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
-    rows = OBJECTIVES.rows_on(config)
-    is_regularized = bool(config.kl_loss_coef or config.entropy_coef)
-    return not is_regularized and any(row.zero_advantage_is_zero_gradient for row in rows)
+    if config.kl_loss_coef or config.entropy_coef:
+        return False
+    return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
 
 
 class MicroBatchLoss:
@@ -209,10 +209,10 @@ def check_vocabulary(
 ) -> None:
     """Refuses a response token that the logits have no column for. Reads no device tensor."""
     if vocab_size is None:
-        tensor_parallel_size = (
-            1 if tensor_parallel_group is None else dist.get_world_size(tensor_parallel_group)
+        has_group = tensor_parallel_group is not None
+        vocab_size = local_columns * (
+            dist.get_world_size(tensor_parallel_group) if has_group else 1
         )
-        vocab_size = local_columns * tensor_parallel_size
     if batch.largest_target < vocab_size:
         return
     for sample in batch.samples:

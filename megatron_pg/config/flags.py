@@ -130,12 +130,10 @@ def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
 
 def _word_of(field: Field) -> Callable[[str], str]:
     def word(text: str) -> str:
-        hint = field.did_you_mean(text)
-        if text in (field.choices or ()) or not hint:
+        choices, hint = field.choices or (), field.did_you_mean(text)
+        if text in choices or not hint:
             return text  # argparse itself lists the words
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(field.choices or ())}{hint}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}{hint}")
 
     return word
 
@@ -148,10 +146,8 @@ def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
 
     def error(message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            unknown = re.findall(r"(?<!\S)--[\w-]+", message)
-            message += "".join(
-                did_you_mean(flag, parser._option_string_actions) for flag in unknown
-            )
+            for flag in re.findall(r"(?<!\S)--[\w-]+", message):
+                message += did_you_mean(flag, parser._option_string_actions)
         original(message)
 
     error.names_the_nearest = True  # type: ignore[attr-defined]

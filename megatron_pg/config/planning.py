@@ -12,7 +12,7 @@ from megatron_pg.config.flags import add_args, read_args
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
 OnBadRow = Literal["error", "skip"]
-OVERSIZED, MODES, ON_BAD_ROW = map(get_args, (OversizedSamples, DocsPerStepMode, OnBadRow))
+ON_BAD_ROW = get_args(OnBadRow)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from functools import lru_cache
+from functools import cache
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
@@ -18,7 +18,7 @@ class UnsupportedMegatronError(ImportError):
     """Megatron-Core is missing, or is a version that this package was not written for."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def megatron_core_version() -> tuple[int, int, int]:
     """Version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
@@ -32,8 +32,8 @@ def megatron_core_version() -> tuple[int, int, int]:
         from megatron.core import package_info
     except ImportError as error:
         raise UnsupportedMegatronError(
-            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: "
-            f"{error}. Install it with `pip install 'megatron-core>=0.15,<0.21'`."
+            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: {error}. Install it with "
+            "`pip install 'megatron-core>=0.15,<0.21'`."
         ) from error
     return parse_version(package_info.__version__)
 

@@ -1,7 +1,7 @@
 """The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.
 
-Importing this package needs torch and NumPy. What touches Megatron is in ``megatron_pg.megatron``:
-``from megatron_pg.megatron.loss import megatron_loss``.
+Importing this package needs torch and NumPy. What touches Megatron is in `megatron_pg.megatron`:
+`from megatron_pg.megatron import PolicyStep`.
 """
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args

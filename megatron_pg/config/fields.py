@@ -100,9 +100,8 @@ class Field:
 
     def did_you_mean(self, value: Any) -> str:
         """The end of a refusal of a word, with the nearest right one; "" where none is near."""
-        if self.name in TABLES:
-            return TABLES[self.name].did_you_mean(value)
-        return did_you_mean(value, self.choices or ())
+        table = TABLES.get(self.name)
+        return did_you_mean(value, self.choices or (), table.also_known_as if table else {})
 
 
 def flag_of(name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 
@@ -72,11 +73,11 @@ class Table(dict[str, RowType]):
         field: str,
         *,
         replaced_by: str | None = None,
-        also_known_as: Mapping[str, str] | None = None,
+        also_known_as: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.field = field
         self.replaced_by = replaced_by
-        self.also_known_as = also_known_as or {}
+        self.also_known_as = also_known_as
         TABLES[field] = self
 
     def add(self, *rows: RowType) -> None:
@@ -119,20 +120,16 @@ class Table(dict[str, RowType]):
         """The flags that turn a row on, for error messages."""
         return row.flag.format(config=config) or f"--{self.field.replace('_', '-')} {row.name}"
 
-    def did_you_mean(self, name: object) -> str:
-        """The nearest name as the end of an error message; "" where none is near."""
-        return did_you_mean(name, self, self.also_known_as)
-
 
 TABLES: dict[str, Table[Any]] = {}
 """Every table, by its field."""
 
 
 def did_you_mean(
-    word: object, known: Iterable[str], also_known_as: Mapping[str, str] | None = None
+    word: object, known: Iterable[str], also_known_as: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """`; did you mean X?` with the known word nearest to what was given; "" where none is near."""
     text = str(word).lower()
-    names = {name.lower(): name for name in known} | dict(also_known_as or {})
+    names = {name.lower(): name for name in known} | dict(also_known_as)
     found = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     return f"; did you mean {names[found[0]]}?" if found else ""

@@ -22,8 +22,6 @@ from megatron_pg.config.versions import megatron_core_version, supports_output_p
 
 logger = logging.getLogger("megatron_pg")
 
-WITHOUT_PER_TOKEN_MODE = ("use_torch_fsdp2", "ddp_average_in_collective")
-"""Megatron's features that exclude per-token mode."""
 AUXILIARY_LOAD_BALANCING = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
@@ -151,21 +149,25 @@ def _settled_per_token_mode(config: Any, found: dict[str, Any]) -> tuple[bool, s
     chosen = config.loss_aggregation
     row = TABLES["loss_aggregation"][chosen]
     is_custom = TABLES["loss_aggregation"].is_replaced(config)
-    excluded_by = [name for name in WITHOUT_PER_TOKEN_MODE if found.get(name)]
+    excluded_by = {
+        "--use-torch-fsdp2": found.get("use_torch_fsdp2"),
+        "--ddp-average-in-collective": found.get("ddp_average_in_collective"),
+    }
+    obstacles = [flag for flag, is_used in excluded_by.items() if is_used]
     if not config.calculate_per_token_loss:
         # Per-token mode is how Megatron runs a token mean, but the gradient is the same without it and the losses inside
         # the model keep their scale.
         is_how = row.under_per_token_flag == chosen and not is_custom
-        return is_how and not (excluded_by or _scales_losses_by_tokens(found)), chosen, []
+        return is_how and not (obstacles or _scales_losses_by_tokens(found)), chosen, []
     refused = []
     if row.under_per_token_flag is None:
         refused.append(
             f"--calculate-per-token-loss asks for the token mean and --loss-aggregation {chosen} for another objective: "
             "drop --calculate-per-token-loss, or choose --loss-aggregation token_mean"
         )
-    if excluded_by:
+    if obstacles:
         refused.append(
-            f"--calculate-per-token-loss does not work with {flag_of(excluded_by[0])}: drop it and choose "
+            f"--calculate-per-token-loss does not work with {obstacles[0]}: drop it and choose "
             "--loss-aggregation token_mean, whose gradient is the same without it"
         )
     return True, chosen if is_custom else row.under_per_token_flag, refused

@@ -20,7 +20,7 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, masked, with_masked_inputs
 from megatron_pg.loss.objectives import ObjectiveOutput
-from megatron_pg.loss.sequence import SequenceLogRatios, rollout_mismatch
+from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence, rollout_mismatch
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
@@ -61,12 +61,7 @@ class Scored:
     @property
     def sequences(self) -> SequenceLogRatios:
         """`sequence`, which a row that reads it has asked for."""
-        if self.sequence is None:
-            raise ValueError(
-                "a sequence-level correction needs the tokens of every context-parallel rank: pass "
-                "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
-            )
-        return self.sequence
+        return given_sequence(self.sequence, "a sequence-level correction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +169,6 @@ def importance_weights(scored: Scored) -> Tensor:
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own truncated ratio."""
     config = scored.config
     weights = importance_weights(scored)
     is_outside = _is_outside(weights, config.tis_clip_low, config.tis_clip)
@@ -214,7 +208,6 @@ def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
     weighted = truncated_importance_sampling(scored, pg_loss)
     is_outside = weighted.metrics[CLIPPED].bool()
     return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
@@ -265,10 +258,8 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     metrics=MISMATCH_METRICS,
 )
 def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = scored.sequences.mean_of_tokens("mismatch")
-    kept = scored.batch.loss_mask & ~_is_geometric_outlier(scored.config, mean_mismatch)
-    return Corrected(pg_loss, kept, {})
+    is_outlier = _is_geometric_outlier(scored.config, scored.sequences.mean_of_tokens("mismatch"))
+    return Corrected(pg_loss, scored.batch.loss_mask & ~is_outlier, {})
 
 
 @correction(
@@ -281,7 +272,6 @@ def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     rejects=True,
 )
 def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops the tokens of negative advantage of sequences that the policy has left behind."""
     batch = scored.batch
     is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))

@@ -7,6 +7,7 @@ context parallelism.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -62,47 +63,37 @@ class Metric:
     when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
 
+of_ratio = functools.partial(Metric, of_ratio=True)
+
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
     Metric("advantage", "advantage", lambda s: s.batch.advantages),
     Metric(
         "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
     ),
-    Metric(
+    of_ratio(
         "old_logprobs",
         "log-prob under the policy that the step starts from",
         lambda s: _given(s.batch.old_log_probs),
-        of_ratio=True,
     ),
-    Metric(
-        "ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp(), of_ratio=True
-    ),
-    Metric(
+    of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp()),
+    of_ratio(
         "kl_new_old",
         "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
         lambda s: _log_ratio(s).expm1() - _log_ratio(s),
-        of_ratio=True,
     ),
-    Metric(
+    of_ratio(
         "clipped_ratio_fraction",
         "r outside the clip range",
         lambda s: _given(s.outcome.is_clipped).float(),
-        of_ratio=True,
     ),
-    Metric(
+    of_ratio(
         "clipped_ratio_effective_fraction",
         "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
         lambda s: _given(s.outcome.is_effectively_clipped).float(),
-        of_ratio=True,
     ),
-    Metric("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum", of_ratio=True),
-    Metric(
-        "ratio_new_old_squared_sum",
-        "r^2",
-        lambda s: (2 * _log_ratio(s)).exp(),
-        "ratio sum",
-        of_ratio=True,
-    ),
+    of_ratio("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum"),
+    of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * _log_ratio(s)).exp(), "ratio sum"),
     Metric(
         "entropy",
         "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",

@@ -21,7 +21,7 @@ from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
-from megatron_pg.loss.sequence import SequenceLogRatios
+from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
 
 
@@ -62,9 +62,10 @@ class Objective(Row):
         *,
         sequence: SequenceLogRatios | None = None,
     ) -> ObjectiveOutput:
-        if self.ratio == "sequence":
-            return self.function(config, batch, log_probs, sequence)
-        return self.function(config, batch, log_probs)
+        if self.ratio != "sequence":
+            return self.function(config, batch, log_probs)
+        sequence = given_sequence(sequence, f"--policy-loss {self.name}")
+        return self.function(config, batch, log_probs, sequence)
 
 
 OBJECTIVES: Table[Objective] = Table(
@@ -80,10 +81,7 @@ objective = OBJECTIVES.decorator(Objective)
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     """[window] log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
 
-    Args:
-        log_probs: [window], with gradient.
-        old_log_probs: [window], taken as a constant.
-        loss_mask: [window] bool.
+    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool.
     """
     return clamped_log_ratio(
         masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
@@ -119,22 +117,9 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     ratio="sequence",
 )
 def gspo(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    sequence: SequenceLogRatios | None,
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
 ) -> ObjectiveOutput:
-    """PPO's surrogate of the sequence ratio, exp of the mean of log r over the active tokens.
-
-    Each token carries the gradient of its own log-prob (the paper's GSPO-token form).
-
-    Raises:
-        ValueError: `sequence` is missing: the ratio needs the tokens of every context-parallel rank.
-    """
-    if sequence is None:
-        raise ValueError(
-            "--policy-loss gspo: pass sequence=sequence_log_ratios(config, batch, ...)"
-        )
+    """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
     log_probs = masked(log_probs, batch.loss_mask)
     sequence_log_ratio = masked(sequence.mean_of_tokens("policy"), batch.loss_mask)
     log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
@@ -182,7 +167,6 @@ def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
-    """Supervised cross-entropy of the response tokens; advantages are not read."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
 
 

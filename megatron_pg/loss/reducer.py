@@ -84,13 +84,12 @@ def get_pg_loss_reducer(
     return WeightedSum(token_weights(window, loss_masks, mode, divisor, denominators))
 
 
+@dataclass(frozen=True, eq=False)
 class WeightedSum:
     """A reducer: `x -> sum(weights * x)` over the positions of non-zero weight, in float32 or, for float64, float64."""
 
-    def __init__(self, weights: Tensor) -> None:
-        """Args: weights: [window] float64 on any device; 0 at masked positions."""
-        self.weights = weights
-        """[window] float64: the weight of each token, before the outer count."""
+    weights: Tensor
+    """[window] float64 on any device: the weight of each token, before the outer count; 0 at masked positions."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [window] floating -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""

@@ -188,7 +188,7 @@ def _sample_field_violations(
 ) -> Iterator[str]:
     if sample_fields is None:
         return
-    for field in sorted(set(sample_fields) - set(OPTIONAL_SAMPLE_FIELDS)):
+    for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
         yield (
             f"sample_fields: {field!r} is no optional field of Sample; expected some of "
             f"{', '.join(OPTIONAL_SAMPLE_FIELDS)}{did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)}"

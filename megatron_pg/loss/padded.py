@@ -135,11 +135,9 @@ def _counted_rows(
             )
         return [checked_integer(f"{field}[{row}]", value) for row, value in enumerate(given)]
 
-    columns = (active_tokens, ids("group_index", group_index), ids("rollout_id", rollout_id))
-    return [
-        BareSample(count, group, rollout, f"row {row}")
-        for row, (count, group, rollout) in enumerate(zip(*columns, strict=True))
-    ]
+    groups, rollouts = ids("group_index", group_index), ids("rollout_id", rollout_id)
+    names = [f"row {row}" for row in range(len(active_tokens))]
+    return list(map(BareSample, active_tokens, groups, rollouts, names))
 
 
 def _check_mask(mask: Tensor) -> None:

@@ -90,8 +90,8 @@ class MicroBatchLoss:
         corrected = apply_corrections(scored)
         inner_sum = self._policy_gradient.inner_sum(corrected.pg_loss)
         pg_loss = inner_sum / self._policy_gradient.outer_count
-        reported = {"loss": pg_loss, "pg_loss": pg_loss}
-        loss = inner_sum / (config.grad_divisor or self._policy_gradient.outer_count)
+        reported = {"pg_loss": pg_loss}
+        loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))

@@ -123,7 +123,7 @@ def check_returned(
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """Those of `keywords` that the function's signature names; `**kwargs` names none.
+    """The ones of `keywords` that the function's signature names; `**kwargs` names none.
 
     Raises:
         ValueError: The function has no signature to inspect.

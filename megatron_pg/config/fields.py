@@ -57,9 +57,9 @@ class Field:
     name: str
     default: Any
     type: Any
-    """bool, int, float, str or tuple."""
+    """The type of a value: bool, int, float, str or tuple."""
     words: tuple[str, ...] | None
-    """Those of a `Literal`."""
+    """The words of a `Literal`."""
     interval: Interval | None
     parsed: Parsed | None
     is_optional: bool
@@ -73,7 +73,7 @@ class Field:
 
     @property
     def flag(self) -> str:
-        """`--eps-clip` of `eps_clip`; the bare name where there is no flag."""
+        """The flag, `--eps-clip` of `eps_clip`; the bare name where there is none."""
         return flag_of(self.name) if self.has_flag else self.name
 
     def violation(self, value: Any) -> str | None:

@@ -28,7 +28,7 @@ class Row:
     options: tuple[str, ...] = ()
     """Settings that only rows which name them read: given with another row, they are refused."""
     needs: tuple[str, ...] = ()
-    """Those of them that must be given."""
+    """The options that must be given."""
     flag: str = ""
     """What errors call the row by, a format of `config`; "" for the table's flag with the row's name."""
     when: Callable[[Any], bool] | None = None
@@ -128,7 +128,7 @@ TABLES: dict[str, Table[Any]] = {}
 def did_you_mean(
     word: object, known: Iterable[str], also_known_as: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """`; did you mean X?` with the known word nearest to what was given; "" where none is near."""
+    """The hint `; did you mean X?` with the known word nearest to what was given; "" where none is near."""
     text = str(word).lower()
     names = {name.lower(): name for name in known} | dict(also_known_as)
     found = difflib.get_close_matches(text, names, n=1, cutoff=0.6)

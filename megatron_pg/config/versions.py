@@ -39,7 +39,7 @@ def megatron_core_version() -> tuple[int, int, int]:
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """(major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+    """The numbers (major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
 
     Raises:
         UnsupportedMegatronError: `text` does not start with two numbers.

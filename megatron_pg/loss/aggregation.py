@@ -30,7 +30,7 @@ class Aggregation(Row):
     """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
-    """(totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
+    """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""
     inner_weight: Callable[[StepTotals, float], float]
@@ -42,7 +42,7 @@ class Aggregation(Row):
     """Whether a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
-        """[num_samples] float64 D or G from the step's totals; None for a mode that divides by neither."""
+        """The denominators [num_samples] float64, D or G of the step; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
@@ -66,7 +66,7 @@ AGGREGATIONS: Table[Aggregation] = Table(
         "drgrpo": "constant",
     },
 )
-"""By the name that `--loss-aggregation` takes."""
+"""The rows by the name that `--loss-aggregation` takes."""
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:

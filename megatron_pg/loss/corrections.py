@@ -27,7 +27,7 @@ from megatron_pg.step.sample import Sample
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
 MISMATCH_METRICS = ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
 REJECTED = "rejected_fraction"
-"""Of every correction: the share of the tokens that some correction dropped."""
+"""The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
 
 
@@ -35,11 +35,11 @@ class Corrected(NamedTuple):
     """A micro-batch after one correction, or after all of them."""
 
     pg_loss: Tensor
-    """[window]; after all of them 0 where the mask drops the token."""
+    """The per-token loss [window]; after all of them 0 where the mask drops the token."""
     loss_mask: Tensor
-    """[window] bool: active tokens that were not rejected."""
+    """The active tokens that were not rejected, [window] bool."""
     metrics: dict[str, Tensor]
-    """[window] detached, by name; their means are over the tokens active before any rejection."""
+    """Values [window] by name, detached; their means are over the tokens active before any rejection."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Scored:
     config: PolicyLossConfig
     batch: PackedBatch
     log_probs: Tensor
-    """[window] of the policy in training."""
+    """The log-probs [window] under the policy in training."""
     outcome: ObjectiveOutput
     entropy: Tensor | None = None
-    """[window] in nats, where something reads it."""
+    """The entropy [window] in nats, where something reads it."""
     sequence: SequenceLogRatios | None = None
     """The sums over whole sequences, where a row that is on needs some."""
     corrected: Corrected | None = None
@@ -60,7 +60,7 @@ class Scored:
 
     @property
     def sequences(self) -> SequenceLogRatios:
-        """`sequence`, which a row that reads it has asked for."""
+        """The field `sequence`, which a row that reads it has asked for."""
         return given_sequence(self.sequence, "a sequence-level correction")
 
 
@@ -69,12 +69,12 @@ class Correction(Row):
     """A correction and its properties. What is not stated is the careful answer."""
 
     function: Callable[..., Corrected]
-    """function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
+    """The formula, function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
     """Whether it drops tokens."""
     rejected_by_data: Callable[[PolicyLossConfig, Tensor, Tensor], Tensor] | None = None
-    """(config, d [response_length], mean of d over active tokens 0-d) -> bool, which tokens of a sample drop, where the
-    data alone decide it, before the step; None where they do not."""
+    """The test (config, d [response_length], mean of d over active tokens 0-d) -> bool, which tokens of a sample drop,
+    where the data alone decide it, before the step; None where they do not."""
     metrics: tuple[str, ...] = ()
     """The metrics that it reports besides `REJECTED`."""
 
@@ -94,7 +94,7 @@ class Correction(Row):
 
 
 CORRECTIONS: Table[Correction] = Table("corrections")
-"""By name; each is on by flags of its own."""
+"""The rows by name; each is on by flags of its own."""
 
 correction = CORRECTIONS.decorator(Correction)
 
@@ -150,7 +150,7 @@ def _weights(level: str, mode: str) -> Callable[[Any], bool]:
 
 
 def importance_weights(scored: Scored) -> Tensor:
-    """[window] float32 w of `--use-tis` before its bounds, 1 at masked positions. No gradient."""
+    """The weight w of `--use-tis`, [window] float32, before its bounds, 1 at masked positions. No gradient."""
     if scored.config.tis_level == "sequence":
         mismatch = masked(scored.sequences.sum_of_tokens("mismatch"), scored.batch.loss_mask)
     else:

@@ -15,7 +15,7 @@ from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
 
 MAX_LOW_VAR_KL = 10.0
-"""`low_var_kl` is k3 held within +-10, with zero gradient outside."""
+"""The bound of `low_var_kl`, which is k3 held within +-10, with zero gradient outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class KLEstimate(Row):
     """An estimate of KL(policy || reference)."""
 
     function: Callable[[Tensor], Tensor]
-    """d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+    """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
@@ -32,11 +32,11 @@ class KLEstimate(Row):
 KL_ESTIMATES: Table[KLEstimate] = Table(
     "kl_loss_type", also_known_as={"kl": "k1", "mse": "k2", "low_var": "low_var_kl"}
 )
-"""By the name that `--kl-loss-type` takes."""
+"""The rows by the name that `--kl-loss-type` takes."""
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """k3 needs exp(-d), so d is held within +-20 first, with zero gradient outside."""
+    """The estimate k3, which needs exp(-d), so that d is held within +-20 first, with zero gradient outside."""
     difference = clamped_log_ratio(difference)
     # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where the estimate is d^2 / 2.
     return (-difference).expm1() + difference
@@ -61,7 +61,7 @@ KL_ESTIMATES.add(
 
 
 def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    """[window] estimate of KL(policy || reference) of each token, by `--kl-loss-type`, in nats.
+    """The estimate [window] of KL(policy || reference) of each token, by `--kl-loss-type`, in nats.
 
     With `--use-unbiased-kl` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
     (DeepSeek-V3.2, arXiv:2512.02556): then its expectation over the policy that sampled the tokens

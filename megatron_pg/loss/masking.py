@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """`values` [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
+    """The values [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
 
     A product with the mask would not do: 0 * NaN is NaN, in the value and in the gradient.
     """
@@ -26,7 +26,7 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
+    """The log-ratio within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
     limit = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
 

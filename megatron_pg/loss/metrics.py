@@ -37,7 +37,7 @@ SIGNS = {"maximum": 1.0, "minimum": -1.0}
 
 
 def _log_ratio(scored: Scored) -> Tensor:
-    """[window] float64 log r, before any clamp; only of an objective whose row has a ratio."""
+    """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
     return _given(scored.outcome.log_ratio).double()
 
 
@@ -54,7 +54,7 @@ class Metric:
     name: str
     help: str
     value: Callable[[Scored], Tensor]
-    """[window]; read at active tokens alone."""
+    """The value of each token, [window]; read at active tokens alone."""
     kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
     """A mean over samples, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
     an extreme over active tokens."""
@@ -118,18 +118,35 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
-    """name -> [2] float64 (numerator, denominator), detached. Added over micro-batches and over data
-    and context parallel ranks, then divided: what `train_step` of Megatron's `training.py` does
-    with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
+    """Metrics of a micro-batch, name -> [2] float64 (numerator, denominator), detached.
+
+    They are added over micro-batches and over data and context parallel ranks, then divided: what `train_step` of Megatron's
+    `training.py` does with two-element values. What it cannot do is carried beside the dict, for `reduce_metrics`.
     """
 
     maxima: Tensor | None = None
     """[extremes] float64 over active tokens, minima negated: the largest advantage and the largest negated one. Minus
     infinity, the identity of the maximum, for no token; None without metrics."""
     is_nan: Tensor | None = None
-    """[window] bool: the active tokens whose loss is NaN; None without metrics."""
+    """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
     """The micro-batch, to name such a token."""
+    table: Tensor | None = None
+    """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
+
+    @classmethod
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+        """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
+        names = metric_names(config)
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        metrics = cls(zip(names, table.unbind(), strict=True))
+        metrics.table = table
+        return metrics
+
+    def fill(self, found: MicroBatchMetrics) -> None:
+        """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
+        torch.stack([found[name] for name in self], out=self.table)
+        self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
 
 
 def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
@@ -249,6 +266,8 @@ def reduce_metrics(
     if "ratio_new_old_sum" in reduced:
         total, of_squares = reduced["ratio_new_old_sum"], reduced["ratio_new_old_squared_sum"]
         reduced[EFFECTIVE_SAMPLE_SIZE] = total**2 / of_squares if of_squares else math.nan
+    if contributes and reduced["loss"] != reduced["loss"]:
+        _report_nan_tokens(micro_batches)
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
@@ -256,32 +275,28 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-    if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
+
     return reduced
 
 
 def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Names the first active token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        if (
-            not isinstance(metrics, MicroBatchMetrics)
-            or metrics.is_nan is None
-            or not metrics.batch
-        ):
-            continue
-        tokens, window = metrics.is_nan.cpu().nonzero().flatten().tolist(), metrics.batch.window
-        if tokens:
+        table, is_nan, batch = (
+            getattr(metrics, name, None) for name in ("table", "is_nan", "batch")
+        )
+        if table is not None and table.isnan().all():
+            logger.error(
+                f"micro-batch {index}: its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
+            )
+        elif is_nan is not None and is_nan.any() and batch is not None:
+            tokens, window = is_nan.cpu().nonzero().flatten().tolist(), batch.window
             sample = int(window.window_segment_ids[tokens[0]])
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
-                "micro-batch %d: %d active tokens of this rank have a NaN loss, the first is response token %d of sample "
-                "%d (%s): look at its logits, old_log_probs and rollout_log_probs",
-                index,
-                len(tokens),
-                token,
-                sample,
-                metrics.batch.samples[sample].name,
+                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a NaN loss, the first is response token "
+                f"{token} of sample {sample} ({batch.samples[sample].name}): look at its logits, old_log_probs and "
+                "rollout_log_probs"
             )
 
 

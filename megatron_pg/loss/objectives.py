@@ -30,14 +30,14 @@ class ObjectiveOutput:
     """The per-token loss of a micro-batch, and what the metrics need of its making."""
 
     loss: Tensor
-    """[window], with gradient."""
+    """The per-token loss [window], with gradient."""
     log_ratio: Tensor | None = None
-    """[window] detached log r before the clamp to +-20; of a sequence ratio that of the token's sequence. This and the next
-    two are None for an objective without a ratio."""
+    """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence. This and
+    the next two are None for an objective without a ratio."""
     is_clipped: Tensor | None = None
-    """[window] bool: the ratio is outside the objective's clip range."""
+    """Where the ratio is outside the objective's clip range, [window] bool."""
     is_effectively_clipped: Tensor | None = None
-    """[window] bool: the ratio is outside on the side that the sign of A makes active."""
+    """Where the ratio is outside on the side that the sign of A makes active, [window] bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Objective(Row):
     """A policy objective and its properties. What is not stated is the careful answer."""
 
     function: Callable[..., ObjectiveOutput]
-    """function(config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
+    """The formula (config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
     zero_advantage_is_zero_gradient: bool = False
@@ -73,13 +73,13 @@ OBJECTIVES: Table[Objective] = Table(
     replaced_by="custom_policy_loss_path",
     also_known_as={"grpo": "ppo", "pg": "reinforce", "policy_gradient": "reinforce", "nll": "sft"},
 )
-"""By the name that `--policy-loss` takes."""
+"""The rows by the name that `--policy-loss` takes."""
 
 objective = OBJECTIVES.decorator(Objective)
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """[window] log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
+    """The log-ratio [window], log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
 
     All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool.
     """
@@ -89,7 +89,7 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """(1 - eps_clip, 1 + eps_clip_high)."""
+    """The bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     return 1.0 - config.eps_clip, 1.0 + high
 
@@ -201,7 +201,7 @@ def _custom(
 def _clipped_surrogate(
     config: PolicyLossConfig, batch: PackedBatch, log_ratio: Tensor
 ) -> ObjectiveOutput:
-    """-min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
+    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
 
     Which of the terms holds depends on the sign of A: the minimum binds r from above where A > 0 and
     from below where A < 0, where dual clip (arXiv:1912.09729) binds it from above too. Written

@@ -187,7 +187,7 @@ def policy_loss_from_log_probs(
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """`policy_loss_function` for a model that returns log-probs.
+    """The same as `policy_loss_function` for a model that returns log-probs.
 
     Args:
         log_probs: `[window]` float32, of the window's response tokens at the rollout temperature.

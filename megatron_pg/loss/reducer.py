@@ -18,7 +18,7 @@ from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals
 
 Reducer = Callable[[Tensor], Tensor]
-"""reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
+"""A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
 
 
 def get_pg_loss_reducer(
@@ -92,7 +92,7 @@ class WeightedSum:
     """[window] float64 on any device: the weight of each token, before the outer count; 0 at masked positions."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [window] floating -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
+        """The reduction x [window] -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
         if x.shape != self.weights.shape:
             raise ValueError(
                 f"the reducer got {list(x.shape)} per-token losses, and this rank's token window has "
@@ -106,10 +106,10 @@ class WeightedSum:
 
 @dataclass(frozen=True)
 class Reduction:
-    """`inner_sum(x) / outer_count`: this rank's share of an aggregate over the whole step."""
+    """An aggregate `inner_sum(x) / outer_count`: this rank's share of an aggregate over the whole step."""
 
     inner_sum: Reducer
-    """x [window] -> 0-d, rank-local."""
+    """The inner sum, x [window] -> 0-d, rank-local."""
     outer_count: int
     """The count of the step that the inner sum is divided by."""
     used_and_expected_weight: tuple[float, float] | None = None
@@ -117,7 +117,7 @@ class Reduction:
     not known (a custom reducer)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [window] -> 0-d. Summed over ranks and micro-batches it is the aggregate."""
+        """The share x [window] -> 0-d. Summed over ranks and micro-batches it is the aggregate."""
         return self.inner_sum(x) / self.outer_count
 
 
@@ -153,7 +153,7 @@ def token_weights(
     divisor: float | None = None,
     denominators: Tensor | None = None,
 ) -> Tensor:
-    """[window] float64 on the masks' device: `mask / divisor of the token's sample`, for one aggregation."""
+    """The weights [window] float64 on the masks' device: `mask / divisor of the token's sample`, for one aggregation."""
     flat_mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0)
     device = flat_mask.device
     mask = flat_mask.to(torch.float64)
@@ -202,7 +202,7 @@ def _custom_reduction(
 def _checked_denominators(
     denominators: Sequence[float] | Tensor, mode: Aggregation, window: TokenWindow
 ) -> Tensor:
-    """[num_samples] float64. Values are read only where they lie on the host."""
+    """The denominators [num_samples] float64. Values are read only where they lie on the host."""
     if mode.denominator is None:
         raise ValueError(
             f"denominators are given and the aggregation is {mode.name}, which divides by none: leave them out, or "
@@ -224,7 +224,7 @@ def _checked_denominators(
 
 
 def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    """One tensor per sample. Values are read only where they lie on the host."""
+    """The masks, one tensor per sample. Values are read only where they lie on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "

@@ -34,7 +34,7 @@ class SequenceReduction:
 
     @torch.no_grad()
     def sums(self, rows: Tensor) -> Tensor:
-        """[rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
+        """The sums [rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
         totals = rows.new_zeros(rows.shape[0], self.num_samples, dtype=torch.float64)
         totals.index_add_(1, self.window_segment_ids, rows.double())
         group = self.context_parallel_group
@@ -43,16 +43,16 @@ class SequenceReduction:
         return totals
 
     def sum(self, values: Tensor, loss_mask: Tensor) -> Tensor:
-        """[window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
+        """The sum, [window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
         return self.sums(masked(values, loss_mask)[None])[0]
 
     def mean(self, values: Tensor, loss_mask: Tensor) -> Tensor:
-        """[window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
+        """The mean, [window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
         sums = self.sums(torch.stack([masked(values, loss_mask).double(), loss_mask.double()]))
         return sums[0] / sums[1].clamp(min=1)
 
     def to_tokens(self, per_sample: Tensor) -> Tensor:
-        """[samples] -> [window]: every token gets its sample's value."""
+        """Values [samples] -> [window]: every token gets its sample's value."""
         return per_sample[self.window_segment_ids]
 
 
@@ -62,13 +62,13 @@ class SequenceLogRatios:
 
     reduction: SequenceReduction
     active_tokens: Tensor
-    """[samples] float64."""
+    """The active tokens of each sample, [samples] float64."""
     sums: Mapping[str, Tensor]
-    """[samples] float64 each: "policy", of log_prob - old_log_prob, and "mismatch", of old_log_prob - rollout_log_prob; those
-    that a row asks for."""
+    """The sums, [samples] float64 each: "policy", of log_prob - old_log_prob, and "mismatch", of old_log_prob -
+    rollout_log_prob; those that a row asks for."""
 
     def sum_of_tokens(self, name: str) -> Tensor:
-        """[window] float64: the sum over the token's sample.
+        """The sum [window] float64 over the token's sample.
 
         Raises:
             ValueError: no row that is on asks for it.
@@ -80,7 +80,7 @@ class SequenceLogRatios:
         return self.reduction.to_tokens(self.sums[name])
 
     def mean_of_tokens(self, name: str) -> Tensor:
-        """[window] float64: the mean over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
+        """The mean [window] float64 over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
         active_tokens = self.reduction.to_tokens(self.active_tokens)
         return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
 
@@ -113,7 +113,13 @@ def sequence_log_ratios(
     sums = {name for row in rows_on for name in row.sums_over_sequences()}
     if not sums:
         return None
-    rows = {"active": batch.loss_mask.double()}
+    active = batch.loss_mask.double()
+    # A row of zeros for what is not asked for: the exchange has one shape.
+    rows = {
+        "active": active,
+        "policy": torch.zeros_like(active),
+        "mismatch": torch.zeros_like(active),
+    }
     if "policy" in sums:
         new = masked(log_probs.detach(), batch.loss_mask).double()
         rows["policy"] = new - given_log_probs(batch, "old_log_probs", "the sequence ratio")
@@ -122,7 +128,7 @@ def sequence_log_ratios(
     ids, num_samples = batch.window_segment_ids, batch.window.num_samples
     reduction = SequenceReduction(ids, num_samples, context_parallel_group)
     made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
-    return SequenceLogRatios(reduction, made.pop("active"), made)
+    return SequenceLogRatios(reduction, made["active"], {name: made[name] for name in sums})
 
 
 def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> SequenceLogRatios:

@@ -54,7 +54,7 @@ def parse_version(text: str) -> tuple[int, int, int]:
 
 
 def require_supported_version(version: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
-    """Returns the version given, None meaning the installed one; call it once at start.
+    """The version given (None: the installed one) where it is supported; call it once at start.
 
     Raises:
         UnsupportedMegatronError: it is missing or outside the supported range.

@@ -132,7 +132,7 @@ def sequence_log_ratios(
 
 
 def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> SequenceLogRatios:
-    """`sequence`, or a ValueError that says what needs it."""
+    """The sums given, or a ValueError that says what needs them."""
     if sequence is None:
         raise ValueError(
             f"{needed_by} needs the tokens of every context-parallel rank: pass "

@@ -1,4 +1,4 @@
-"""``python -m megatron_pg``: the command ``megatron-pg`` without its script, as a launcher needs it."""
+"""`python -m megatron_pg`: the command `megatron-pg` without its script, as a launcher needs it."""
 
 import sys
 

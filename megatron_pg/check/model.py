@@ -109,7 +109,7 @@ def model_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
-        # The other kind refuses lengths that vary, in a model without experts too.
+        # Dense models too: Megatron refuses variable lengths with any other.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,

@@ -90,14 +90,14 @@ def _rows_triton() -> ModuleType | None:
 
 
 def row_passes(logits: Tensor) -> ModuleType:
-    """`rows_triton` for logits that its kernels take, else `rows_torch`: the same functions."""
+    """The module `rows_triton` for logits that its kernels take, else `rows_torch`: the same functions."""
     if logits.is_cuda and logits.dtype != torch.float64 and logits.stride(1) == 1:
         return _rows_triton() or rows_torch
     return rows_torch
 
 
 def refuse_second_derivative(name: str) -> None:
-    """For the start of a backward: autograd enables gradients in it for `create_graph=True` alone."""
+    """A refusal at the start of a backward: autograd enables gradients in it for `create_graph=True` alone."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} cannot be differentiated twice: leave out create_graph=True, or compute what needs it on "

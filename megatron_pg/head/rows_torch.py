@@ -1,7 +1,7 @@
 """The two row passes in plain torch: statistics of the logits, and the gradient to the logits.
 
 Both work on a few rows at a time, so that the float32 copies of a chunk never add up to a copy of
-the logits. `nan_unless_kept` is here because it too has a kernel that takes its place on a GPU.
+the logits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from torch import Tensor
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _CHUNK_ELEMENTS = 1 << 23
-RELATIVE_TOLERANCE = 1e-5
-"""Of the loss scale that arrives to the one promised: float32 factors are multiplied in one order or another."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 logits."""
+    """The dtype of statistics: float32, or float64 for float64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -39,7 +37,7 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 
 def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
-    """[begin, end) in slices of at most `size` rows."""
+    """The range [begin, end) in slices of at most `size` rows."""
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
@@ -57,12 +55,12 @@ def _row_chunks(logits: Tensor) -> list[slice]:
 
 
 def _without_masked_rows(values: Tensor, keep: Tensor | None) -> Tensor:
-    """`where` and not `*`: a NaN or inf of a masked row must not survive."""
+    """The rows with the mask applied by `where` and not by `*`: a NaN or inf of a masked row must not survive."""
     return values if keep is None else torch.where(keep[:, None], values, 0.0)
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """[tokens, 4] of this shard's columns.
+    """The statistics [tokens, 4] of this shard's columns.
 
     They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those
     exponentials with their exponents, and the logit of the target token (-inf where another shard holds
@@ -89,7 +87,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
 
 
 def _target_logits(rows: LogitRows) -> Tensor:
-    """[tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """The target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = rows.targets - rows.shard.start
     here = (local >= 0) & (local < rows.shard.columns)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
@@ -164,19 +162,3 @@ def write_gradient(
         gradient = _without_masked_rows(gradient / temperature, live[part])
         out[part, :columns] = gradient.to(out.dtype)
         out[part, columns:] = 0
-
-
-def nan_unless_kept(
-    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """0-d: 0 where the promise of a loss scale was kept, else NaN; the device decides, nobody waits for it.
-
-    Args:
-        arrived, promised: 0-d, the gradient handed to the loss and the one that was announced.
-        held: 0-d bool each, whether the early sum held anything after forward, and whether it does now; one that
-            did and does not was zeroed in between. None: no such sum.
-    """
-    kept = (arrived - promised).abs() <= RELATIVE_TOLERANCE * promised.abs()
-    if held is not None:
-        kept = kept & (~held[0] | held[1])
-    return torch.where(kept, 0.0, math.nan)

@@ -48,7 +48,7 @@ class VocabularyShard:
         return cls(start=start, columns=columns, vocab_size=vocab_size, group=group)
 
     def gather(self, local: Tensor) -> Tensor:
-        """[tokens, 4] of this shard -> [shards, tokens, 4] on every rank; every rank of the group must call."""
+        """The partial statistics [tokens, 4] of this shard -> [shards, tokens, 4] on every rank; all of the group must call."""
         shards = dist.get_world_size(self.group)
         gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
         if len(local) > 0:
@@ -61,15 +61,15 @@ class LogitRows:
     """Rows of logits with all that their statistics depend on, which both row passes take."""
 
     logits: Tensor
-    """[tokens, v/tp] in any float dtype."""
+    """The logits [tokens, v/tp] in any float dtype."""
     targets: Tensor
-    """[tokens] int64 global token ids; one outside the vocabulary gives NaN."""
+    """The global token ids [tokens] int64; one outside the vocabulary gives NaN."""
     shard: VocabularyShard
     """This rank's part of the vocabulary."""
     temperature: Tensor
-    """One element, in the dtype of the statistics."""
+    """The temperature, one element in the dtype of the statistics."""
     row_mask: Tensor | None = None
-    """[tokens] bool, rows to read; the others get finite placeholders and a gradient of 0."""
+    """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
 
 
 class RowStatistics(NamedTuple):
@@ -85,7 +85,7 @@ class RowStatistics(NamedTuple):
     entropy: Tensor
 
     def rows(self, rows: slice) -> RowStatistics:
-        """Those of some rows, as views."""
+        """The statistics of some rows, as views."""
         return RowStatistics(*(each[rows] for each in self))
 
     def kept(self) -> RowStatistics:
@@ -94,7 +94,7 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
-        """Those of all rows, from those of consecutive parts; `like` gives dtype and device of none."""
+        """The statistics of all rows, from those of consecutive parts; `like` gives dtype and device of none."""
         if not parts:
             return cls(*(like.new_empty(0) for _ in cls._fields))
         if len(parts) == 1:

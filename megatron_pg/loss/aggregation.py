@@ -30,7 +30,7 @@ class Aggregation(Row):
     """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
-    """(totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
+    """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""
     inner_weight: Callable[[StepTotals, float], float]
@@ -42,7 +42,7 @@ class Aggregation(Row):
     """Whether a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
-        """[num_samples] float64 D or G from the step's totals; None for a mode that divides by neither."""
+        """The denominators [num_samples] float64, D or G of the step; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
@@ -66,7 +66,7 @@ AGGREGATIONS: Table[Aggregation] = Table(
         "drgrpo": "constant",
     },
 )
-"""By the name that `--loss-aggregation` takes."""
+"""The rows by the name that `--loss-aggregation` takes."""
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:
@@ -88,9 +88,7 @@ AGGREGATIONS.add(
         inner_weight=lambda totals, divisor: totals.num_active_rollouts,
         under_per_token_flag="token_mean",
         defaults_to_own_tokens=True,
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="prompt_mean",
         formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
@@ -100,9 +98,7 @@ AGGREGATIONS.add(
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
         inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
@@ -110,9 +106,7 @@ AGGREGATIONS.add(
         outer_count=lambda totals: max(totals.num_active_tokens, 1),
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
@@ -121,7 +115,7 @@ AGGREGATIONS.add(
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         inner_weight=lambda totals, divisor: totals.num_active_tokens / divisor,
-    )
+    ),
 )
 
 

@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """`values` [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
+    """The values [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
 
     A product with the mask would not do: 0 * NaN is NaN, in the value and in the gradient.
     """
@@ -26,13 +26,13 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
+    """The log-ratio within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
     limit = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
 
 
-def required_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:
-    """The log-probs of that name, [window] or [response_length].
+def given_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:
+    """The masked log-probs of that name, [window] or [response_length]. No gradient.
 
     Raises:
         ValueError: there are none; it says what needs them.
@@ -42,7 +42,7 @@ def required_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str
         raise ValueError(
             f"{needed_by} needs {field}: give Sample({field}=...) to every sample of the step"
         )
-    return log_probs
+    return masked(log_probs.detach(), carrier.loss_mask)
 
 
 def with_masked_inputs(batch: PackedBatch) -> PackedBatch:

@@ -32,7 +32,7 @@ class MicroBatchHead:
     model_inputs: dict[str, Any]
     """Keyword arguments of `GPTModel.forward`: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
-    """Those that the head adds, for a call of your own; none without `--fused-lm-head`."""
+    """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head`."""
 
 
 class PolicyStep:
@@ -106,7 +106,7 @@ class PolicyStep:
             num_microbatches=num_microbatches,
         )
         self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
-        """One micro-batch on this rank, as a part of the step's report."""
+        """The weight of one micro-batch on this rank, as a part of the step's report."""
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:
         """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
@@ -141,12 +141,10 @@ class PolicyStep:
         chunk_tokens: int | None = None,
     ) -> FusedHead:
         """The fused head of one micro-batch; see `FusedHead` for the arguments."""
-        device = batch.tokens.device
         return FusedHead(
             MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
             self.groups,
             vocab_size=self.vocab_size,
-            loss_scale=self._incoming_gradient(device),
             keep_logits=keep_logits,
             chunk_tokens=chunk_tokens,
         )
@@ -185,20 +183,6 @@ class PolicyStep:
         )
         return self.scale.apply(loss, metrics, batch)
 
-    def _incoming_gradient(self, device: torch.device) -> Tensor | None:
-        """What backward will hand to the local loss, where the step has a backward.
-
-        None where it has none (gradients off, `model.eval()`), and where `main_grad` holds something else until
-        backward (DDP's reuse_grad_buf_for_mxfp8_param_ag keeps parameters there): whatever is known beforehand is
-        of no use then. A forward pass with gradients on and the model in training mode counts as training.
-        """
-        if not torch.is_grad_enabled() or not getattr(self._chunk, "training", True):
-            return None
-        ddp_config = getattr(self._chunk, "ddp_config", None)
-        if getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            return None
-        return self.scale.incoming_gradient(getattr(self._chunk, "config", None), device)
-
     def _check_packing(self, batch: PackedBatch) -> None:
         window, groups = batch.window, self.groups
         if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
@@ -210,7 +194,7 @@ class PolicyStep:
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """`packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
+    """The `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
     sequence's end is harmless: attention is causal and padding is scored by no loss. They are passed by keyword: the

@@ -7,7 +7,7 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
    the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. What is left of the
-   sum is ``CP / (M * DP * CP) = 1 / (DP * M)``, so DP * M * s is returned.
+   sum is `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
 2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
@@ -43,7 +43,7 @@ class ScaleContract:
     """How the losses of a step's micro-batches are handed to the schedule, on one rank."""
 
     calculate_per_token_loss: bool
-    """The mode of the *model's* config; a host may force it whatever the flags say."""
+    """The mode of the *model's* config; a trainer may force it whatever the flags say."""
     factor: float
     """What the local loss is multiplied by."""
     counts_all_tokens: bool
@@ -52,19 +52,6 @@ class ScaleContract:
     """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
     gradient_factor: float
     """What the gradients, added up over the ranks, are multiplied by: 1 / (DP CP), and 1 / sum of n in per-token mode."""
-
-    def incoming_gradient(self, model_config: Any, device: torch.device) -> Tensor:
-        """0-d float32: the gradient that backward will hand to the local loss, known before the model has run.
-
-        It is `factor`, what the schedule multiplies by, and what `config.grad_scale_func` does to a loss in
-        backward_step (the optimizer's loss scale, which stands still during a step). Nothing here waits for the device.
-        """
-        known = torch.full((), self.factor * self.schedule_factor, device=device)
-        scale = getattr(model_config, "grad_scale_func", None)
-        if scale is None:
-            return known
-        with torch.no_grad():
-            return torch.as_tensor(scale(known), device=device).reshape(())
 
     def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
         """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
@@ -100,7 +87,7 @@ def scale_contract(
 
     Raises:
         ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss or multi-token prediction
-            and no ``totals.num_tokens``.
+            and no `totals.num_tokens`.
         NotImplementedError: the same under context parallelism with a megatron-core before 0.19.
     """
     if num_microbatches < 1:

@@ -11,7 +11,7 @@ import sys
 
 
 def context_parallel_place() -> tuple[int, int]:
-    """(rank, size) of this process in Megatron's context-parallel group; (0, 1) where there are no groups."""
+    """The place (rank, size) of this process in Megatron's context-parallel group; (0, 1) where there are no groups."""
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return 0, 1

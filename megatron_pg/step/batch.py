@@ -32,35 +32,34 @@ class PackedBatch:
     samples: tuple[Sample, ...]
     """The samples, on the host."""
     tokens: Tensor
-    """[local_tokens] int64; padding is token 0."""
+    """The token ids [local_tokens] int64; padding is token 0."""
     position_ids: Tensor
-    """[local_tokens] int64 within each sequence; 0 for padding."""
+    """The positions [local_tokens] int64 within each sequence; 0 for padding."""
     targets: Tensor
-    """[local_tokens] int64: the token that each row scores; 0 where it scores none."""
+    """The token that each row scores, [local_tokens] int64; 0 where it scores none."""
     row_mask: Tensor
-    """[local_tokens] bool: the rows that score an active token."""
+    """The rows that score an active token, [local_tokens] bool."""
     logit_rows: Tensor
-    """[window] int64: the rows that score a response token."""
+    """The rows that score a response token, [window] int64."""
     window_segment_ids: Tensor
-    """[window] int64: the sample of each response token."""
+    """The sample of each response token, [window] int64."""
     loss_mask: Tensor
-    """[window] bool."""
+    """The active tokens, [window] bool."""
     advantages: Tensor
-    """[window] float32."""
+    """The advantages [window] float32."""
     old_log_probs: Tensor | None
-    """[window] float32, or None where the samples carry none."""
+    """Log-probs [window] float32 under the policy that the step starts from; None where the samples carry none."""
     ref_log_probs: Tensor | None
-    """[window] float32, or None."""
+    """Log-probs [window] float32 under the reference policy, or None."""
     rollout_log_probs: Tensor | None
-    """[window] float32, or None."""
+    """Log-probs [window] float32 that the rollout engine reported, or None."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
     largest_target: int
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same micro-batch with its tensors on `device`; from the host to CUDA through pinned memory, unblocked."""
-
+        """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
         tensors: dict[str, Any] = {
             field.name: to_device(value, device)
             for field in dataclasses.fields(self)
@@ -73,7 +72,7 @@ class PackedBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """`tensor` on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
+    """The tensor on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -128,21 +127,20 @@ def pack(
 def _of_window(
     field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
 ) -> Tensor | None:
-    """[window] of a field that has one value per response token, or None where no sample of the micro-batch has it."""
+    """The values [window] of a field with one value per response token, or None where no sample of the micro-batch has it."""
     responses = [getattr(sample, field) for sample in samples]
     lacks = [response is None for response in responses]
-    if any(lacks) and not all(lacks):
+    if any(lacks):
+        if all(lacks):
+            return None
         without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
             f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
-    if any(lacks):
-        return None
     return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """`values[indices]` with 0 where the index is -1."""
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded[indices]
+    """The values at the indices, with 0 where the index is -1."""
+    return torch.cat([values, values.new_zeros(1)])[indices]

@@ -31,19 +31,19 @@ class Sample:
     """
 
     tokens: Tensor
-    """[total_length] int64: the prompt's tokens, then the response's."""
+    """The token ids [total_length] int64: the prompt's tokens, then the response's."""
     response_length: int
     """Response tokens; 0 is legal and contributes nothing, `total_length` is not (the prompt has a token)."""
     loss_mask: Tensor
-    """[response_length] bool, given as 0 and 1: which response tokens the objective counts."""
+    """The loss mask [response_length] bool, given as 0 and 1: which response tokens the objective counts."""
     advantages: Tensor = torch.zeros(())
-    """[response_length] float32."""
+    """The advantages [response_length] float32."""
     old_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs under the policy that the step starts from."""
+    """Log-probs [response_length] float32, in nats, under the policy that the step starts from."""
     ref_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs under the reference policy of the KL term."""
+    """Log-probs [response_length] float32, in nats, under the reference policy of the KL term."""
     rollout_log_probs: Tensor | None = None
-    """[response_length] float32, nats: log-probs that the rollout engine reported."""
+    """Log-probs [response_length] float32, in nats, that the rollout engine reported."""
     group_index: int | None = None
     """The prompt group, any int64: all samples of one prompt in the step share it."""
     rollout_id: int | None = None
@@ -77,7 +77,10 @@ class Sample:
             (f"{self.name}: response_length", self.response_length),
             ("total_length", self.total_length),
         )
-        self._check_response_tokens()
+        # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
+        is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
+        problem = ", a response token: expected an id of the vocabulary, 0 or more"
+        refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
         loss_mask = self._per_response_token("loss_mask", torch.float64)
         check_mask(f"{self.name}: loss_mask", loss_mask)
         self._store("loss_mask", loss_mask.bool())
@@ -135,16 +138,6 @@ class Sample:
             )
         return vector
 
-    def _check_response_tokens(self) -> None:
-        """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
-        negative = (self.tokens[self.prompt_length :] < 0).nonzero()
-        if negative.numel():
-            position = self.prompt_length + int(negative[0])
-            raise ValueError(
-                f"{self.name}: tokens[{position}] is {int(self.tokens[position])}, a response token: expected an id of "
-                "the vocabulary, 0 or more"
-            )
-
     def _checked_advantages(self) -> Tensor:
         """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
         given: object = self.advantages
@@ -157,14 +150,18 @@ class Sample:
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
-        wrong = (self.loss_mask & ~torch.isfinite(advantages)).nonzero()
-        if wrong.numel():
-            position = int(wrong[0])
-            raise ValueError(
-                f"{self.name}: advantages[{position}] is {float(advantages[position])} at an active token, "
-                "expected a finite number"
-            )
+        is_wrong = self.loss_mask & ~torch.isfinite(advantages)
+        problem = " at an active token, expected a finite number"
+        refuse_values(f"{self.name}: advantages", advantages, is_wrong, problem)
         return advantages
+
+
+def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
+    """Refuses host values of any shape of which some are wrong, naming the first of them."""
+    wrong = is_wrong.nonzero()
+    if wrong.numel():
+        index = wrong[0].tolist()
+        raise ValueError(f"{where}{index} is {values[tuple(index)].item()}{problem}")
 
 
 def as_integer(value: object) -> int | None:
@@ -179,7 +176,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked_integer(where: str, value: object) -> int:
-    """`as_integer`, and a ValueError that begins with `where` for what is none."""
+    """The number of `as_integer`, and a ValueError that begins with `where` for what is none."""
     number = as_integer(value)
     if number is None:
         raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")
@@ -199,11 +196,8 @@ def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
 
 
 def check_mask(where: str, mask: Tensor) -> None:
-    """Refuses a host mask of any shape with values other than 0 and 1, naming the first of them."""
-    wrong = ((mask != 0) & (mask != 1)).nonzero()
-    if wrong.numel():
-        index = wrong[0].tolist()
-        raise ValueError(
-            f"{where}{index} is {mask[tuple(index)].item()}, expected 0 or 1 (a mask of document ids or weights would be "
-            "summed as token counts)"
-        )
+    """Refuses a host mask of any shape with values other than 0 and 1."""
+    problem = (
+        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
+    )
+    refuse_values(where, mask, (mask != 0) & (mask != 1), problem)

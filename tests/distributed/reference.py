@@ -14,16 +14,9 @@ from torch import Tensor
 from tests import oracle
 from tests.oracle import PlainSample
 
-from .models import (
-    VOCAB_SIZE,
-    ModelOptions,
-    Sharding,
-    build_model,
-    gather_gradients,
-    initialize_groups,
-)
+from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
-from .steps import Run
+from .steps import VOCAB_SIZE, Run
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
@@ -56,20 +49,24 @@ def reference_log_probs(run: Run) -> list[list[float]]:
     return [log_probs.tolist() for log_probs in result.log_probs]
 
 
+def thd(boundaries: list[int]) -> PackedSeqParams:
+    """Megatron's parameters of sequences that lie end to end between these boundaries."""
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
 def _logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     """[total_length, vocab] float64 logits of one sample, neither packed nor padded."""
     length = len(sample.tokens)
-    boundaries = torch.tensor([0, length], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-    )
-    tokens = torch.tensor([sample.tokens])
-    positions = torch.arange(length)[None]
-    logits: Tensor = model(tokens, positions, None, packed_seq_params=packed)
+    tokens, positions = torch.tensor([sample.tokens]), torch.arange(length)[None]
+    logits: Tensor = model(tokens, positions, None, packed_seq_params=thd([0, length]))
     assert logits.shape == (1, length, VOCAB_SIZE) and logits.dtype == torch.float64
     return logits[0]
 

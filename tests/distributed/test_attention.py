@@ -15,7 +15,6 @@ from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 
 from .launch import run_ranks
 from .models import (
-    VOCAB_SIZE,
     ModelOptions,
     Sharding,
     build_model,
@@ -24,6 +23,8 @@ from .models import (
     relative_error,
     transformer_config,
 )
+from .reference import thd
+from .steps import VOCAB_SIZE
 
 TOLERANCE = 1e-6
 LENGTHS = {"even": [9, 2, 14, 1, 16], "one long among short": [40, 2, 3, 1, 4, 2, 5, 3]}
@@ -62,16 +63,7 @@ def pack(sharding: Sharding, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor
             positions.append(position)
             tokens.append(int(sequence[position]) if real else 0)
             weights.append(weight[position] if real else torch.zeros(VOCAB_SIZE))
-    boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
-    longest = int((boundaries[1:] - boundaries[:-1]).max())
-    parameters = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    return torch.tensor([tokens]), torch.tensor([positions]), torch.stack(weights), parameters
+    return torch.tensor([tokens]), torch.tensor([positions]), torch.stack(weights), thd(cu_seqlens)
 
 
 def forward_backward(sharding: Sharding, lengths: list[int]) -> tuple[float, dict[str, Tensor]]:
@@ -110,16 +102,8 @@ def each_alone() -> dict[str, tuple[float, dict[str, Tensor]]]:
         total = 0.0
         for tokens, weights in zip(*sequences(lengths), strict=True):
             length = len(tokens)
-            boundaries = torch.tensor([0, length], dtype=torch.int32)
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=boundaries,
-                cu_seqlens_kv=boundaries,
-                max_seqlen_q=length,
-                max_seqlen_kv=length,
-            )
-            positions = torch.arange(length)[None]
-            logits = chunks[0](tokens[None], positions, None, packed_seq_params=packed)[0]
+            inputs = (tokens[None], torch.arange(length)[None], None)
+            logits = chunks[0](*inputs, packed_seq_params=thd([0, length]))[0]
             value = (logits * weights).sum()
             with chunks[0].no_sync():
                 value.backward()

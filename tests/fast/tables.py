@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.config.flags import flag_of
+from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
-from megatron_pg.step import PlanningConfig, add_planning_args
 
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
@@ -33,17 +33,12 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
 def rows(table: Any, meaning: str) -> Lines:
     """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
     default = getattr(PolicyLossConfig, table.field, None)
-    lines: Lines = [
-        ("flag" if default is None else "name", meaning, "about", "reads", "its own flags")
-    ]
+    head = "flag" if default is None else "name"
+    lines: Lines = [(head, meaning, "about", "reads", "its own flags")]
     for row in table.values():
-        name = f"`{row.flag if default is None else row.name}`"
-        inputs, options = (
-            ", ".join(f"`{part}`" for part in parts)
-            for parts in (row.inputs, map(flag_of, row.options))
-        )
-        name += " (default)" * (row.name == default)
-        lines.append((name, f"`{row.formula}`", row.about, inputs, options))
+        name = f"`{getattr(row, head)}`" + " (default)" * (row.name == default)
+        options = ", ".join(map(flag_of, row.options))
+        lines.append((name, f"`{row.formula}`", row.about, ", ".join(row.inputs), options))
     return lines
 
 

@@ -39,36 +39,26 @@ EXTREMES = (-1e4, -25.0, -20.5, -20.0, -19.5, -3.0, 3.0, 19.5, 20.0, 20.5, 25.0,
 AROUND_BOUNDS = (-0.251, -0.249, -0.125, 0.0, 0.125, 0.249, 0.251, 1.0, 1.101, 1.097)
 ON_BOUNDS = (-0.25, 0.25)
 
+HIGHER = {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1}
+BOUNDS = {"low": LOW, "high": HIGH}
 SETTINGS: dict[str, tuple[str, dict, dict]] = {
     # name: (objective, the package's settings, the oracle's)
     "ppo": ("ppo", {"eps_clip": 1 - LOW}, {"low": LOW, "high": 1 + (1 - LOW)}),
-    "ppo_clip_higher": (
-        "ppo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1},
-        {"low": LOW, "high": HIGH},
-    ),
-    "ppo_dual_clip": (
-        "ppo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 3.0},
-        {"low": LOW, "high": HIGH, "dual": 3.0},
-    ),
-    "ppo_dual_clip_met_exactly": (
-        "ppo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": DUAL},
-        {"low": LOW, "high": HIGH, "dual": DUAL},
-    ),
+    "ppo_clip_higher": ("ppo", HIGHER, BOUNDS),
+    "ppo_dual_clip": ("ppo", HIGHER | {"eps_clip_c": 3.0}, BOUNDS | {"dual": 3.0}),
+    "ppo_dual_clip_met_exactly": ("ppo", HIGHER | {"eps_clip_c": DUAL}, BOUNDS | {"dual": DUAL}),
     "ppo_dual_clip_below_the_upper_bound": (
         "ppo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "eps_clip_c": 1.125},
-        {"low": LOW, "high": HIGH, "dual": 1.125},
+        HIGHER | {"eps_clip_c": 1.125},
+        BOUNDS | {"dual": 1.125},
     ),
-    "gspo": ("gspo", {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1}, {"low": LOW, "high": HIGH}),
+    "gspo": ("gspo", HIGHER, BOUNDS),
     "gspo_dual_clip": ("gspo", {"eps_clip_c": 1.5}, {"dual": 1.5}),
     "cispo": ("cispo", {"eps_clip_high": HIGH - 1}, {"high": HIGH}),
     "cispo_lower_bound": (
         "cispo",
-        {"eps_clip": 1 - LOW, "eps_clip_high": HIGH - 1, "cispo_lower_bound": True},
-        {"low": LOW, "high": HIGH, "cispo_lower_bound": True},
+        HIGHER | {"cispo_lower_bound": True},
+        BOUNDS | {"cispo_lower_bound": True},
     ),
     "reinforce": ("reinforce", {}, {}),
     "sft": ("sft", {}, {}),

@@ -39,6 +39,20 @@ def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     }
 
 
+def sum_over_ranks(
+    step: list[oracle.PlainSample], losses: list[Tensor], cp_size: int, *args: Any, **keywords: Any
+) -> Tensor:
+    """The sum of what the reducers of a context-parallel group give."""
+    flat, found = torch.cat(losses), torch.zeros((), dtype=torch.float64)
+    for cp_rank in range(cp_size):
+        place = {"cp_rank": cp_rank, "cp_size": cp_size}
+        reducer = get_pg_loss_reducer(*lengths(step), loss_masks(step), *args, **place, **keywords)
+        part = reducer(flat[scored(step, cp_rank, cp_size)])
+        assert part.shape == ()
+        found = found + part
+    return found
+
+
 # --------------------------------------------------------------------------------------------------
 # Values
 # --------------------------------------------------------------------------------------------------
@@ -49,19 +63,7 @@ def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
 def test_sum_over_ranks_is_the_inner_sum(aggregation: str, cp_size: int) -> None:
     step = random_step(seed=11)
     losses = random_losses(step)
-    flat = torch.cat(losses)
-    found = torch.zeros((), dtype=torch.float64)
-    for cp_rank in range(cp_size):
-        reducer = get_pg_loss_reducer(
-            *lengths(step),
-            loss_masks(step),
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-            **arguments(step, aggregation),
-        )
-        part = reducer(flat[scored(step, cp_rank, cp_size)])
-        assert part.shape == ()
-        found = found + part
+    found = sum_over_ranks(step, losses, cp_size, **arguments(step, aggregation))
     objective = oracle.aggregate(step, losses, aggregation, DIVISOR)
     assert_same(found, objective * oracle.outer_count(step, aggregation), losses)
 
@@ -72,18 +74,7 @@ def test_per_token_mode_is_the_masked_token_sum(aggregation: str, cp_size: int) 
     """Whatever the aggregation; this is what custom reducers of the field are asked for."""
     step = random_step(seed=12)
     losses = random_losses(step)
-    flat = torch.cat(losses)
-    found = torch.zeros((), dtype=torch.float64)
-    for cp_rank in range(cp_size):
-        reducer = get_pg_loss_reducer(
-            *lengths(step),
-            loss_masks(step),
-            True,
-            aggregation=aggregation,
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-        )
-        found = found + reducer(flat[scored(step, cp_rank, cp_size)])
+    found = sum_over_ranks(step, losses, cp_size, True, aggregation=aggregation)
     assert_same(found, oracle.masked_sum(step, losses, range(len(step))), losses)
 
 

@@ -76,7 +76,7 @@ class _Layout:
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 
     def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
-        """[tokens, heads, dim] -> [rows, heads, width, dim], zero where no token goes."""
+        """The dense grid, [tokens, heads, dim] -> [rows, heads, width, dim], zero where no token goes."""
         grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
         return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
 

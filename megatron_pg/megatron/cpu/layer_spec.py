@@ -38,7 +38,7 @@ class TorchNorm:
 def torch_block_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """`transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
+    """The `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
 
     Args:
         config: the model's config; its pipeline layout decides which layers this stage gets.

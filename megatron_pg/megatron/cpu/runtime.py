@@ -90,7 +90,7 @@ def _itself() -> Callable[..., torch.Tensor]:
 
 
 def _named_as_on_cuda() -> Callable[..., Any]:
-    """`Tensor.type` that gives a CPU tensor's type the name of the same on CUDA."""
+    """A `Tensor.type` that gives a CPU tensor's type the name of the same on CUDA."""
     original = torch.Tensor.type
 
     @functools.wraps(original)

@@ -60,7 +60,7 @@ def trainer_loss(
 ) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """A loss_func as slime and miles build theirs: reducer by path, their own scale, three values in both modes."""
     path = reducer_path or f"megatron_pg.integrations.{config.loss_aggregation}"
-    per_token = model.config.calculate_per_token_loss
+    per_token = model[0].config.calculate_per_token_loss
     context_size = parallel_state.get_context_parallel_world_size()
 
     def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

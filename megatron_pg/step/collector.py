@@ -234,11 +234,12 @@ class StepCollector(Generic[AnySample]):
         """A record left for a later step must not be of a group or rollout of which others are in one."""
         kind, identifier = next((r.boundary for r in left if r.boundary in taken), ("", 0))
         if kind:
+            field = " (group_index)" if kind == "prompt group" else ""
             rule = "; end steps between groups with --keep-prompt-groups, as a part of one has no denominator"
             raise ValueError(
-                f"{kind} {identifier} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let its "
+                f"{kind} {identifier}{field} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let its "
                 "samples follow each other in the stream, and give every rollout a rollout_id and every prompt group a "
-                f"group_index of its own{rule if kind == 'prompt group' else ''}"
+                f"group_index of its own{rule if field else ''}"
             )
 
     def _pull_window(self) -> None:

@@ -116,14 +116,7 @@ def model_config(
         finalize_model_grads_func=finalize_model_grads,
     )
     if options.num_experts is not None:
-        fields |= {
-            "num_moe_experts": options.num_experts,
-            # All of them: where rounding decides between two experts, no gradient is close to another.
-            "moe_router_topk": options.num_experts,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-            "add_bias_linear": False,
-        }
+        fields |= _expert_fields(options.num_experts, dtype)
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
         fields |= {
             "overlap_p2p_comm": True,
@@ -131,6 +124,17 @@ def model_config(
             "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
         }
     return TransformerConfig(**fields | changes)
+
+
+def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_moe_experts": num_experts,
+        # All of them: where rounding decides between two experts, no gradient is close to another.
+        "moe_router_topk": num_experts,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "add_bias_linear": False,
+    }
 
 
 def build_chunks(

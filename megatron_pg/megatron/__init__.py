@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_pg.config.versions import megatron_core_version
+
 if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
@@ -35,4 +37,5 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    megatron_core_version()  # says what to install where there is none
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

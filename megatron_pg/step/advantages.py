@@ -92,8 +92,8 @@ def group_advantages(
     if beyond_range.numel():
         at = int(beyond_range[0])
         raise ValueError(
-            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group {int(group_index[at])} for an "
-            "advantage in float32: give rewards of order 1"
+            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group {int(group_index[at])} for "
+            "an advantage in float32: give rewards of order 1"
         )
     return GroupAdvantages(
         advantages=advantages,

@@ -234,12 +234,14 @@ class StepCollector(Generic[AnySample]):
         """A record left for a later step must not be of a group or rollout of which others are in one."""
         kind, identifier = next((r.boundary for r in left if r.boundary in taken), ("", 0))
         if kind:
-            field = " (group_index)" if kind == "prompt group" else ""
-            rule = "; end steps between groups with --keep-prompt-groups, as a part of one has no denominator"
+            column, rule = "", ""
+            if kind == "prompt group":
+                column = " (group_index)"
+                rule = "; end steps between groups with --keep-prompt-groups: a part of one has no denominator"
             raise ValueError(
-                f"{kind} {identifier}{field} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let its "
-                "samples follow each other in the stream, and give every rollout a rollout_id and every prompt group a "
-                f"group_index of its own{rule if field else ''}"
+                f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "
+                "its samples follow each other in the stream, give every rollout a rollout_id and every prompt group a "
+                f"group_index of its own{rule}"
             )
 
     def _pull_window(self) -> None:

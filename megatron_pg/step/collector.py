@@ -237,7 +237,7 @@ class StepCollector(Generic[AnySample]):
             column, rule = "", ""
             if kind == "prompt group":
                 column = " (group_index)"
-                rule = "; end steps between groups with --keep-prompt-groups: a part of one has no denominator"
+                rule = "; end steps between groups with --keep-prompt-groups: the prompt mean has no denominator for a part"
             raise ValueError(
                 f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "
                 "its samples follow each other in the stream, give every rollout a rollout_id and every prompt group a "

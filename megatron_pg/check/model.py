@@ -115,6 +115,8 @@ def model_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
+        # Megatron asks for it under variable lengths, of dense models too.
+        moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,
         finalize_model_grads_func=finalize_model_grads,
@@ -137,7 +139,6 @@ def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
         "moe_router_topk": num_experts,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
     }
 

@@ -43,7 +43,6 @@ class Work:
         self.main_grad = torch.zeros(weight.shape, device="cuda")
         self.weight.main_grad, self.weight.grad_added_to_main_grad = self.main_grad, False
         self.gradient = torch.empty((tokens, hidden_size), dtype=torch.bfloat16, device="cuda")
-        self.one = torch.ones((), device="cuda")
         with torch.no_grad():
             logits = torch.empty((tokens, columns), dtype=torch.bfloat16, device="cuda")
             torch.mm(hidden, weight.t(), out=logits)
@@ -62,15 +61,15 @@ class Work:
                 self.main_grad, logits.t(), self.hidden, out_dtype=torch.float32, out=self.main_grad
             )
 
-    def known(self, *, promised: bool = True, **options: object) -> None:
-        """Coefficients known in the pass; `promised`: the loss scale too."""
+    def known(self, *, defer: bool = True, **options: object) -> None:
+        """Coefficients known in the pass, in backward (`defer`, as under Megatron) or in forward."""
         loss, _, _ = linear_token_loss(
             self.hidden,
             self.weight,
             self.tokens.targets,
             self.tokens.loss,
             HeadOptions(**options),
-            loss_scale=self.one if promised else None,
+            defer=defer,
         )
         loss.backward()
 
@@ -99,7 +98,7 @@ def contenders(work: Work, *, goal_alone: bool) -> list[Contender]:
     methods = {
         "three products alone": work.products,
         OWN: work.known,
-        "megatron_pg, scale unknown": lambda: work.known(promised=False),
+        "megatron_pg, in forward": lambda: work.known(defer=False),
         "megatron_pg, one chunk": lambda: work.known(chunk_tokens=len(work.hidden)),
         "megatron_pg, float32 logits": lambda: work.known(fp32_logits=True),
         "megatron_pg, kept logits": lambda: work.downstream(keep_logits=True),

@@ -5,6 +5,7 @@ Importing this package needs torch and NumPy. What touches Megatron is in `megat
 """
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples
@@ -12,14 +13,7 @@ from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.loss.reducer import get_pg_loss_reducer
-from megatron_pg.step import (
-    PlanningConfig,
-    StepCollector,
-    StepPlan,
-    add_planning_args,
-    plan_step,
-    validate_planning_args,
-)
+from megatron_pg.step import StepCollector, StepPlan, plan_step
 from megatron_pg.step.advantages import filter_overlong, group_advantages
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import megatron_pg
 
@@ -32,8 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in COMMANDS:
-        return COMMANDS[given[0]](given[1:])
+    if given[:1] == ["explain"]:
+        from megatron_pg.explain import main as explain
+
+        return explain(given[1:])
+    if given[:1] == ["check"]:  # only this command needs Megatron
+        from megatron_pg.check import main as check
+
+        return check(given[1:])
     parser = build_parser()
     if not given:
         parser.print_help()
@@ -53,21 +59,5 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
     )
-    parser.add_argument("command", choices=list(COMMANDS), help="see below")
+    parser.add_argument("command", choices=["explain", "check"], help="see below")
     return parser
-
-
-def _explain(arguments: Sequence[str]) -> int:
-    from megatron_pg.explain import main as run
-
-    return run(arguments)
-
-
-def _check(arguments: Sequence[str]) -> int:
-    # Only this command needs Megatron.
-    from megatron_pg.check import main as run
-
-    return run(arguments)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"explain": _explain, "check": _check}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.step import add_planning_args, validate_planning_args
+from megatron_pg.config.planning import add_planning_args, validate_planning_args
 
 from . import megatron_arguments
 from .refusals import refuse

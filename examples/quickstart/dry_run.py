@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 
 from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.config.versions import has_megatron_training
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.rollout_files import RolloutFiles
-from megatron_pg.step import PlanningConfig, StepCollector, StepPlan, plan_step
+from megatron_pg.step import StepCollector, StepPlan, plan_step
 from megatron_pg.step.sources import no_sample_in
 
 OUTER_COUNTS = {

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
-from megatron_pg.step import PlanningConfig, StepCollector, StepSamples
+from megatron_pg.step import StepCollector, StepSamples
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sources import no_sample_in
 

@@ -33,10 +33,13 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: with status 1, where this rank has failed.
     """
-    _quiet_libraries()
+    # Every rank would say which optional packages are absent and which names will change: not about the check.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     try:
         launch = Launch.from_environment()
-        options, as_json = parse_options(arguments, world_size=launch.world_size)
+        options, wants_json = parse_options(arguments, world_size=launch.world_size)
         prepare(launch, options.device)
     except (ValueError, UnsupportedMegatronError) as error:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
@@ -44,22 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     with joined(launch, options.device):
         with _output_to_stderr():
             # Importing them needs Megatron, and on the CPU its redirection.
-            from megatron_pg.check import report
+            from megatron_pg.check.report import as_json, as_text
             from megatron_pg.check.step import run_check
 
             rows = run_check(options)
-            write = report.as_json if as_json else report.as_text
-            text = write(rows, options, launch.world_size)
+            text = (as_json if wants_json else as_text)(rows, options, launch.world_size)
         if launch.rank == 0:
             print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1
-
-
-def _quiet_libraries() -> None:
-    """Every rank would say which optional packages are absent and which names will change: not about the check."""
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 from megatron_pg.loss.metrics import CHECKSUM_TOLERANCE
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
+_Slice = tuple[float, str, float, float, float]
+"""Error, name, <g, reference>, <reference, reference> and <g, g> of one rank's slice of one gradient."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Step):
     """A step compared with the reference. Equal on every rank."""
 
-    step: Step
     reference_loss: float
     gradient_error: float
     """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
@@ -59,28 +61,18 @@ class Row:
     def loss_agrees(self) -> bool:
         """Whether the reported loss is the reference's; NaN is not."""
         scale = max(1.0, abs(self.reference_loss))
-        return abs(self.step.loss - self.reference_loss) <= 2 * self.step.tolerance * scale
+        return abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
 
     @property
     def samples_counted_once(self) -> bool:
         """Whether the checksum is 1; NaN is not."""
-        return abs(self.step.checksum - 1.0) <= CHECKSUM_TOLERANCE
+        return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
     def passed(self) -> bool:
         """Whether loss, gradients and checksum agree; NaN does not."""
-        gradients_agree = self.gradient_error <= self.step.tolerance
+        gradients_agree = self.gradient_error <= self.tolerance
         return gradients_agree and self.loss_agrees and self.samples_counted_once
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """One rank's slice of one gradient beside the reference's."""
-
-    error: float
-    name: str
-    products: tuple[float, float, float]
-    """<g, reference>, <reference, reference>, <g, g>."""
 
 
 def compare(step: Step, chunks: Sequence[Any], expected: Expected) -> Row:
@@ -93,29 +85,31 @@ def compare(step: Step, chunks: Sequence[Any], expected: Expected) -> Row:
         _compare_slice(shard, gradient, expected.gradients[shard.name], step.dtype == "bf16")
         for shard, gradient in gradient_slices(chunks)
     ]
-    gathered: list[list[_Slice]] = [[] for _ in range(dist.get_world_size())]
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    slices = [each for of_rank in gathered for each in of_rank]
-    if missing := expected.gradients.keys() - {each.name for each in slices}:
+    slices: list[_Slice] = list(itertools.chain(*gathered))
+    errors, names, products, squares, own_squares = zip(*slices, strict=True)
+    if missing := expected.gradients.keys() - set(names):
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
-    worst = max(slices, key=lambda each: each.error)
-    common, squared, own = map(sum, zip(*(each.products for each in slices), strict=True))
+    worst, name, product, square, _ = max(slices, key=lambda each: each[0])
+    common, squared, own = sum(products), sum(squares), sum(own_squares)
     ratio = common / (squared or 1.0)
     rest = math.sqrt(max(own - ratio * common, 0.0)) if math.isfinite(own) else math.inf
     return Row(
-        step=step,
+        **vars(step),
         reference_loss=expected.loss,
-        gradient_error=worst.error,
-        worst_parameter=worst.name,
-        worst_ratio=worst.products[0] / (worst.products[1] or 1.0),
+        gradient_error=worst,
+        worst_parameter=name,
+        worst_ratio=product / (square or 1.0),
         common_ratio=ratio,
         scaled_error=rest / ((abs(ratio) * math.sqrt(squared)) or 1.0),
-        wrong_parameters=len({each.name for each in slices if each.error > step.tolerance}),
+        wrong_parameters=len({name for error, name, *_ in slices if error > step.tolerance}),
         num_parameters=sum(bool(gradient.any()) for gradient in expected.gradients.values()),
     )
 
 
 def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, by_norm: bool) -> _Slice:
+    """One rank's slice of one gradient beside the reference's."""
     expected = shard.cut(whole).double()
     found = gradient.double()
     difference = found - expected
@@ -125,12 +119,6 @@ def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, by_norm: bool)
         error, scale = float(difference.abs().max()), float(whole.double().abs().max())
     if error != 0.0:
         error = error / scale if scale else math.inf
-    return _Slice(
-        math.inf if math.isnan(error) else error,
-        shard.name,
-        (
-            float((found * expected).sum()),
-            float(expected.square().sum()),
-            float(found.square().sum()),
-        ),
-    )
+    products = (found * expected, expected.square(), found.square())
+    product, square, own_square = (float(each.sum()) for each in products)
+    return math.inf if math.isnan(error) else error, shard.name, product, square, own_square

@@ -60,17 +60,12 @@ class Launch:
                 f"WORLD_SIZE is {world_size} and {', '.join(missing)} not set: start it with torchrun, or export them "
                 "in every process"
             )
-        return cls(
-            int(environment.get("RANK", "0")), world_size, int(environment.get("LOCAL_RANK", "0"))
-        )
+        rank, local_rank = (int(environment.get(name, "0")) for name in needed[:2])
+        return cls(rank, world_size, local_rank)
 
 
 def prepare(launch: Launch, device: str) -> None:
-    """Chooses this process's device; called before Megatron is imported.
-
-    Args:
-        launch: the place of this process.
-        device: "cpu" or "cuda".
+    """Chooses this process's device, "cpu" or "cuda"; called before Megatron is imported.
 
     Raises:
         ValueError: the process has no GPU of its own.

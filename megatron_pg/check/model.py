@@ -25,8 +25,6 @@ from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
 
-MAX_SEQUENCE_LENGTH = 256
-
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     """Makes Megatron's process groups anew; every rank of the world calls it."""
@@ -85,14 +83,10 @@ def model_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> TransformerConfig:
-    """A few thousand parameters, no dropout, no fusions but the attention's.
+    """A few thousand parameters, no dropout, no fusions but the attention's; `changes` override any field.
 
-    Args:
-        options: the sharding, the dtype and what the model has.
-        calculate_per_token_loss: the loss mode.
-        sharded: False is the same model, whole on every rank.
-        dtype: of parameters and activations; None is that of the options.
-        changes: fields of TransformerConfig that override all of it.
+    Without `sharded` it is the same model, whole on every rank. The dtype of parameters and activations is that of the
+    options where none is given.
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes if sharded else UNSHARDED
@@ -115,7 +109,7 @@ def model_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
-        # Megatron asks for it under variable lengths, of dense models too.
+        # Dense models too: Megatron refuses variable lengths with any other.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,
@@ -156,32 +150,29 @@ def build_chunks(
     Args:
         options: the device, and whose layers they are.
         config: of `model_config`; it has the sharding and the dtype.
-        new_model: makes a chunk from GPTModel's keyword arguments.
+        new_model: makes a chunk from GPTModel's keyword arguments, which `changes` override.
         same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
-        changes: keyword arguments of GPTModel that override those of here.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
     tensor_size = options.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
+        stage: dict[str, Any] = {"vp_stage": vp_stage}
         if options.transformer_impl == "transformer_engine":
-            spec = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=True, vp_stage=vp_stage
-            )
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
         else:
             spec = torch_block_spec(config, vp_stage)
-        end = {"ignore_virtual": False, "vp_stage": vp_stage}
         keywords: dict[str, Any] = dict(
             config=config,
             transformer_layer_spec=spec,
             # The samples' ids, and as many more as give every tensor-parallel rank the same number.
             vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(**end),
-            post_process=parallel_state.is_pipeline_last_stage(**end),
+            max_sequence_length=256,
+            pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-            vp_stage=vp_stage,
+            **stage,
         )
         model = new_model(**keywords | changes).to(options.device)
         if same_parameters:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_custom_function
+from megatron_pg.config.custom import load_custom_function
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -21,6 +21,8 @@ DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
 CUSTOM = "custom"
 """In the place of an aggregation: the user's own reducer, per-token loss or both."""
+
+CUSTOM_PATHS = ("custom_pg_loss_reducer_function_path", "custom_policy_loss_path")
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -69,11 +71,8 @@ class CheckOptions:
     @property
     def model_parallel_size(self) -> int:
         """Processes of one copy of the model; what is left of the world is data parallel."""
-        return (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
+        model_size = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return model_size * self.context_parallel_size
 
     @property
     def num_chunks(self) -> int:
@@ -96,26 +95,16 @@ UNSHARDED = CheckOptions().parallel_sizes
 
 def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
     """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
-    terms: dict[str, Any] = {"kl_loss_coef": KL_COEFFICIENT, "entropy_coef": ENTROPY_COEFFICIENT}
-    if aggregation != CUSTOM:
-        divisor = DIVISOR if aggregation == "constant" else None
-        return PolicyLossConfig(
-            loss_aggregation=aggregation, loss_aggregation_divisor=divisor, **terms
-        )
-    return PolicyLossConfig(
-        custom_pg_loss_reducer_function_path=options.custom_pg_loss_reducer_function_path,
-        custom_policy_loss_path=options.custom_policy_loss_path,
-        pg_metrics="none",
-        **terms,
-    )
+    values: dict[str, Any] = {"loss_aggregation": aggregation}
+    if aggregation == "constant":
+        values["loss_aggregation_divisor"] = DIVISOR
+    if aggregation == CUSTOM:
+        values = {field: getattr(options, field) for field in CUSTOM_PATHS} | {"pg_metrics": "none"}
+    return PolicyLossConfig(kl_loss_coef=KL_COEFFICIENT, entropy_coef=ENTROPY_COEFFICIENT, **values)
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
-    """The options, and whether the report is to be JSON.
-
-    Args:
-        arguments: the command line.
-        world_size: processes of the job; 0: not known, and nothing is checked against it.
+    """The options, and whether the report is to be JSON; a world size of 0 is not known and not checked.
 
     Raises:
         SystemExit: of argparse, for unknown flags and --help.
@@ -210,8 +199,8 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
             yield "--transformer-impl transformer_engine: it cannot be imported; use local"
     if options.fused_lm_head and not supports_output_processor():
         yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
-    for field in CUSTOM_FUNCTIONS:
-        if path := getattr(options, field, None):
+    for field in CUSTOM_PATHS:
+        if path := getattr(options, field):
             try:
                 load_custom_function(field, path)
             except ValueError as error:

@@ -38,22 +38,17 @@ class Expected:
 
 
 class WholeModel:
-    """The model without any sharding; every rank has one for itself.
+    """The model of some options without any sharding, made by `new_model`; every rank has one for itself.
 
     In float64 where it is the reference of float32: what is measured is then the float32 run's error alone, and not
     the difference of two.
-
-    Args:
-        options: those of the sharded model.
-        new_model: makes it from GPTModel's keyword arguments.
     """
 
     def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         config = model_config(options, sharded=False, dtype=dtype)
-        (module,) = build_chunks(options, config, new_model)
-        self._module = module.to(dtype)
+        self._module = build_chunks(options, config, new_model)[0].to(dtype)
 
     @torch.no_grad()
     def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -67,10 +62,18 @@ class WholeModel:
         # Anew for each: Transformer Engine goes through a graph once.
         outputs = [self._logits(sample) for sample in samples]
         logits = [output.detach().requires_grad_() for output in outputs]
+        scores = [_response_log_probs(*each) for each in zip(samples, logits, strict=True)]
         if aggregation == CUSTOM:
-            loss = _custom_loss(self._options, samples, logits)
+            # The user's functions on the whole step at once, in one micro-batch on one rank.
+            batch = pack(samples).to(self._options.device)
+            log_probs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
+            loss, _ = policy_loss_from_log_probs(
+                config_of(CUSTOM, self._options),
+                *(batch, log_probs, entropies),
+                totals=step_totals(samples),
+            )
         else:
-            loss = _reference_loss(aggregation, samples, logits)
+            loss = _reference_loss(aggregation, samples, scores)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients: dict[str, Tensor] = {}
         for output, leaf in zip(outputs, logits, strict=True):
@@ -83,17 +86,11 @@ class WholeModel:
 
     def _logits(self, sample: Sample) -> Tensor:
         """[total_length, vocab] logits of one sample, neither packed nor padded."""
-        length = sample.total_length
-        boundaries = torch.tensor([0, length], dtype=torch.int32, device=self._options.device)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=boundaries,
-            cu_seqlens_kv=boundaries,
-            max_seqlen_q=length,
-            max_seqlen_kv=length,
-        )
-        positions = torch.arange(length, device=self._options.device)
-        tokens = sample.tokens.to(self._options.device)
+        length, device = sample.total_length, self._options.device
+        boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+        lengths = {"max_seqlen_q": length, "max_seqlen_kv": length}
+        packed = PackedSeqParams("thd", boundaries, boundaries, **lengths)
+        tokens, positions = sample.tokens.to(device), torch.arange(length, device=device)
         logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
         return logits[0]
 
@@ -107,26 +104,19 @@ def _response_log_probs(sample: Sample, logits: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _reference_loss(
-    aggregation: str, samples: Sequence[Sample], logits: Sequence[Tensor]
+    aggregation: str, samples: Sequence[Sample], scores: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """0-d float64: the whole step's loss, differentiable through the logits of every sample."""
+    """0-d float64: the whole step's loss, differentiable through the log-probs and entropies of every sample."""
     rollout_tokens: Counter[object] = Counter()
     group_tokens: Counter[object] = Counter()
     for sample in samples:
         rollout_tokens[sample.rollout_id] += int(sample.loss_mask.sum())
         group_tokens[sample.group_index] += int(sample.loss_mask.sum())
-    total = torch.zeros((), dtype=torch.float64, device=logits[0].device)
-    for sample, sample_logits in zip(samples, logits, strict=True):
-        log_probs, entropy = _response_log_probs(sample, sample_logits)
-        mask, advantages, old, ref = (
-            torch.as_tensor(values).to(log_probs)
-            for values in (
-                sample.loss_mask,
-                sample.advantages,
-                sample.old_log_probs,
-                sample.ref_log_probs,
-            )
-        )
+    terms = []
+    for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
+        fields = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs")
+        values = (torch.as_tensor(getattr(sample, field)).to(log_probs) for field in fields)
+        mask, advantages, old, ref = values
         ratio = torch.exp(log_probs - old)
         ppo = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
@@ -138,18 +128,5 @@ def _reference_loss(
             "constant": 1 / (len(rollout_tokens) * DIVISOR),
         }[aggregation]
         penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy
-        total = total + (mask * (weight * ppo + sample_mean * penalty)).sum()
-    return total
-
-
-def _custom_loss(
-    options: CheckOptions, samples: Sequence[Sample], logits: Sequence[Tensor]
-) -> Tensor:
-    """0-d: the user's functions on the whole step at once, in one micro-batch on one rank."""
-    found = [_response_log_probs(each, rows) for each, rows in zip(samples, logits, strict=True)]
-    log_probs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-    batch = pack(samples).to(options.device)
-    loss, _ = policy_loss_from_log_probs(
-        config_of(CUSTOM, options), batch, log_probs, entropies, totals=step_totals(samples)
-    )
-    return loss
+        terms.append((mask * (weight * ppo + sample_mean * penalty)).sum())
+    return sum(terms, torch.zeros_like(terms[0]))

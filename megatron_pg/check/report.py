@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,28 +26,26 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
             "options": dataclasses.asdict(options),
             "versions": versions(),
             "accelerations": accelerations(options),
-            "rows": [_row_as_json(row, options, world_size) for row in rows],
+            "rows": [
+                {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in dataclasses.asdict(row).items()
+                }
+                | {"tolerance": row.tolerance, "passed": row.passed}
+                | {"diagnosis": diagnosis(row, options, world_size)}
+                for row in rows
+            ],
         },
         indent=2,
         allow_nan=False,
     )
 
 
-def _row_as_json(row: Row, options: CheckOptions, world_size: int) -> dict[str, Any]:
-    fields = dataclasses.asdict(row)
-    fields = fields.pop("step") | {"tolerance": row.step.tolerance} | fields
-    fields |= {"passed": row.passed, "diagnosis": diagnosis(row, options, world_size)}
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in fields.items()
-    }
-
-
 def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     """Versions, the table, and the verdict; plain text, a failed row's diagnosis below it."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
-        "megatron-pg check: "
-        + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        f"megatron-pg check: {installed}",
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
         _sharding(options, world_size),
         "",
@@ -56,11 +53,10 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         f"{'gradient error':>16}{'tolerance':>11}  result",
     ]
     for row in rows:
-        step = row.step
-        mode = "per token" if step.calculate_per_token_loss else "per micro-batch"
+        mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
         lines.append(
-            f"{step.model:<12}{step.dtype:<6}{step.aggregation:<13}{mode:<16}{step.loss:>12.6f}"
-            f"{row.gradient_error:>16.1e}{step.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
+            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.loss:>12.6f}"
+            f"{row.gradient_error:>16.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
         )
         if not row.passed:
             lines.append(f"{'':<12}{diagnosis(row, options, world_size)}")
@@ -86,53 +82,40 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
 
 def versions() -> dict[str, str]:
     """What is installed here, by name; "absent" where it is not."""
-    has_te, has_apex = has_transformer_engine(), importlib.util.find_spec("amp_C") is not None
-    found = {
-        "torch": torch.__version__,
-        "megatron-core": ".".join(map(str, megatron_core_version())),
-        "transformer-engine": _version("transformer-engine") if has_te else "absent",
-        "apex": _version("apex") if has_apex else "absent",
-        "triton": _version("triton"),
-    }
+    core = ".".join(map(str, megatron_core_version()))
+    found = {"torch": torch.__version__, "megatron-core": core}
+    has_apex = importlib.util.find_spec("amp_C") is not None
+    usable = {"transformer-engine": has_transformer_engine(), "apex": has_apex, "triton": True}
+    for name, is_usable in usable.items():
+        try:
+            found[name] = importlib.metadata.version(name) if is_usable else "absent"
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def accelerations(options: CheckOptions) -> dict[str, str]:
     """Which parts of the loss and of the small model run accelerated in this check."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
-    has_te = options.transformer_impl == "transformer_engine"
     fused = "available" if supports_output_processor() else "needs megatron-core 0.18"
     return {
-        "attention": "Transformer Engine" if has_te else "torch",
+        "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",
         "log-probs": "Triton kernels" if has_kernels else "torch",
         "fused output layer": "checked" if options.fused_lm_head else fused,
     }
 
 
 def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
-    """The likely mistake behind a failed row; "" for one that passed.
-
-    Args:
-        row: the row.
-        options: what was checked.
-        world_size: processes of the job.
-    """
+    """The likely mistake behind a failed row; "" for one that passed."""
     if row.passed:
         return ""
     found = _gradient_diagnosis(row, options, world_size // options.model_parallel_size)
     if not row.samples_counted_once:
         found += (
-            f"; the weights that reached the loss are {row.step.checksum:.4g} times those of the step's totals "
+            f"; the weights that reached the loss are {row.checksum:.4g} times those of the step's totals "
             "(aggregation_checksum)"
         )
     return found
@@ -141,9 +124,14 @@ def diagnosis(row: Row, options: CheckOptions, world_size: int) -> str:
 def _gradient_diagnosis(row: Row, options: CheckOptions, data_size: int) -> str:
     if not math.isfinite(row.gradient_error) or not math.isfinite(row.common_ratio):
         return f"not finite in {row.worst_parameter}"
-    tolerance = row.step.tolerance
+    tolerance = row.tolerance
     if row.gradient_error <= tolerance:
-        return "gradients agree" if row.loss_agrees else f"gradients agree; {_wrong_loss(row)}"
+        if row.loss_agrees:
+            return "gradients agree"
+        expected = row.reference_loss
+        ratio = row.loss / expected if expected else math.nan
+        loss = f"{row.loss:.6g} and not {expected:.6g} ({ratio:.4g} times)"
+        return f"gradients agree; the reported loss is {loss}"
     counts = sorted({options.num_microbatches(rank) for rank in range(data_size)})
     if row.scaled_error <= 10 * tolerance:
         sizes = {
@@ -174,25 +162,17 @@ def _gradient_diagnosis(row: Row, options: CheckOptions, data_size: int) -> str:
     )
 
 
-def _wrong_loss(row: Row) -> str:
-    found, expected = row.step.loss, row.reference_loss
-    ratio = found / expected if expected else math.nan
-    return f"the reported loss is {found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
-
-
 def _factors(ratio: float, tolerance: float, sizes: dict[str, int]) -> str:
     """ ": 2 = CP or 2 = DP" of the sizes whose product, or its inverse, the ratio is; "" if there are none."""
     names = [name for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
         matches = []
         for chosen in itertools.combinations(names, count):
-            factor = math.prod(sizes[name] for name in chosen)
-            product = " * ".join(chosen)
+            factor, product = math.prod(sizes[name] for name in chosen), " * ".join(chosen)
             if math.isclose(ratio, factor, rel_tol=tolerance):
                 matches.append(f"{factor} = {product}")
             if math.isclose(ratio * factor, 1.0, rel_tol=tolerance):
-                inverse = f"({product})" if count > 1 else product
-                matches.append(f"1/{factor} = 1/{inverse}")
+                matches.append(f"1/{factor} = 1/{f'({product})' if count > 1 else product}")
         if matches:
             return f": {' or '.join(matches)}"
     return ""

@@ -26,13 +26,6 @@ class Shard:
     index: int
     count: int
 
-    def whole_shape(self, local: torch.Size) -> list[int]:
-        """The shape of the whole parameter, from that of this rank's slice."""
-        shape = list(local)
-        if self.count > 1:
-            shape[self.dimension] *= self.count
-        return shape
-
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's slice of the whole parameter."""
         return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
@@ -40,13 +33,12 @@ class Shard:
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Every parameter of one unwrapped chunk with its place in the whole model."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in model.named_parameters():
-        dimension, index, count = 0, 0, 1
-        if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
-            dimension = int(getattr(parameter, "partition_dim"))  # noqa: B009 (Megatron's attribute)
-            index = parallel_state.get_tensor_model_parallel_rank()
-            count = parallel_state.get_tensor_model_parallel_world_size()
-        yield Shard(_whole_name(model, name), dimension, index, count), parameter
+        is_cut = getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name
+        cut = (int(getattr(parameter, "partition_dim", 0)), rank, size) if is_cut else (0, 0, 1)
+        yield Shard(_whole_name(model, name), *cut), parameter
 
 
 def _whole_name(model: Any, name: str) -> str:
@@ -62,11 +54,9 @@ def _whole_name(model: Any, name: str) -> str:
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
-        expert_size = parallel_state.get_expert_model_parallel_world_size()
-        first = parallel_state.get_expert_model_parallel_rank() * (
-            model.config.num_moe_experts // expert_size
-        )
-        parts[place] = str(first + int(parts[place]))
+        rank = parallel_state.get_expert_model_parallel_rank()
+        size = parallel_state.get_expert_model_parallel_world_size()
+        parts[place] = str(model.config.num_moe_experts // size * rank + int(parts[place]))
     return ".".join(parts)
 
 
@@ -82,7 +72,10 @@ def set_parameters(model: Any) -> None:
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
-        whole = torch.randn(shard.whole_shape(parameter.shape), generator=generator)
+        shape = list(parameter.shape)
+        if shard.count > 1:
+            shape[shard.dimension] *= shard.count
+        whole = torch.randn(shape, generator=generator)
         if "norm" in shard.name:
             whole = 0.1 * whole + (0.0 if shard.name.endswith("bias") else 1.0)
             if "final" in shard.name and model.share_embeddings_and_output_weights:
@@ -132,12 +125,10 @@ def _direction(seed: int, size: int) -> Tensor:
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
     """This rank's slices of the gradients: DDP's `main_grad` or, of a bare model, `grad`."""
     for chunk in chunks:
-        complete_reduce_scatter(chunk)
+        _complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            yield shard, gradient.detach()
+            yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -147,14 +138,9 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def complete_reduce_scatter(chunk: Any) -> None:
-    """Fetches the rest of every gradient buffer of a DDP chunk; every data-parallel rank calls it.
-
-    Under the distributed optimizer each rank has reduced its own shard alone. Nothing is done without it, nor to a
-    bare model.
-    """
-    ddp_config = getattr(chunk, "ddp_config", None)
-    if ddp_config is None or not ddp_config.use_distributed_optimizer:
+def _complete_reduce_scatter(chunk: Any) -> None:
+    """Fetches the rest of a DDP chunk's gradients where the distributed optimizer has reduced each rank's part alone."""
+    if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group

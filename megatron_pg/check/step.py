@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_pg.check.compare import Row, Step, compare
 from megatron_pg.check.model import LogitTable, build_model, initialize_groups, model_config
-from megatron_pg.check.options import CUSTOM, VOCAB_SIZE, CheckOptions, config_of
+from megatron_pg.check.options import CUSTOM, CUSTOM_PATHS, VOCAB_SIZE, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, WholeModel
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.metrics import CHECKSUM
@@ -41,8 +41,8 @@ def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
     # The table has logits for parameters, and no output layer that could be fused.
     names = [name for name in MODELS if name == "end to end" or not options.fused_lm_head]
-    is_custom = options.custom_pg_loss_reducer_function_path or options.custom_policy_loss_path
-    aggregations = [*AGGREGATIONS, *([CUSTOM] if is_custom else [])]
+    is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
+    aggregations = [*AGGREGATIONS, *[CUSTOM] * is_custom]
     initialize_groups(options, sharded=False)
     references = {name: _reference(options, name, aggregations) for name in names}
     initialize_groups(options)
@@ -72,13 +72,8 @@ def _options_of(options: CheckOptions, model: str) -> CheckOptions:
     """The table of logits is float32 and has no experts."""
     if model == "end to end":
         return options
-    return replace(
-        options,
-        dtype="fp32",
-        transformer_impl="local",
-        num_experts=None,
-        expert_model_parallel_size=1,
-    )
+    plain = replace(options, num_experts=None, expert_model_parallel_size=1)
+    return replace(plain, dtype="fp32", transformer_impl="local")
 
 
 def _reference(
@@ -102,27 +97,18 @@ def train_step(
     aggregation: str,
 ) -> dict[str, float]:
     """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers."""
-    micro_batches = cut(
-        samples,
-        data_size=groups.data_size,
-        data_rank=groups.data_rank,
-        num_microbatches=options.num_microbatches(groups.data_rank),
-    )
+    data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
+    mine = samples[data_rank :: groups.data_size]
+    micro_batches = cut(mine, options.num_microbatches(data_rank))
     config = replace(config_of(aggregation, options), fused_lm_head=options.fused_lm_head)
-    totals = step_totals(
-        [s for each in micro_batches for s in each], data_parallel_group=groups.data
-    )
+    totals = step_totals(mine, data_parallel_group=groups.data)
     # Sequence parallelism splits a rank's tokens once more.
-    pad_to_multiple = groups.context_size * groups.tensor_size if options.sequence_parallel else 1
-    batches = [
-        pack(
-            each,
-            cp_rank=groups.context_rank,
-            cp_size=groups.context_size,
-            pad_to_multiple=pad_to_multiple,
-        ).to(options.device)
+    multiple = cp_size * groups.tensor_size if options.sequence_parallel else 1
+    packed = [
+        pack(each, cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=multiple)
         for each in micro_batches
     ]
+    batches = [batch.to(options.device) for batch in packed]
     step = PolicyStep(config, totals=totals, num_microbatches=len(batches), model=chunks)
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -180,12 +166,10 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
     ]
 
 
-def cut(
-    samples: Sequence[Sample], *, data_size: int, data_rank: int, num_microbatches: int
-) -> list[list[Sample]]:
-    """This data-parallel rank's micro-batches of uneven sizes, the last one empty."""
+def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
+    """The micro-batches of a data-parallel rank's samples, of uneven sizes, the last one empty."""
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches)]
-    for place, sample in enumerate(samples[data_rank::data_size]):
+    for place, sample in enumerate(samples):
         # The first takes the last one's share too; on a rank of few samples others are empty as well.
         micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
     return micro_batches

@@ -5,54 +5,50 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_pg.config.fields import flag_of
 
 
-@dataclass(frozen=True)
-class CustomFunction:
+class CustomFunction(NamedTuple):
     """How a function of the user's own is called."""
 
     positional: tuple[str, ...]
     """The arguments that it is given by position."""
     keywords: tuple[str, ...] = ()
     """Arguments that it is given by keyword, each if its signature names it."""
-    returns: str = ""
-    """What it returns, and what holds of its arguments."""
 
 
-CUSTOM_FUNCTIONS: Mapping[str, CustomFunction] = {
-    # A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
-    # are those of loss/sequence.py. Advantages and log-probs [window] float32 of the batch are 0 where masked.
-    "custom_policy_loss_path": CustomFunction(
-        ("config", "batch", "log_probs"),
-        returns="the per-token loss [window]; it goes through corrections and aggregation as a built-in loss does",
-    ),
-    "custom_tis_function_path": CustomFunction(
-        ("config", "batch", "log_probs", "pg_loss"),
-        returns="(per-token loss [window], tokens to keep [window] bool or 0/1); what is masked stays masked",
-    ),
+# A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
+# are those of loss/sequence.py. Advantages and log-probs [window] float32 of the batch are 0 where masked.
+CUSTOM_FUNCTIONS = {
+    "custom_policy_loss_path": CustomFunction(("config", "batch", "log_probs")),
+    "custom_tis_function_path": CustomFunction(("config", "batch", "log_probs", "pg_loss")),
     "custom_pg_loss_reducer_function_path": CustomFunction(
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
         keywords=("cp_rank", "cp_size"),
-        returns="reducer(x [window]) -> 0-d sum over this rank's window",
     ),
 }
-"""The functions by the setting that has the import path."""
+"""By the setting that has the import path; its docstring in `PolicyLossConfig` says what the function returns."""
 
 
 @functools.cache
 def load_custom_function(field: str, path: str) -> Callable[..., Any]:
     """The function that a setting of `CUSTOM_FUNCTIONS` names; see `load_function`. Once for each path."""
-    called = CUSTOM_FUNCTIONS[field]
-    return load_function(
-        path, flag=flag_of(field), positional=called.positional, keywords=called.keywords
-    )
+    return load_function(path, flag=flag_of(field), **CUSTOM_FUNCTIONS[field]._asdict())
+
+
+def custom_function_violations(settings: Any) -> Iterator[str]:
+    """What is wrong with the functions that the settings name."""
+    for field in CUSTOM_FUNCTIONS:
+        if path := getattr(settings, field, None):
+            try:
+                load_custom_function(field, path)
+            except ValueError as error:
+                yield str(error)
 
 
 def load_function(
@@ -70,7 +66,10 @@ def load_function(
         ValueError: the path is malformed, the import fails (its error is the cause), the module has no such attribute,
             it is not callable, or its signature does not take these arguments.
     """
-    module_name, function_name = _split(path, flag)
+    separator = ":" if ":" in path else "."
+    module_name, _, function_name = path.rpartition(separator)
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+        raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code: anything at all may come out of it
@@ -85,14 +84,9 @@ def load_function(
             f"{flag} {path}: module {module_name} ({getattr(module, '__file__', 'built-in')}) has "
             f"no attribute {function_name!r}"
         )
-    function = getattr(module, function_name)
-    if not callable(function):
-        raise ValueError(
-            f"{flag} {path}: expected a function of ({', '.join(positional)}); found "
-            f"{function!r} of type {type(function).__name__}"
-        )
+    function: Callable[..., Any] = getattr(module, function_name)
     _check_signature(function, f"{flag} {path}", positional, keywords)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_returned(
@@ -136,27 +130,20 @@ def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tup
     """
     positional_only = inspect.Parameter.POSITIONAL_ONLY
     parameters = inspect.signature(function).parameters
-    return tuple(
-        name
-        for name in keywords
-        if name in parameters and parameters[name].kind is not positional_only
-    )
-
-
-def _split(path: str, flag: str) -> tuple[str, str]:
-    separator = ":" if ":" in path else "."
-    module_name, _, function_name = path.rpartition(separator)
-    parts = [*module_name.split("."), function_name]
-    if not all(part.isidentifier() for part in parts):
-        raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
-    return module_name, function_name
+    named = [name for name in keywords if name in parameters]
+    return tuple(name for name in named if parameters[name].kind is not positional_only)
 
 
 def _check_signature(
     function: Callable[..., Any], where: str, positional: Sequence[str], keywords: Sequence[str]
 ) -> None:
-    """Refuses a function that a call with these arguments would not bind to."""
+    """Refuses what is no function, or one that a call with these arguments would not bind to."""
     expected = f"({', '.join(positional)})"
+    if not callable(function):
+        kind = type(function).__name__
+        raise ValueError(
+            f"{where}: expected a function of {expected}; found {function!r} of type {kind}"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

@@ -25,9 +25,9 @@ class Interval:
     def contains(self, value: Any) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
-        number = float(value)
+        number: Any = value  # compared as it is: an integer may be beyond every float
         above = number >= self.lower if self.closed else number > self.lower
-        return above and number <= self.upper and math.isfinite(number)
+        return bool(above and number <= self.upper and number < math.inf)
 
     def __str__(self) -> str:
         text = f"{'>=' if self.closed else '>'} {self.lower:g}"
@@ -78,12 +78,12 @@ class Field:
 
     def violation(self, value: Any) -> str | None:
         """What is wrong with a value by itself, None where nothing is."""
+        valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
         if value is None and self.is_optional:
             return None
-        hint = ""
         if self.choices is not None:
-            valid, expected = value in self.choices, "one of " + ", ".join(self.choices)
-            hint = "" if valid else self.did_you_mean(value)
+            valid = value in self.choices
+            expected = "one of " + ", ".join(self.choices)
         elif self.type is bool:
             valid, expected = isinstance(value, bool), "True or False"
         elif self.type is tuple:
@@ -94,22 +94,22 @@ class Field:
             valid = is_whole and self.interval.contains(value)
             kind = "an integer" if self.type is int else "a finite number"
             expected = f"{kind} {self.interval}"
-        else:
-            valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
         if valid:
             return None
-        return f"{self.flag} must be {expected}; found {value!r}{hint}"
+        return f"{self.flag} must be {expected}; found {value!r}{self.did_you_mean(value)}"
 
     def did_you_mean(self, value: Any) -> str:
-        """The end of a refusal of a word, with the nearest right one."""
-        if self.name in TABLES:
-            return TABLES[self.name].did_you_mean(value)
-        return did_you_mean(value, self.choices or ())
+        """The end of a refusal of a word, with the nearest right one; "" where none is near."""
+        table = TABLES.get(self.name)
+        return did_you_mean(value, self.choices or (), table.also_known_as if table else {})
 
 
 def flag_of(name: str) -> str:
     """The flag that stores to an attribute."""
     return "--" + name.replace("_", "-")
+
+
+_FIELDS: dict[type[Any], dict[str, Field]] = {}
 
 
 def fields_of(settings: type[Any]) -> dict[str, Field]:
@@ -126,29 +126,19 @@ def fields_of(settings: type[Any]) -> dict[str, Field]:
     return _FIELDS[settings]
 
 
-_FIELDS: dict[type[Any], dict[str, Field]] = {}
-
-
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
-    notes: tuple[Any, ...] = ()
-    if get_origin(hint) is Annotated:
-        hint, *found = get_args(hint)
-        notes = tuple(found)
-    is_optional = False
-    if get_origin(hint) in (Union, UnionType):
-        is_optional = NoneType in get_args(hint)
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    words: tuple[str, ...] | None = None
-    if get_origin(hint) is Literal:
-        words, hint = get_args(hint), str
+    hint, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    hint = next(part for part in parts if part is not NoneType)
+    words = get_args(hint) if get_origin(hint) is Literal else None
     return Field(
         name=field.name,
         default=field.default,
-        type=get_origin(hint) or hint,
+        type=str if words else get_origin(hint) or hint,
         words=words,
         interval=next((note for note in notes if isinstance(note, Interval)), None),
         parsed=next((note for note in notes if isinstance(note, Parsed)), None),
-        is_optional=is_optional,
+        is_optional=NoneType in parts,
         has_flag=PYTHON_ONLY not in notes,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
+import itertools
 import re
 import textwrap
-from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any, NoReturn, TypeVar
 
@@ -79,16 +80,15 @@ def field_docstrings(settings: type[Any]) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
     except OSError:
         return {}
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(statements, statements[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    texts = {}
+    for pair in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else []):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
@@ -120,7 +120,7 @@ def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
         text += f" (default: {default})"
     keywords: dict[str, Any] = {"default": default, "help": text}
     if field.choices is not None:
-        return keywords | {"type": _word_of(field), "choices": field.choices}
+        return keywords | {"type": functools.partial(_word, field), "choices": field.choices}
     if field.parsed is not None:
         return keywords | {"type": field.parsed.parse, "metavar": field.parsed.metavar}
     if field.interval is not None:
@@ -128,16 +128,11 @@ def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
     return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if field.type is tuple else {})
 
 
-def _word_of(field: Field) -> Callable[[str], str]:
-    def word(text: str) -> str:
-        hint = field.did_you_mean(text)
-        if text in (field.choices or ()) or not hint:
-            return text  # argparse itself lists the words
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(field.choices or ())}{hint}"
-        )
-
-    return word
+def _word(field: Field, text: str) -> str:
+    choices, hint = field.choices or (), field.did_you_mean(text)
+    if text in choices or not hint:
+        return text  # argparse itself lists the words
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}{hint}")
 
 
 def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +143,8 @@ def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
 
     def error(message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            unknown = re.findall(r"(?<!\S)--[\w-]+", message)
-            message += "".join(
-                did_you_mean(flag, parser._option_string_actions) for flag in unknown
-            )
+            for flag in re.findall(r"(?<!\S)--[\w-]+", message):
+                message += did_you_mean(flag, parser._option_string_actions)
         original(message)
 
     error.names_the_nearest = True  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from megatron_pg.config.fields import COUNT, check_fields, fields_of, flag_of, refuse
 from megatron_pg.config.flags import add_args, read_args
@@ -12,7 +12,6 @@ from megatron_pg.config.flags import add_args, read_args
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
 OnBadRow = Literal["error", "skip"]
-OVERSIZED, MODES, ON_BAD_ROW = map(get_args, (OversizedSamples, DocsPerStepMode, OnBadRow))
 
 
 @dataclass(frozen=True)

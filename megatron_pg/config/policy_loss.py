@@ -274,16 +274,13 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
 
     A custom policy loss may read what it likes of the batch: nothing is required on its behalf.
     """
-    asking = [
-        (table.flag_of_row(row, config), row.inputs)
-        for table in TABLES.values()
-        for row in table.rows_on(config)
-    ]
+    asking: list[tuple[str, tuple[str, ...]]] = []
     if config.use_unbiased_kl and config.kl_loss_coef > 0:
-        asking.insert(0, ("--use-unbiased-kl", ("old_log_probs",)))
-    required: dict[str, tuple[str, ...]] = {}
-    for field in OPTIONAL_SAMPLE_FIELDS:
-        flags = dict.fromkeys(flag for flag, inputs in asking if field in inputs)
-        if flags:
-            required[field] = tuple(flags)
-    return required
+        asking.append(("--use-unbiased-kl", ("old_log_probs",)))
+    for table in TABLES.values():
+        asking += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
+    flags = {
+        field: tuple(dict.fromkeys(flag for flag, inputs in asking if field in inputs))
+        for field in OPTIONAL_SAMPLE_FIELDS
+    }
+    return {field: asked_by for field, asked_by in flags.items() if asked_by}

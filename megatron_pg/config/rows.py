@@ -9,9 +9,10 @@ fused head, the tables of the docs. The tables are declared here, below everythi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,14 @@ class Row:
     flag: str = ""
     """What errors call the row by, a format of `config`; "" for the table's flag with the row's name."""
     when: Callable[[Any], bool] | None = None
-    """Whether the row is on under a config; None for the table's: the one that its setting names."""
+    """What must hold of a config for the row to be on, besides that its table's setting, where there is one, names it."""
+
+    sequence_sums: tuple[str, ...] = ()
+    """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
+    rollout_log_prob)."""
+    is_sum_over_tokens: bool = False
+    """Whether it treats every token by that token's data alone, so that the token's gradient is known as soon as its
+    log-prob is: then the fused head takes its one pass. Asked of objectives and corrections."""
 
     @property
     def help(self) -> str:
@@ -43,16 +51,15 @@ class Row:
         return []
 
     def sums_over_sequences(self) -> tuple[str, ...]:
-        """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
-        rollout_log_prob)."""
-        return ()
+        """`sequence_sums`, and what follows from other properties."""
+        return self.sequence_sums
 
 
 RowType = TypeVar("RowType", bound=Row)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Table(Mapping[str, RowType], Generic[RowType]):
+class Table(dict[str, RowType]):
     """Rows by name, in the order in which they were added.
 
     Args:
@@ -66,24 +73,23 @@ class Table(Mapping[str, RowType], Generic[RowType]):
         field: str,
         *,
         replaced_by: str | None = None,
-        also_known_as: Mapping[str, str] | None = None,
+        also_known_as: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.field = field
         self.replaced_by = replaced_by
-        self._rows: dict[str, RowType] = {}
-        self._also_known_as = dict(also_known_as or {})
+        self.also_known_as = also_known_as
         TABLES[field] = self
 
-    def add(self, row: RowType) -> RowType:
-        """Adds a row.
+    def add(self, *rows: RowType) -> None:
+        """Adds rows.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: a name is taken.
         """
-        if row.name in self._rows:
-            raise ValueError(f"there is a row {row.name!r} already: give this one another name")
-        self._rows[row.name] = row
-        return row
+        for row in rows:
+            if row.name in self:
+                raise ValueError(f"there is a row {row.name!r} already: give this one another name")
+            self[row.name] = row
 
     def decorator(self, row_type: Callable[..., RowType]) -> Callable[..., Callable[[F], F]]:
         """A decorator `(formula, **properties)` that enters a function as a row, under its own name."""
@@ -98,20 +104,13 @@ class Table(Mapping[str, RowType], Generic[RowType]):
 
         return row
 
-    def remove(self, name: str) -> None:
-        """Takes a row out again."""
-        del self._rows[name]
-
     def rows_on(self, config: Any) -> list[RowType]:
         """The rows that are on under a config, in the table's order."""
         if self.is_replaced(config):
             return []
         chosen = getattr(config, self.field, None)
-        return [
-            row
-            for row in self.values()
-            if (row.name == chosen if row.when is None else row.when(config))
-        ]
+        rows = self.values() if chosen is None else [self[chosen]]
+        return [row for row in rows if row.when is None or row.when(config)]
 
     def is_replaced(self, config: Any) -> bool:
         """Whether a function of the user's own takes the place of the rows."""
@@ -121,29 +120,16 @@ class Table(Mapping[str, RowType], Generic[RowType]):
         """The flags that turn a row on, for error messages."""
         return row.flag.format(config=config) or f"--{self.field.replace('_', '-')} {row.name}"
 
-    def did_you_mean(self, name: object) -> str:
-        """The nearest name as the end of an error message; "" where none is near."""
-        return did_you_mean(name, self._rows, self._also_known_as)
-
-    def __getitem__(self, name: str) -> RowType:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
 
 TABLES: dict[str, Table[Any]] = {}
 """Every table, by its field."""
 
 
 def did_you_mean(
-    word: object, known: Iterable[str], also_known_as: Mapping[str, str] | None = None
+    word: object, known: Iterable[str], also_known_as: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """The hint `; did you mean X?` with the known word nearest to what was given; "" where none is near."""
     text = str(word).lower()
-    names = {name.lower(): name for name in known} | dict(also_known_as or {})
+    names = {name.lower(): name for name in known} | dict(also_known_as)
     found = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     return f"; did you mean {names[found[0]]}?" if found else ""

@@ -6,10 +6,9 @@ import argparse
 import logging
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_custom_function
+from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import fields_of, flag_of, refuse
 from megatron_pg.config.flags import add_args, is_defined
 from megatron_pg.config.policy_loss import (
@@ -74,83 +73,52 @@ def validate_policy_loss_args(
         NotImplementedError: the same where all that is wrong is a layout that has no token window (BSHD under context
             parallelism), or `--fused-lm-head` where Megatron-Core or the model has no place for it.
     """
-    trainer = TrainerSettings.from_args(args)
-    values, refused = _settled_spelling(args)
+    # The trainer's own under Megatron's names (`megatron/training/arguments.py` of 0.19); absent: a feature not used.
+    found = vars(args)
+    values, refused = _settled_spelling(found)
     violations, config = violations_of(values)
-    per_token, aggregation, of_per_token = _settled_per_token_mode(config, trainer)
+    per_token, aggregation, of_per_token = _settled_per_token_mode(config, found)
     refused += violations + of_per_token
     refused += _sample_field_violations(config, sample_fields)
-    refused += _custom_function_violations(config)
-    layout = layout_violation(config.qkv_format, trainer.context_parallel_size)
+    refused += custom_function_violations(config)
+    layout = layout_violation(config.qkv_format, found.get("context_parallel_size") or 1)
     not_implemented = [layout] if layout else []
-    not_implemented += _fused_head_violations(config, args)
+    not_implemented += _fused_head_violations(config, found)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
-    if trainer.rank == 0:
+    if int(found.get("rank", os.environ.get("RANK", "0"))) == 0:
         _log_decisions(config, aggregation)
     args.loss_aggregation, args.calculate_per_token_loss = aggregation, per_token
     args.loss_aggregation_divisor = config.loss_aggregation_divisor
     return args
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """What validation needs of the trainer's own arguments; an absent one is a feature not used."""
-
-    rank: int
-    """Global rank; only rank 0 logs."""
-    context_parallel_size: int
-    auxiliary_losses: tuple[str, ...]
-    """Flags of the losses that Megatron adds inside the model, and scales by token counts in per-token mode."""
-    without_per_token_mode: tuple[str, ...]
-    """Flags of the features that exclude per-token mode."""
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> TrainerSettings:
-        """The settings under Megatron's names (`megatron/training/arguments.py` of 0.19)."""
-        found = vars(args)
-        has_experts = bool(found.get("num_experts"))
-        auxiliary_losses = {
-            "--moe-aux-loss-coeff": has_experts and _has_balancing_loss(found),
-            "--moe-z-loss-coeff": has_experts and found.get("moe_z_loss_coeff"),
-            "--mtp-num-layers": found.get("mtp_num_layers"),
-        }
-        without_per_token_mode = {
-            "--use-torch-fsdp2": found.get("use_torch_fsdp2"),
-            "--ddp-average-in-collective": found.get("ddp_average_in_collective"),
-        }
-        return cls(
-            rank=int(found.get("rank", os.environ.get("RANK", "0"))),
-            context_parallel_size=found.get("context_parallel_size") or 1,
-            auxiliary_losses=tuple(flag for flag, used in auxiliary_losses.items() if used),
-            without_per_token_mode=tuple(f for f, used in without_per_token_mode.items() if used),
-        )
+def _scales_losses_by_tokens(found: dict[str, Any]) -> bool:
+    """Whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
+    of_experts = _has_balancing_loss(found) or found.get("moe_z_loss_coeff")
+    return bool(found.get("mtp_num_layers") or (found.get("num_experts") and of_experts))
 
 
 def _has_balancing_loss(found: dict[str, Any]) -> bool:
     """Whether the router has an auxiliary load-balancing loss: one coefficient, or several."""
     coefficients = found.get("moe_aux_loss_coeff") or 0.0
     kinds = found.get("moe_router_load_balancing_type", "aux_loss")
-    if not isinstance(coefficients, (list, tuple)):
-        coefficients = [coefficients]
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    return any(coefficients) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
+    is_used = any(coefficients) if isinstance(coefficients, (list, tuple)) else coefficients
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return bool(is_used) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
 
 
-def _settled_spelling(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _settled_spelling(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The values of the config with `--pg-loss-divisor` and the default aggregation resolved, and violations."""
-    found = vars(args)
     fields = fields_of(PolicyLossConfig)
     values = {name: found[name] for name in fields if name in found}
     chosen, given = values.get("loss_aggregation"), values.get("loss_aggregation_divisor")
+    if chosen is None:
+        values["loss_aggregation"] = PolicyLossConfig.loss_aggregation
     divisor = found.get("pg_loss_divisor")
     if divisor is None:
-        if chosen is None:
-            values["loss_aggregation"] = fields["loss_aggregation"].default
         return values, []
     interval = fields["loss_aggregation_divisor"].interval
     if interval is not None and not interval.contains(divisor):
-        values["loss_aggregation"] = chosen or fields["loss_aggregation"].default
         return values, [f"--pg-loss-divisor must be a finite number {interval}; found {divisor!r}"]
     refused = []
     if chosen not in (None, "constant"):
@@ -167,13 +135,13 @@ def _settled_spelling(args: argparse.Namespace) -> tuple[dict[str, Any], list[st
             "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --pg-loss-divisor "
             f"{divisor:g}: drop one of the two"
         )
-        values.update(loss_aggregation=fields["loss_aggregation"].default)
+        values.update(loss_aggregation=PolicyLossConfig.loss_aggregation)
     else:
         values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
     return values, refused
 
 
-def _settled_per_token_mode(config: Any, trainer: TrainerSettings) -> tuple[bool, str, list[str]]:
+def _settled_per_token_mode(config: Any, found: dict[str, Any]) -> tuple[bool, str, list[str]]:
     """Whether per-token mode is on, the aggregation that is left beside it by its row, and violations.
 
     A mode that the trainer forces on the model's config later is not the flag and is not seen here.
@@ -181,21 +149,25 @@ def _settled_per_token_mode(config: Any, trainer: TrainerSettings) -> tuple[bool
     chosen = config.loss_aggregation
     row = TABLES["loss_aggregation"][chosen]
     is_custom = TABLES["loss_aggregation"].is_replaced(config)
+    excluded_by = {
+        "--use-torch-fsdp2": found.get("use_torch_fsdp2"),
+        "--ddp-average-in-collective": found.get("ddp_average_in_collective"),
+    }
+    obstacles = [flag for flag, is_used in excluded_by.items() if is_used]
     if not config.calculate_per_token_loss:
         # Per-token mode is how Megatron runs a token mean, but the gradient is the same without it and the losses inside
         # the model keep their scale.
-        obstacles = trainer.auxiliary_losses + trainer.without_per_token_mode
-        is_on = row.under_per_token_flag == chosen and not is_custom and not obstacles
-        return is_on, chosen, []
+        is_how = row.under_per_token_flag == chosen and not is_custom
+        return is_how and not (obstacles or _scales_losses_by_tokens(found)), chosen, []
     refused = []
     if row.under_per_token_flag is None:
         refused.append(
             f"--calculate-per-token-loss asks for the token mean and --loss-aggregation {chosen} for another objective: "
             "drop --calculate-per-token-loss, or choose --loss-aggregation token_mean"
         )
-    if trainer.without_per_token_mode:
+    if obstacles:
         refused.append(
-            f"--calculate-per-token-loss does not work with {trainer.without_per_token_mode[0]}: drop it and choose "
+            f"--calculate-per-token-loss does not work with {obstacles[0]}: drop it and choose "
             "--loss-aggregation token_mean, whose gradient is the same without it"
         )
     return True, chosen if is_custom else row.under_per_token_flag, refused
@@ -216,7 +188,7 @@ def _sample_field_violations(
 ) -> Iterator[str]:
     if sample_fields is None:
         return
-    for field in sorted(set(sample_fields) - set(OPTIONAL_SAMPLE_FIELDS)):
+    for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
         yield (
             f"sample_fields: {field!r} is no optional field of Sample; expected some of "
             f"{', '.join(OPTIONAL_SAMPLE_FIELDS)}{did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)}"
@@ -229,17 +201,7 @@ def _sample_field_violations(
             )
 
 
-def _custom_function_violations(config: PolicyLossConfig) -> Iterator[str]:
-    for name in CUSTOM_FUNCTIONS:
-        path = getattr(config, name)
-        if path is not None:
-            try:
-                load_custom_function(name, path)
-            except ValueError as error:
-                yield str(error)
-
-
-def _fused_head_violations(config: PolicyLossConfig, args: argparse.Namespace) -> Iterator[str]:
+def _fused_head_violations(config: PolicyLossConfig, found: dict[str, Any]) -> Iterator[str]:
     if not config.fused_lm_head:
         return
     if not supports_output_processor():
@@ -247,7 +209,7 @@ def _fused_head_violations(config: PolicyLossConfig, args: argparse.Namespace) -
             "--fused-lm-head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; "
             f"{'.'.join(map(str, megatron_core_version()))} is installed: drop the flag"
         )
-    if vars(args).get("use_mup"):
+    if found.get("use_mup"):
         yield "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
 
 
@@ -255,21 +217,16 @@ def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:
     """Says on rank 0 what was changed, what is ignored and what is likely a mistake."""
     if aggregation != config.loss_aggregation:
         logger.warning(
-            "--calculate-per-token-loss makes the objective the token mean: --loss-aggregation %s is now %s. Give "
-            "--loss-aggregation %s to silence this, or drop the flag.",
-            config.loss_aggregation,
-            aggregation,
-            aggregation,
+            f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation {config.loss_aggregation} "
+            f"is now {aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the flag."
         )
     for table in TABLES.values():
         if table.replaced_by is not None and table.is_replaced(config):
-            logger.warning(
-                "%s %s takes the place of %s %s.",
-                flag_of(table.replaced_by),
-                getattr(config, table.replaced_by),
-                flag_of(table.field),
-                getattr(config, table.field),
+            new, old = (
+                f"{flag_of(name)} {getattr(config, name)}"
+                for name in (table.replaced_by, table.field)
             )
+            logger.warning(f"{new} takes the place of {old}.")
     if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and not config.use_unbiased_kl:
         logger.warning(
             "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3 or --use-unbiased-kl."

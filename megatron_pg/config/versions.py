@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from functools import lru_cache
+from functools import cache
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
@@ -18,7 +18,7 @@ class UnsupportedMegatronError(ImportError):
     """Megatron-Core is missing, or is a version that this package was not written for."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def megatron_core_version() -> tuple[int, int, int]:
     """Version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
@@ -32,8 +32,8 @@ def megatron_core_version() -> tuple[int, int, int]:
         from megatron.core import package_info
     except ImportError as error:
         raise UnsupportedMegatronError(
-            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: "
-            f"{error}. Install it with `pip install 'megatron-core>=0.15,<0.21'`."
+            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: {error}. Install it with "
+            "`pip install 'megatron-core>=0.15,<0.21'`."
         ) from error
     return parse_version(package_info.__version__)
 
@@ -49,18 +49,12 @@ def parse_version(text: str) -> tuple[int, int, int]:
         raise UnsupportedMegatronError(
             f"cannot read the megatron-core version {text!r}; supported: {SUPPORTED_RANGE}"
         )
-    major, minor, patch = match.groups(default="0")
-    return int(major), int(minor), int(patch)
+    major, minor, patch = map(int, match.groups(default="0"))
+    return major, minor, patch
 
 
 def require_supported_version(version: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
-    """Refuse a Megatron-Core that this package does not support; call it once at start.
-
-    Args:
-        version: (major, minor, patch) to judge; None means the installed one.
-
-    Returns:
-        The accepted version.
+    """The version given (None: the installed one) where it is supported; call it once at start.
 
     Raises:
         UnsupportedMegatronError: it is missing or outside the supported range.
@@ -68,14 +62,10 @@ def require_supported_version(version: tuple[int, int, int] | None = None) -> tu
     found = megatron_core_version() if version is None else version
     if not OLDEST_SUPPORTED <= found[:2] < FIRST_UNSUPPORTED:
         raise UnsupportedMegatronError(
-            f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports "
-            f"{SUPPORTED_RANGE}. Install a version in that range."
+            f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
+            "version in that range."
         )
     return found
-
-
-def _at_least(minor: int) -> bool:
-    return megatron_core_version()[:2] >= (0, minor)
 
 
 def supports_output_processor() -> bool:
@@ -83,7 +73,7 @@ def supports_output_processor() -> bool:
 
     In models/gpt/gpt_model.py of 0.18.2 and 0.19.2; absent from 0.17.1.
     """
-    return _at_least(18)
+    return megatron_core_version() >= (0, 18)
 
 
 def per_token_moe_under_context_parallel_is_right() -> bool:
@@ -93,7 +83,7 @@ def per_token_moe_under_context_parallel_is_right() -> bool:
     `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by the local tokens alone,
     which leaves 1 / CP of the intended gradient.
     """
-    return _at_least(19)
+    return megatron_core_version() >= (0, 19)
 
 
 def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
@@ -103,7 +93,7 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     by the context-parallel size, which data parallelism divides by again; 0.15.3 does not, which
     leaves 1 / CP of the intended gradient. The policy gradient is right in both.
     """
-    return _at_least(16)
+    return megatron_core_version() >= (0, 16)
 
 
 def needs_kept_pipeline_outputs() -> bool:
@@ -112,7 +102,7 @@ def needs_kept_pipeline_outputs() -> bool:
     pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous
     send is still reading it; 0.18.2 waits for `send_next_wait_handle` first.
     """
-    return not _at_least(18)
+    return megatron_core_version() < (0, 18)
 
 
 def has_megatron_training() -> bool:

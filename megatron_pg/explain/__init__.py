@@ -14,10 +14,11 @@ from megatron_pg.config import (
     validate_planning_args,
     validate_policy_loss_args,
 )
+from megatron_pg.config.fields import fields_of, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.show import plot, print_report
-from megatron_pg.explain.step import COUNT, ExplainOptions, explained_step
+from megatron_pg.explain.step import ExplainOptions, explained_step
 
 EPILOG = """\
 examples:
@@ -30,14 +31,7 @@ The rest of a launch line may be left in: what is no flag of this command is lis
 """
 ANY_BUDGET = 1
 """Training needs --max-tokens-per-microbatch; nothing here depends on it."""
-BALANCING = (
-    "aux_loss",
-    "seq_aux_loss",
-    "global_aux_loss",
-    "sinkhorn",
-    "quantile_balancing",
-    "none",
-)
+BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none".split()
 """The choices of Megatron 0.19; earlier versions have some of them."""
 
 
@@ -74,11 +68,14 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
         NotImplementedError: a layout without a token window.
     """
     args, unused = build_parser().parse_known_args(list(arguments))
+    numbers = [field for field in fields_of(ExplainOptions).values() if field.interval]
+    found = [field.violation(getattr(args, field.name)) for field in numbers]
     if sum(given is not None for given in (args.lengths, args.log_normal, args.rollout_files)) != 1:
-        raise ValueError(
+        found.append(
             "expected one source of lengths: give one of --lengths, --log-normal and --rollout-files, such as "
             "--lengths 200,4000,12000"
         )
+    refuse([violation for violation in found if violation])
     args.unused_flags, args.planning = unused, validate_planning_args(args)
     args.config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
     return read_args(ExplainOptions, args)
@@ -95,24 +92,19 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_args(parser, ExplainOptions, title="what to explain")
-    _add_megatron_flags(parser)
-    add_policy_loss_args(add_planning_args(parser))
-    parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
-    return parser
-
-
-def _add_megatron_flags(parser: argparse.ArgumentParser) -> None:
-    """What the validation of a launch line reads of Megatron's flags, with Megatron's names and types."""
+    # What the validation of a launch line reads of Megatron's flags, with Megatron's names and types.
     add = parser.add_argument_group(
         "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."
     ).add_argument
     add("--num-experts", type=int, metavar="N")
     add("--mtp-num-layers", type=int, metavar="N")
     add("--expert-model-parallel-size", type=int, default=1, metavar="N")
-    is_bad = "A row with another token is a bad row."
-    add("--vocab-size", type=COUNT.parse, metavar="N", help=is_bad)
+    add("--vocab-size", type=int, metavar="N", help="A row with another token is a bad row.")
     add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
     add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
     add("--moe-z-loss-coeff", type=float, metavar="X")
     for flag in ("--use-torch-fsdp2", "--ddp-average-in-collective", "--use-mup"):
         add(flag, action="store_true")
+    add_policy_loss_args(add_planning_args(parser))
+    parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
+    return parser

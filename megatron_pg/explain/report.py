@@ -24,16 +24,28 @@ FAR = 4.0
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     """The report of a step; `constant` takes the longest sample for L where the flags give none."""
-    totals, config, lengths = step.totals, options.config, step.lengths
+    totals, config, samples = step.totals, options.config, step.samples
+    lengths = [sample.num_active_tokens for sample in samples]
+    parallelism: dict[str, Any] = {
+        "data_parallel_size": options.data_parallel_size,
+        "context_parallel_size": options.context_parallel_size,
+        "num_microbatches": options.num_microbatches,
+        "calculate_per_token_loss": config.calculate_per_token_loss,
+    }
+    contract = scale_contract(None, totals, **parallelism)
+    factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
+    names = ("returned", "schedule", "gradients", "net")
+    scale = dict(zip(names, (*factors, math.prod(factors)), strict=True))
     constant = config.loss_aggregation_divisor or float(max(1, *lengths))
     reports: dict[str, Report] = {}
     reasons: dict[str, str] = {}
     for name, mode in AGGREGATIONS.items():
         try:
-            found = _aggregation_report(mode, step, constant if mode.needs else None)
-            reports[name] = found | {"megatron_scale": _megatron_scale(step, options)}
+            found = _aggregation_report(mode, step, lengths, constant if mode.needs else None)
+            reports[name] = found | {"megatron_scale": scale}
         except ValueError as error:
             reasons[name] = str(error)
+    ratio = reports["constant"]["learning_rate_ratio"]
     return {
         "step": {
             "num_samples": len(lengths),
@@ -42,42 +54,33 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
             "num_active_tokens": totals.num_active_tokens,
             "num_skipped": step.num_skipped,
             "active_tokens": lengths,
-            "group_index": [sample.group_index for sample in step.samples],
-            "rollout_id": [sample.rollout_id for sample in step.samples],
+            "group_index": [sample.group_index for sample in samples],
+            "rollout_id": [sample.rollout_id for sample in samples],
         },
-        "parallelism": {
-            "data_parallel_size": options.data_parallel_size,
-            "context_parallel_size": options.context_parallel_size,
-            "num_microbatches": options.num_microbatches,
-            "calculate_per_token_loss": config.calculate_per_token_loss,
-        },
+        "parallelism": parallelism,
         "loss_aggregation": config.loss_aggregation,
         "aggregations": reports,
         "unavailable": reasons,
-        "warnings": [
-            *_of_the_lengths(step, reports["constant"], options),
-            *_of_the_flags(step, options),
-        ],
+        "warnings": [*_of_the_lengths(step, options, ratio), *_of_the_flags(step, options)],
         "unused_flags": options.unused_flags,
     }
 
 
 def _aggregation_report(
-    mode: Aggregation, step: ExplainedStep, divisor: float | None
+    mode: Aggregation, step: ExplainedStep, lengths: list[int], divisor: float | None
 ) -> dict[str, Any]:
     """One aggregation over the step; lists are in the order of its samples."""
-    outer_count = mode.outer_count(step.totals)
-    lengths = torch.tensor(step.lengths, dtype=torch.float64)
-    denominators = mode.denominators(step.totals, step.samples)
-    weights = torch.ones_like(lengths) / mode.divisors(denominators, divisor)
-    total = mode.inner_weight(step.totals, divisor or 1.0)
-    shares: list[float] = (weights * lengths / (total or 1)).tolist()
+    totals, sample_mean = step.totals, AGGREGATIONS["sample_mean"]
+    outer_count = mode.outer_count(totals)
+    weights = torch.ones(len(lengths), dtype=torch.float64)
+    weights /= mode.divisors(mode.denominators(totals, step.samples), divisor)
+    total = mode.inner_weight(totals, divisor or 1.0)
+    shares: list[float] = (weights * torch.tensor(lengths) / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
             group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
-    sample_mean = AGGREGATIONS["sample_mean"]
-    reference = sample_mean.inner_weight(step.totals, 1.0) / sample_mean.outer_count(step.totals)
+    reference = sample_mean.inner_weight(totals, 1.0) / sample_mean.outer_count(totals)
     return {
         "formula": mode.formula,
         "divisor": divisor,
@@ -87,7 +90,7 @@ def _aggregation_report(
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),
         "sample_share": shares,
-        "quantile_shares": _quantile_shares(step.lengths, shares),
+        "quantile_shares": _quantile_shares(lengths, shares),
         "group_shares": group_shares,
         # What a loss of 1 at every token adds up to.
         "total_weight": total / outer_count,
@@ -111,31 +114,15 @@ def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[di
     ]
 
 
-def _megatron_scale(step: ExplainedStep, options: ExplainOptions) -> dict[str, float]:
-    """What the returned loss, the schedule and the sum of the gradients are multiplied by, whatever the aggregation."""
-    contract = scale_contract(
-        None,
-        step.totals,
-        calculate_per_token_loss=options.config.calculate_per_token_loss,
-        data_parallel_size=options.data_parallel_size,
-        context_parallel_size=options.context_parallel_size,
-        num_microbatches=options.num_microbatches,
-    )
-    factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
-    names = ("returned", "schedule", "gradients", "net")
-    return dict(zip(names, (*factors, math.prod(factors)), strict=True))
-
-
 def _of_the_lengths(
-    step: ExplainedStep, constant: Report, options: ExplainOptions
+    step: ExplainedStep, options: ExplainOptions, ratio: float | None
 ) -> Iterator[str]:
-    """What is likely not meant: what, why, and what to do."""
-    ratio, totals = constant["learning_rate_ratio"], step.totals
-    is_given = options.config.loss_aggregation_divisor is not None
-    if is_given and ratio is not None and not 1 / FAR <= ratio <= FAR:
+    """What is likely not meant: what, why, and what to do; `ratio` is the learning rate ratio of `constant`."""
+    totals, divisor = step.totals, options.config.loss_aggregation_divisor
+    if divisor is not None and ratio is not None and not 1 / FAR <= ratio <= FAR:
         mean = totals.num_active_tokens / totals.num_rollouts
         yield (
-            f"--loss-aggregation-divisor {constant['divisor']:g} is far from the lengths seen: a rollout has {mean:.4g} "
+            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen: a rollout has {mean:.4g} "
             f"active tokens on average, so the gradient is about {ratio:.3g} times that of sample_mean. SGD and "
             "--clip-grad see that factor, Adam does not: choose a divisor near the longest response, or scale them."
         )
@@ -153,7 +140,7 @@ def _of_the_lengths(
             "so a sample of a small group counts for more; sample_mean gives each sample the same, so a prompt with "
             "more samples counts for more. Choose which of the two is meant."
         )
-    if count := step.lengths.count(0):
+    if count := sum(sample.num_active_tokens == 0 for sample in step.samples):
         yield (
             f"{count} of {len(step.samples)} samples have no active token. They add nothing to the loss and still "
             "count in N (sample_mean, constant), so that filtering does not change the scale."

@@ -14,8 +14,6 @@ from megatron_pg.megatron.scale_contract import FACTORS
 
 MAX_ROWS = 12
 """Samples or groups shown one by one; of more, some are picked over the range."""
-
-
 TextTable = tuple[str, list[tuple[str, ...]]]
 """A title, and the rows below it, of which the first names the columns; all but the first column are right-aligned."""
 
@@ -39,24 +37,21 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
             print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
         print()
-    for note in notes:
-        print(note)
+    print(*notes, sep="\n", end="\n" * bool(notes))
 
 
 def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Column, Table
+    from rich.table import Table
 
     # No markup: a file name may have it in brackets or between colons.
     console = Console(markup=False, emoji=False, highlight=False)
     for title, (names, *rows) in tables:
         # 80 columns are enough: no frame, and a cell's second half goes below its first one.
-        columns = [Column(name, justify="right", overflow="fold") for name in names]
-        columns[0].justify = "left"
-        table = Table(
-            *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
-        )
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for place, name in enumerate(names):
+            table.add_column(name, justify="right" if place else "left", overflow="fold")
         for first, *others in rows:
             table.add_row(first, *(cell.replace(" -> ", "\n") for cell in others))
         console.print(table)
@@ -66,31 +61,28 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
 
 def _objectives(report: Report, options: ExplainOptions) -> TextTable:
     """The counts, and each aggregation's size against sample_mean."""
-    step, chosen = report["step"], report["loss_aggregation"]
+    step, assumed = report["step"], options.config.loss_aggregation_divisor is None
     columns = ("aggregation", "objective", "outer count", "total weight", "learning rate ratio")
     rows: list[tuple[str, ...]] = [columns]
     for name, each in report["aggregations"].items():
+        star = "*" if name == report["loss_aggregation"] else " "
         ratio, objective = each["learning_rate_ratio"], each["formula"]
         if each["divisor"] is not None:
-            is_assumed = options.config.loss_aggregation_divisor is None
-            objective += f", L = {each['divisor']:g}{' (the longest)' if is_assumed else ''}"
+            objective += f", L = {each['divisor']:g}{' (the longest)' * assumed}"
         size = (f"{each['total_weight']:.4g}", "-" if ratio is None else f"{ratio:.4g}")
-        star = "*" if name == chosen else " "
         rows.append((f"{star} {name}", objective, str(each["outer_count"]), *size))
     groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
-    title = (
+    return (
         f"Objectives (* of the flags): N = {step['num_rollouts']} rollouts, P = {groups} prompt groups, "
         f"T = {step['num_active_tokens']} active tokens"
-    )
-    return title, rows
+    ), rows
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
     """The tables with a column for each aggregation: tokens of samples, samples by length, prompt groups."""
     names, each = tuple(report["aggregations"]), report["aggregations"].values()
-    picked, some = _picked(
-        range(len(step.samples)), step.lengths.__getitem__, " samples, by length"
-    )
+    lengths = report["step"]["active_tokens"]
+    picked, some = _picked(range(len(lengths)), lengths.__getitem__, " samples, by length")
     rows: list[tuple[str, ...]] = [("sample", "group", "tokens", *names)]
     for index in picked:
         sample = step.samples[index]
@@ -160,15 +152,13 @@ def plot(report: Report, path: str) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    active = [index for index, length in enumerate(lengths) if length]
     for marker, (name, each) in zip(itertools.cycle("osD^vP"), report["aggregations"].items()):
-        coefficients = [each["token_coefficient"][index] for index in active]
+        points = [pair for pair in zip(lengths, each["token_coefficient"], strict=True) if pair[0]]
         label = name if each["divisor"] is None else f"{name}, L = {each['divisor']:g}"
-        points = ([lengths[index] for index in active], coefficients)
-        axes.plot(*points, marker, markersize=3, alpha=0.6, label=label)
+        axes.plot(*zip(*points, strict=True), marker, markersize=3, alpha=0.6, label=label)
     axes.set(xscale="log", xlabel="active tokens of the sample")
     axes.set(yscale="log", ylabel="coefficient of one token's loss")
-    axes.set_title(f"{len(lengths)} samples, {num_tokens} active tokens")
+    axes.set(title=f"{len(lengths)} samples, {num_tokens} active tokens")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=150)

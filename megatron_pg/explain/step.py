@@ -10,14 +10,14 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
-from megatron_pg.config.fields import PYTHON_ONLY, Parsed
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed
 from megatron_pg.step import IteratorSource, StepCollector
 from megatron_pg.step.sources import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
@@ -28,28 +28,23 @@ MAX_SAMPLES = 2**20
 """The most samples of a step that is not read from files: far beyond any, and quickly made."""
 MAX_TOKENS = 2**40
 """The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
-MAX_COUNT = 2**31 - 1
 MAX_SIGMA = 10.0
 """The largest sigma: a factor of 22026; more is a number of tokens given by mistake."""
-
-
-def _integer(lowest: int, highest: int = MAX_COUNT) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if lowest <= int(text) <= highest:
-                return int(text)
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected an integer from {lowest} to {highest}"
-        )
-
-    return parse
+MAX_SIZE = 2**31 - 1
+SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
 
 def _list_of_lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(_integer(0, MAX_TOKENS), text.split(",")))
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; give token counts such as 200,4000") from None
+    lengths = []
+    for part in text.split(","):
+        with contextlib.suppress(ValueError):
+            if 0 <= int(part) <= MAX_TOKENS:
+                lengths.append(int(part))
+                continue
+        raise argparse.ArgumentTypeError(
+            f"{part!r}: expected an integer from 0 to {MAX_TOKENS}; give token counts such as 200,4000"
+        )
+    return tuple(lengths)
 
 
 def _median_and_sigma(text: str) -> tuple[float, ...]:
@@ -64,9 +59,6 @@ def _median_and_sigma(text: str) -> tuple[float, ...]:
     )
 
 
-COUNT = Parsed(_integer(1), "N")
-
-
 @dataclass(frozen=True)
 class ExplainOptions:
     """What to explain, and how to show it. The docstring under a field is its flag's help text."""
@@ -75,27 +67,25 @@ class ExplainOptions:
     """The validated flags of the policy loss."""
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
     """The validated flags that say what a step holds."""
-    vocab_size: Annotated[int | None, PYTHON_ONLY]
-    """Token ids of the rollout files are below it; None leaves them unchecked."""
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
     """What the command line has beyond the flags of this command."""
     lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
     """Active tokens of the samples, in order; repeated until the step is full."""
     log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()
     """Draw the lengths: median in tokens and sigma of the logarithm."""
-    rollout_files: tuple[str, ...] = ()
-    """Parquet or JSON Lines files of samples, or folders of them; needs pyarrow."""
-    group_size: Annotated[int, COUNT] = 1
+    vocab_size: Annotated[int | None, SIZE, PYTHON_ONLY] = None
+    """Token ids of the rollout files are below it; None leaves them unchecked."""
+    group_size: Annotated[int, SIZE] = 1
     """Samples of a prompt; that many in order form a prompt group. Rollout files name their own."""
-    docs_per_step: Annotated[int | None, COUNT] = None
+    docs_per_step: Annotated[int | None, SIZE] = None
     """Rollouts in the step. Unset: as many as give whole groups of all --lengths; 32 drawn groups; all of the files."""
-    seed: Annotated[int, Parsed(_integer(0, 2**63 - 1), "N")] = 0
+    seed: Annotated[int, Interval(0, 2**63 - 1, closed=True, metavar="N")] = 0
     """Seed of --log-normal."""
-    data_parallel_size: Annotated[int, COUNT] = 1
+    data_parallel_size: Annotated[int, SIZE] = 1
     """DP, without context parallelism."""
-    context_parallel_size: Annotated[int, COUNT] = 1
+    context_parallel_size: Annotated[int, SIZE] = 1
     """CP."""
-    num_microbatches: Annotated[int, COUNT] = 1
+    num_microbatches: Annotated[int, SIZE] = 1
     """M, micro-batches of a data-parallel rank in the step."""
     json: bool = False
     """Print one JSON object, every sample in it."""
@@ -122,11 +112,6 @@ class ExplainedStep:
     num_skipped: int
     """Bad rows that were passed on the way."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Active tokens of each sample."""
-        return [sample.num_active_tokens for sample in self.samples]
-
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
     """The step that the options describe.
@@ -140,17 +125,16 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     stream = _rows(options) if planning.rollout_files else _generated(options)
     collector = StepCollector(
         IteratorSource(stream),
-        docs_per_step=planning.docs_per_step or MAX_COUNT,
+        docs_per_step=planning.docs_per_step or MAX_SIZE,
         mode=planning.docs_per_step_mode,
         keep_prompt_groups=planning.keep_prompt_groups,
         refuse_cut_groups=options.config.loss_aggregation == "prompt_mean",
     )
-    collected, state = collector.collect(), collector.state()
-    if collected is None:  # lengths always give a step
+    step, state = collector.collect(), collector.state()
+    if step is None:  # lengths always give a step
         raise no_sample_in(planning.rollout_files, state.num_skipped)
-    samples, carried = collected.samples, [sample for _, sample in state.carried]
-    cut_groups = _cut_groups(samples, carried, stream)
-    return ExplainedStep(samples, step_totals(samples), cut_groups, collected.num_skipped)
+    cut_groups = _cut_groups(step.samples, [sample for _, sample in state.carried], stream)
+    return ExplainedStep(step.samples, step_totals(step.samples), cut_groups, step.num_skipped)
 
 
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
@@ -169,12 +153,12 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
         vocab_size=options.vocab_size,
     )
     while pulled := files.pull(1):
-        if row := pulled[0]:
-            missing = tuple(field for field in required if getattr(row, field) is None)
-            ids = (row.group_index, row.rollout_id)
-            yield ExplainedSample(row.num_active_tokens, *ids, row.name, missing)
-        else:
+        if (row := pulled[0]) is None:
             yield None
+            continue
+        missing = tuple(field for field in required if getattr(row, field) is None)
+        ids = (row.group_index, row.rollout_id)
+        yield ExplainedSample(row.num_active_tokens, *ids, row.name, missing)
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
@@ -212,8 +196,7 @@ def _cut_groups(
     beyond = Counter(s.group_index for s in carried)
     latest = (carried or samples)[-1].group_index
     if latest in inside:
+        goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
         with contextlib.suppress(ValueError):  # a bad row after the step is none of it
-            goes_on = itertools.takewhile(lambda s: s is None or s.group_index == latest, following)
-            for sample in goes_on:
-                beyond[latest] += sample is not None
+            beyond.update(sample.group_index for sample in goes_on if sample)
     return {group: (n, n + beyond[group]) for group, n in inside.items() if beyond[group]}

@@ -4,53 +4,29 @@ Three matrix products are needed: logits, gradient of the hidden states, gradien
 order of work reaches them depends on when the gradient of the loss to the log-probabilities is known:
 
 * as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
-  the step: `linear_token_loss` takes the loss as a function and does everything in forward, one chunk of
-  logits at a time;
+  the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
+  deferred, in backward, one chunk of logits at a time;
 * only in backward, for any other loss: `linear_log_probs_and_entropy` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.forward_gradients import ForwardGradients
-from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, refuse_second_derivative
-from megatron_pg.head.output_layer import (
-    ChunkedHead,
-    FactorGradients,
-    default_chunk_tokens,
-    multiply,
-    score,
-)
-from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
-from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
+from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer
+from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """How the output layer is split and computed; every field has the value of a plain layer."""
-
-    tensor_parallel_group: dist.ProcessGroup | None = None
-    """The group over which the vocabulary is split; every one of its ranks must call."""
-    temperature: float | Tensor = 1.0
-    """Log-probabilities and entropy are those of `softmax(logits / temperature)`."""
-    vocab_size: int | None = None
-    """True size of the vocabulary; columns from it on are padding."""
-    fp32_logits: bool = False
-    """Float32 logits out of bfloat16 operands, not upcast. The gradient of the logits is rounded to the
-    dtype of the hidden states, the one rounding before the two other products."""
-    chunk_tokens: int | None = None
-    """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
 
 
 def linear_log_probs_and_entropy(
@@ -82,13 +58,13 @@ def linear_log_probs_and_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    options = options or HeadOptions()
-    head = _chunked_head(hidden, weight, targets, options)
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
     if keep_logits is None:
-        keep_logits = len(hidden) <= head.chunk_tokens
+        keep_logits = len(hidden) <= layer.chunk_tokens
     if keep_logits:
-        head = replace(head, chunk_tokens=max(len(hidden), 1))
-    return LinearLogProbs.apply(hidden, weight, targets, head, keep_logits)  # type: ignore
+        whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
+        layer = OutputLayer(hidden, weight, targets, whole)
+    return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
 
 
 def linear_token_loss(
@@ -99,76 +75,46 @@ def linear_token_loss(
     options: HeadOptions | None = None,
     *,
     gradient_rows: int | None = None,
-    loss_scale: Tensor | None = None,
+    defer: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
+    Deferred, forward keeps its arguments and all of this happens in backward, with the gradient that arrives: the
+    weight's goes to `weight.main_grad` at once, without a buffer of its own. What is returned is NaN until backward
+    has filled it in, in place; where nothing needs a gradient it is computed at once.
+
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `loss_scale` only: its
-            range would lose a gradient that does not carry the scale yet.
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
+            range would lose a gradient that does not carry a loss scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
             entropy alone, and the same on every tensor-parallel rank. A parameter that it reads besides gets no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
-        loss_scale: 0-d, the gradient that backward will hand to the loss, where it is known. The weight's gradient then
-            goes straight to `main_grad` in forward, without a buffer of its own. Forward must be followed by
-            backward with that scale, and `main_grad` not be zeroed in between; if not, rows of both gradients become
-            NaN (see `megatron_pg.head.forward_gradients`).
+        defer: leave everything to backward.
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
-        NotImplementedError: float16 with gradients and no `loss_scale`.
+        NotImplementedError: float16 with gradients and no `defer`.
     """
-    head = _chunked_head(hidden, weight, targets, options or HeadOptions())
-    tokens = hidden.shape[0]
-    if hidden.dtype == torch.float16 and loss_scale is None and torch.is_grad_enabled():
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    tokens = len(hidden)
+    if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
-            "linear_token_loss does not take float16 hidden states without a loss_scale: its gradients are computed "
-            "before the scale arrives and would underflow; use linear_log_probs_and_entropy, or bfloat16"
+            "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
+            "the loss scale arrives would underflow; defer, use linear_log_probs_and_entropy, or bfloat16"
         )
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
-    if not torch.is_grad_enabled():
-        rows = 0
-    return LinearTokenLoss.apply(  # type: ignore
-        hidden, weight, targets, head, token_loss, rows, loss_scale
-    )
-
-
-def _chunked_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
-) -> ChunkedHead:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
-        )
-    check_vector("targets", targets, torch.int64, "hidden", hidden)
-    dtype = (
-        torch.promote_types(hidden.dtype, torch.float32) if options.fp32_logits else hidden.dtype
-    )
-    columns, chunk = weight.shape[0], options.chunk_tokens
-    if chunk is None:
-        chunk = default_chunk_tokens(len(hidden), columns, hidden.device)
-    elif chunk < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, found {chunk}")
-    return ChunkedHead(
-        shard=VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group),
-        temperature=temperature_tensor(options.temperature, hidden),
-        logits_dtype=dtype,
-        chunk_tokens=chunk,
-    )
+    has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    work = functools.partial(_loss_in_chunks, token_loss, rows if has_backward else 0)
+    return LinearTokenLoss.apply(hidden, weight, layer, work, defer and has_backward)  # type: ignore
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -176,102 +122,122 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: ChunkedHead, keep: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = head.new_logits(len(hidden), weight)
-        parts = [
-            score(head.chunk(rows, targets, logits), hidden[rows], weight)
-            for rows in chunk_slices(0, len(hidden), head.chunk_tokens)
-        ]
-        statistics = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.head, ctx.keep, ctx.logits = head, keep, logits if keep else None
-        ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
+        logits = layer.new_logits()
+        passes = row_passes(logits)
+        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
+        statistics = RowStatistics.concatenate(parts, like=layer.temperature)
+        ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
+        ctx.parameter = weight  # saved, it may come back without its `main_grad`
+        ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_log_probs_and_entropy")
-        hidden, weight, targets, *saved = ctx.saved_tensors
+        hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
-            return (None,) * 5
-        head: ChunkedHead = ctx.head
-        logits = ctx.logits if ctx.keep else head.new_logits(len(hidden), weight)
+            return (None,) * 4
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        logits = ctx.logits if ctx.keep else layer.new_logits()
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
-        gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=True)
+        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
-        for rows in chunk_slices(0, len(hidden), head.chunk_tokens):
-            chunk = head.chunk(rows, targets, logits)
-            if not ctx.keep:
-                multiply(hidden[rows], weight.t(), chunk.logits)
+        for rows in layer.chunks():
+            chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
             gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
-        return (*gradients.finish(), None, None, None)
+        return (*gradients.finish(), None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):
-    """Loss of a sum over tokens; gradients are computed in forward and scaled in backward."""
+    """Loss of a sum over tokens: gradients in forward, scaled in backward, or deferred: everything in backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        head: ChunkedHead,
-        token_loss: TokenLoss,
-        gradient_rows: int,
-        loss_scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, size = hidden.shape[0], head.chunk_tokens
-        gradients = ForwardGradients(
-            hidden, weight, ctx.needs_input_grad[:2], gradient_rows, loss_scale
-        )
-        logits = head.new_logits(tokens, weight)
-        values, parts = [], []
-        scored = chunk_slices(0, gradient_rows, size) + chunk_slices(gradient_rows, tokens, size)
-        with gradients.filled():
-            for rows in scored:
-                chunk = head.chunk(rows, targets, logits)
-                statistics = score(chunk, hidden[rows], weight)
-                parts.append(statistics)
-                value, coefficients = _coefficients(token_loss, statistics, rows, loss_scale)
-                values.append(value)
-                if rows.start < gradient_rows:
-                    gradients.add(rows, hidden, chunk, statistics, coefficients)
-        whole = RowStatistics.concatenate(parts, like=head.temperature)
-        ctx.gradients = gradients
-        ctx.mark_non_differentiable(whole.log_probs, whole.entropy)
-        loss = values[0] if len(values) == 1 else sum(values, torch.zeros_like(head.temperature))
-        return loss, whole.log_probs, whole.entropy
+        layer: OutputLayer,
+        work: Callable[..., tuple[Tensor, ...]],
+        defer: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.defer = defer
+        if defer:
+            ctx.options, ctx.work = layer.options, work
+            ctx.parameter = weight  # saved, it may come back without its `main_grad`
+            ctx.save_for_backward(hidden, weight, layer.targets)
+            sizes: tuple[tuple[int, ...], ...] = ((), layer.targets.shape, layer.targets.shape)
+            outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
+            # Aliases without a graph: the outputs would hold this node, which holds them.
+            ctx.awaited = [each.detach() for each in outputs]
+        else:
+            ctx.gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=False)
+            outputs = work(layer, ctx.gradients)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_token_loss")
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "backward through linear_token_loss a second time: its gradients are given away"
-            )
-        gradients = ctx.gradients.settle(grad_loss)
-        ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
+        if not ctx.defer:
+            if ctx.gradients is None:
+                raise RuntimeError(
+                    "backward through linear_token_loss a second time: its gradients are given away"
+                )
+            gradients, ctx.gradients = ctx.gradients, None
+            return (*gradients.finish(grad_loss), None, None, None)
+        hidden, _, targets = ctx.saved_tensors
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
+        outputs = ctx.work(layer, gradients, grad_loss)
+        for awaited, found in zip(ctx.awaited, outputs, strict=True):
+            awaited.copy_(found)
+        return (*gradients.finish(), None, None, None)
+
+
+def _loss_in_chunks(
+    token_loss: TokenLoss,
+    gradient_rows: int,
+    layer: OutputLayer,
+    gradients: FactorGradients,
+    incoming: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-probabilities and entropy; adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
+    logits = layer.new_logits()
+    values, parts = [], []
+    for rows in layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows):
+        chunk = layer.chunk(rows, logits)
+        statistics = row_passes(logits).row_statistics(chunk)
+        parts.append(statistics)
+        value, coefficients = _coefficients(token_loss, statistics, rows, incoming)
+        values.append(value)
+        if rows.start < gradient_rows:
+            gradients.add(rows, layer.hidden, chunk, statistics, coefficients)
+    zero = torch.zeros_like(layer.temperature)
+    whole = RowStatistics.concatenate(parts, like=zero)
+    loss = values[0] if len(values) == 1 else sum(values, zero)
+    return loss, whole.log_probs, whole.entropy
 
 
 def _coefficients(
-    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, scale: Tensor | None
+    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Value of the loss of a chunk, and `scale` times its gradients to log-probabilities and entropy."""
+    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities and entropy."""
     with torch.enable_grad():
         log_probs = statistics.log_probs.detach().requires_grad_()
         entropy = statistics.entropy.detach().requires_grad_()
         loss = token_loss(log_probs, entropy, rows)
     if not loss.requires_grad:
         return loss, (torch.zeros_like(log_probs), None)
-    incoming = None if scale is None else scale.to(loss.dtype).reshape(loss.shape)
+    if incoming is not None:
+        incoming = incoming.to(loss.dtype).reshape(loss.shape)
     return loss.detach(), torch.autograd.grad(
         loss, (log_probs, entropy), incoming, allow_unused=True
     )

@@ -269,13 +269,3 @@ def gradient_kernel(
         for first in range(begin, end, TILE):
             lanes = first + tl.arange(0, TILE)
             tl.store(out_base + lanes, zeros, mask=(lanes >= 0) & (lanes < end))
-
-
-@triton.jit
-def promise_kernel(arrived, promised, tolerance, held, holds, penalty):
-    """Writes NaN to `penalty` where the promise was broken, else 0; see `rows_torch.nan_unless_kept`."""
-    wanted = tl.load(promised).to(tl.float32)
-    kept = tl.abs(tl.load(arrived).to(tl.float32) - wanted) <= tolerance * tl.abs(wanted)
-    if held is not None:
-        kept = kept & ((tl.load(held) == 0) | (tl.load(holds) != 0))
-    tl.store(penalty, tl.where(kept, 0.0, float("nan")))

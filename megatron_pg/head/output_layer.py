@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.from_logits import row_passes
+from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, row_passes
+from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
 _CHUNK_MULTIPLE = 256
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How the output layer is split and computed; every field has the value of a plain layer."""
+
+    tensor_parallel_group: dist.ProcessGroup | None = None
+    """The group over which the vocabulary is split; every one of its ranks must call."""
+    temperature: float | Tensor = 1.0
+    """Log-probabilities and entropy are those of `softmax(logits / temperature)`."""
+    vocab_size: int | None = None
+    """True size of the vocabulary; columns from it on are padding."""
+    fp32_logits: bool = False
+    """Float32 logits out of bfloat16 operands, not upcast. The gradient of the logits is rounded to the
+    dtype of the hidden states, the one rounding before the two other products."""
+    chunk_tokens: int | None = None
+    """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
 
 
 def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int:
@@ -45,31 +64,58 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
         torch.mm(left, right, out=out)
 
 
-@dataclass(frozen=True)
-class ChunkedHead:
-    """The output layer's settings, worked out for one call."""
+class OutputLayer:
+    """The output layer over the tokens of one call, a chunk of logits at a time.
 
-    shard: VocabularyShard
-    temperature: Tensor
-    logits_dtype: torch.dtype
-    chunk_tokens: int
+    Args:
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
 
-    def new_logits(self, tokens: int, weight: Tensor) -> Tensor:
-        """Uninitialised logits [rows, v/tp] of the chunks that `tokens` rows come in."""
-        rows = min(self.chunk_tokens, tokens)
-        return weight.new_empty((rows, weight.shape[0]), dtype=self.logits_dtype)
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
 
-    def chunk(self, rows: slice, targets: Tensor, buffer: Tensor) -> LogitRows:
-        """The logits of some rows, at the front of `buffer`, and what they are scored against."""
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+    ) -> None:
+        if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+            raise ValueError(
+                "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
+                f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+            )
+        if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
+            )
+        check_vector("targets", targets, torch.int64, "hidden", hidden)
+        columns, size = weight.shape[0], options.chunk_tokens
+        if size is None:
+            size = default_chunk_tokens(len(hidden), columns, hidden.device)
+        elif size < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, found {size}")
+        self.hidden, self.weight, self.targets = hidden, weight, targets
+        group = options.tensor_parallel_group
+        self._shard = VocabularyShard.build(columns, options.vocab_size, group)
+        self.temperature, self.chunk_tokens = temperature_tensor(options.temperature, hidden), size
+        self.options = replace(options, temperature=self.temperature, chunk_tokens=size)
+        """As worked out: of them the same layer can be made again."""
+
+    def new_logits(self) -> Tensor:
+        """Uninitialised logits [rows, v/tp] of the largest chunk."""
+        rows, dtype = min(self.chunk_tokens, len(self.hidden)), self.weight.dtype
+        if self.options.fp32_logits:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return self.weight.new_empty((rows, self.weight.shape[0]), dtype=dtype)
+
+    def chunks(self, begin: int = 0, end: int | None = None) -> list[slice]:
+        """The chunks of [begin, end) rows."""
+        return chunk_slices(begin, len(self.hidden) if end is None else end, self.chunk_tokens)
+
+    def chunk(self, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> LogitRows:
+        """Some rows with their logits at the front of `buffer`, computed unless they are kept there."""
         logits = buffer[: rows.stop - rows.start]
-        return LogitRows(logits, targets[rows], self.shard, self.temperature)
-
-
-def score(chunk: LogitRows, hidden: Tensor, weight: Tensor) -> RowStatistics:
-    """Computes the logits of a chunk from its hidden states, and returns their statistics."""
-    multiply(hidden, weight.t(), chunk.logits)
-    statistics: RowStatistics = row_passes(chunk.logits).row_statistics(chunk)
-    return statistics
+        if not is_kept:
+            multiply(self.hidden[rows], self.weight.t(), logits)
+        return LogitRows(logits, self.targets[rows], self._shard, self.temperature)
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:
@@ -83,71 +129,23 @@ def _main_grad(weight: Tensor) -> Tensor | None:
     return getattr(weight, "main_grad", None)
 
 
-class WeightGradient:
-    """Adds up the gradient of the weight over chunks, in float32.
-
-    Args:
-        weight: [v/tp, hidden]; a frozen one costs nothing.
-        final: the gradients handed to `add` are those of the loss that is differentiated, scale included,
-            so that they may go straight into `main_grad`; otherwise they wait in a buffer of their own.
-    """
-
-    def __init__(self, weight: Tensor, *, final: bool) -> None:
-        self._weight = weight
-        self._main_grad = _main_grad(weight)
-        self.is_direct = final and self._main_grad is not None
-        """Whether the sum is `main_grad` itself."""
-        self.total: Tensor | None = None
-        """What the sum is in; None before something is added."""
-
-    def add(self, logits_gradient: Tensor, hidden: Tensor) -> None:
-        """Adds the part of `hidden` [rows, hidden] with the gradient [rows, v/tp] of its logits."""
-        total = self._main_grad if self.is_direct else self.total
-        is_new = total is None
-        if total is None:
-            dtype = torch.promote_types(self._weight.dtype, torch.float32)
-            total = self._weight.new_empty(self._weight.shape, dtype=dtype)
-        multiply(logits_gradient.t(), hidden, total, add=not is_new)
-        self.total = total  # only now: an error in the product adds nothing
-
-    def finish(self, scale: Tensor | None = None) -> Tensor:
-        """Settles the sum, times `scale`, and returns what autograd gets for the weight.
-
-        With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
-        or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
-        """
-        weight, total = self._weight, self.total
-        self.total = None
-        if self._main_grad is None:
-            if total is None:
-                return torch.zeros_like(weight, requires_grad=False)
-            return (total if scale is None else total.mul_(scale)).to(weight.dtype)
-        if total is not None and not self.is_direct:
-            factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
-            self._main_grad.addcmul_(total, factor)
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        stand_in = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-        return stand_in(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
 class FactorGradients:
     """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
 
     Args:
-        hidden: [tokens, hidden].
-        weight: [v/tp, hidden].
-        needed: which of the two gradients are wanted.
-        final: see `WeightGradient`.
+        layer: the output layer.
+        needed: which of the two gradients are wanted; the other costs nothing.
+        final: the gradients handed to `add` are those of what backward differentiates, so that the weight's may go
+            straight into `main_grad`; otherwise it waits in a float32 buffer of its own.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool], *, final: bool
-    ) -> None:
-        self.hidden: Tensor | None = None
-        if needed[0]:
-            self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        self.weight = WeightGradient(weight, final=final) if needed[1] else None
-        self._weight_values = weight
+    def __init__(self, layer: OutputLayer, needed: tuple[bool, bool], *, final: bool) -> None:
+        self._weight, self._needs_weight = layer.weight, needed[1]
+        self._hidden: Tensor | None = None
+        if needed[0]:  # 0: not every row is added
+            self._hidden = torch.zeros_like(layer.hidden, memory_format=torch.contiguous_format)
+        self._main_grad = _main_grad(layer.weight)
+        self._sum = self._main_grad if final else None
 
     def add(
         self,
@@ -165,21 +163,42 @@ class FactorGradients:
                 in the dtype of the hidden states.
             statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
         """
-        if self.hidden is None and self.weight is None:
-            return
         gradient = chunk.logits
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
         row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
-        if self.hidden is not None:
-            multiply(gradient, self._weight_values, self.hidden[rows])
-        if self.weight is not None:
-            self.weight.add(gradient, hidden[rows])
+        if self._hidden is not None:
+            multiply(gradient, self._weight, self._hidden[rows])
+        if self._needs_weight:
+            is_new = self._sum is None
+            if self._sum is None:
+                dtype = torch.promote_types(self._weight.dtype, torch.float32)
+                self._sum = self._weight.new_empty(self._weight.shape, dtype=dtype)
+            multiply(gradient.t(), hidden[rows], self._sum, add=not is_new)
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Both gradients, times `scale`, as autograd gets them."""
-        hidden = self.hidden
+        hidden = self._hidden
         if hidden is not None and scale is not None:
             # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
             hidden = hidden.to(scale.dtype).mul_(scale).to(hidden.dtype)
-        return hidden, None if self.weight is None else self.weight.finish(scale)
+        return hidden, self._finish_weight(scale) if self._needs_weight else None
+
+    def _finish_weight(self, scale: Tensor | None) -> Tensor:
+        """Settles the sum, times `scale`, and returns what autograd gets for the weight.
+
+        With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
+        or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
+        """
+        weight, total = self._weight, self._sum
+        self._sum = None
+        if self._main_grad is None:
+            if total is None:
+                return torch.zeros_like(weight, requires_grad=False)
+            return (total if scale is None else total.mul_(scale)).to(weight.dtype)
+        if total is not None and total is not self._main_grad:
+            factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
+            self._main_grad.addcmul_(total, factor)
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        stand_in = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return stand_in(weight.shape, dtype=weight.dtype, device=weight.device)

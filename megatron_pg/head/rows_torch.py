@@ -1,7 +1,7 @@
 """The two row passes in plain torch: statistics of the logits, and the gradient to the logits.
 
 Both work on a few rows at a time, so that the float32 copies of a chunk never add up to a copy of
-the logits. `nan_unless_kept` is here because it too has a kernel that takes its place on a GPU.
+the logits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from torch import Tensor
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _CHUNK_ELEMENTS = 1 << 23
-RELATIVE_TOLERANCE = 1e-5
-"""How far the loss scale that arrives may be from the one promised: float32 factors are multiplied in one order or
-another."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -165,19 +162,3 @@ def write_gradient(
         gradient = _without_masked_rows(gradient / temperature, live[part])
         out[part, :columns] = gradient.to(out.dtype)
         out[part, columns:] = 0
-
-
-def nan_unless_kept(
-    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """A 0-d number: 0 where the promise of a loss scale was kept, else NaN; the device decides, nobody waits for it.
-
-    Args:
-        arrived, promised: 0-d, the gradient handed to the loss and the one that was announced.
-        held: 0-d bool each, whether the early sum held anything after forward, and whether it does now; one that
-            did and does not was zeroed in between. None: no such sum.
-    """
-    kept = (arrived - promised).abs() <= RELATIVE_TOLERANCE * promised.abs()
-    if held is not None:
-        kept = kept & (~held[0] | held[1])
-    return torch.where(kept, 0.0, math.nan)

@@ -7,7 +7,6 @@ import triton
 from torch import Tensor
 
 from megatron_pg.head import kernels
-from megatron_pg.head.rows_torch import RELATIVE_TOLERANCE
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
@@ -86,14 +85,3 @@ def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
     line = min(_CACHE_LINE // logits.element_size(), tile)
     same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype
     return line if same and logits.stride(0) % line and logits.stride(0) % 16 == 0 else 0
-
-
-def nan_unless_kept(
-    arrived: Tensor, promised: Tensor, held: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """One launch in place of some ten; see `rows_torch.nan_unless_kept`."""
-    penalty = torch.empty((), dtype=torch.float32, device=arrived.device)
-    kernels.promise_kernel[(1,)](
-        arrived, promised, RELATIVE_TOLERANCE, *(held or (None, None)), penalty
-    )
-    return penalty

@@ -88,9 +88,7 @@ AGGREGATIONS.add(
         inner_weight=lambda totals, divisor: totals.num_active_rollouts,
         under_per_token_flag="token_mean",
         defaults_to_own_tokens=True,
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="prompt_mean",
         formula="1/P sum_g (sum_{i in g, t} m x / max(G_g, 1))",
@@ -100,9 +98,7 @@ AGGREGATIONS.add(
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
         inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
@@ -110,9 +106,7 @@ AGGREGATIONS.add(
         outer_count=lambda totals: max(totals.num_active_tokens, 1),
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",
-    )
-)
-AGGREGATIONS.add(
+    ),
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
@@ -121,7 +115,7 @@ AGGREGATIONS.add(
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         inner_weight=lambda totals, divisor: totals.num_active_tokens / divisor,
-    )
+    ),
 )
 
 

@@ -18,14 +18,9 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import (
-    clamped_log_ratio,
-    masked,
-    required_log_probs,
-    with_masked_inputs,
-)
+from megatron_pg.loss.masking import clamped_log_ratio, masked, with_masked_inputs
 from megatron_pg.loss.objectives import ObjectiveOutput
-from megatron_pg.loss.sequence import SequenceLogRatios, rollout_mismatch
+from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence, rollout_mismatch
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
@@ -34,9 +29,6 @@ MISMATCH_METRICS = ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
 REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
-
-
-RejectedByData = Callable[[PolicyLossConfig, Tensor, Tensor], Tensor]
 
 
 class Corrected(NamedTuple):
@@ -69,12 +61,7 @@ class Scored:
     @property
     def sequences(self) -> SequenceLogRatios:
         """The field `sequence`, which a row that reads it has asked for."""
-        if self.sequence is None:
-            raise ValueError(
-                "a sequence-level correction needs the tokens of every context-parallel rank: pass "
-                "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
-            )
-        return self.sequence
+        return given_sequence(self.sequence, "a sequence-level correction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,39 +70,27 @@ class Correction(Row):
 
     function: Callable[..., Corrected]
     """The formula, function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
-    sequence_sums: tuple[str, ...] = ()
-    """What it needs summed over whole sequences; see `Row.sums_over_sequences`."""
-    is_sum_over_tokens: bool = False
-    """Whether it treats every token by that token's data alone; see `Objective.is_sum_over_tokens`."""
     rejects: bool = False
     """Whether it drops tokens."""
-    rejected_by_data: RejectedByData | None = None
+    rejected_by_data: Callable[[PolicyLossConfig, Tensor, Tensor], Tensor] | None = None
     """The test (config, d [response_length], mean of d over active tokens 0-d) -> bool, which tokens of a sample drop,
     where the data alone decide it, before the step; None where they do not."""
     metrics: tuple[str, ...] = ()
     """The metrics that it reports besides `REJECTED`."""
 
-    def sums_over_sequences(self) -> tuple[str, ...]:
-        return self.sequence_sums
-
     def refusals(self, config: Any) -> list[str]:
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
         if config.rejection_denominator != "accepted" or not self.rejects:
             return []
-        flag = CORRECTIONS.flag_of_row(self)
+        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejected_by_data]
         if self.rejected_by_data is None:
-            return [
-                f"--rejection-denominator accepted cannot count what {flag} rejects, which is unknown before the step: "
-                "use --rejection-denominator original"
-            ]
-        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejected_by_data is not None]
-        if len(rejecting) < 2 or rejecting[0] is not self:
+            wrong = f"cannot count what {CORRECTIONS.flag_of_row(self)} rejects, which is unknown before the step:"
+        elif rejecting[0] is self and len(rejecting) > 1:
+            flags = " or ".join(map(CORRECTIONS.flag_of_row, rejecting))
+            wrong = f"takes one kind of rejection: drop {flags}, or"
+        else:
             return []
-        flags = " or ".join(CORRECTIONS.flag_of_row(row) for row in rejecting)
-        return [
-            f"--rejection-denominator accepted takes one kind of rejection: drop {flags}, or use "
-            "--rejection-denominator original"
-        ]
+        return [f"--rejection-denominator accepted {wrong} use --rejection-denominator original"]
 
 
 CORRECTIONS: Table[Correction] = Table("corrections")
@@ -146,7 +121,9 @@ def apply_corrections(scored: Scored) -> Corrected:
     else:
         metrics[REJECTED] = (batch.loss_mask & ~kept).float()
         if any(MISMATCH_METRICS[0] in row.metrics for row in rows):
-            metrics |= _mismatch_metrics(batch)
+            mismatch = rollout_mismatch(batch).double()
+            values = (mismatch.exp(), mismatch.expm1() - mismatch, mismatch.abs())
+            metrics |= zip(MISMATCH_METRICS, values, strict=True)
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
 
 
@@ -163,15 +140,13 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     return (*names, REJECTED) if rows else ()
 
 
-def _mismatch_metrics(batch: PackedBatch) -> dict[str, Tensor]:
-    mismatch = rollout_mismatch(batch).double()
-    values = (mismatch.exp(), mismatch.expm1() - mismatch, mismatch.abs())
-    return dict(zip(MISMATCH_METRICS, values, strict=True))
-
-
-def _weights_by_mismatch(config: Any, level: str, mode: str) -> bool:
-    is_built_in = config.use_tis and config.custom_tis_function_path is None
-    return bool(is_built_in and config.tis_level == level and config.tis_mode == mode)
+def _weights(level: str, mode: str) -> Callable[[Any], bool]:
+    """When a built-in correction of `--use-tis` is on."""
+    return lambda config: (
+        config.use_tis
+        and config.custom_tis_function_path is None
+        and (config.tis_level, config.tis_mode) == (level, mode)
+    )
 
 
 def importance_weights(scored: Scored) -> Tensor:
@@ -188,18 +163,17 @@ def importance_weights(scored: Scored) -> Tensor:
     about="truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL "
     "framework secretly brings you off-policy RL training",
     flag="--use-tis",
-    when=lambda config: _weights_by_mismatch(config, "token", "truncate"),
+    when=_weights("token", "truncate"),
     inputs=MISMATCH_INPUTS,
     is_sum_over_tokens=True,
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own truncated ratio."""
     config = scored.config
     weights = importance_weights(scored)
-    clipped = {CLIPPED: _is_outside_tis_range(config, weights).float()}
+    is_outside = _is_outside(weights, config.tis_clip_low, config.tis_clip)
     weighted = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    return Corrected(weighted, scored.batch.loss_mask, clipped)
+    return Corrected(weighted, scored.batch.loss_mask, {CLIPPED: is_outside.float()})
 
 
 CORRECTIONS.add(
@@ -209,32 +183,31 @@ CORRECTIONS.add(
         formula="loss * clamp(w, tis_clip_low, tis_clip), w = exp(clamp(sum_t d, +-20))",
         about="one weight for a sequence",
         flag="--use-tis --tis-level sequence",
-        when=lambda config: _weights_by_mismatch(config, "sequence", "truncate"),
+        when=_weights("sequence", "truncate"),
         sequence_sums=("mismatch",),
         is_sum_over_tokens=False,
     )
 )
 
 
-def _is_outside_tis_range(config: PolicyLossConfig, weights: Tensor) -> Tensor:
-    return (weights < config.tis_clip_low) | (weights > config.tis_clip)
+def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio < low) | (ratio > high)
 
 
 @correction(
     "loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
     about="IcePop, Ring-1T, arXiv:2510.18855",
     flag="--use-tis --tis-mode mask",
-    when=lambda config: _weights_by_mismatch(config, "token", "mask"),
+    when=_weights("token", "mask"),
     inputs=MISMATCH_INPUTS,
     is_sum_over_tokens=True,
     rejects=True,
-    rejected_by_data=lambda config, mismatch, mean: _is_outside_tis_range(
-        config, clamped_log_ratio(mismatch).exp()
+    rejected_by_data=lambda config, mismatch, mean: _is_outside(
+        clamped_log_ratio(mismatch).exp(), config.tis_clip_low, config.tis_clip
     ),
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
     weighted = truncated_importance_sampling(scored, pg_loss)
     is_outside = weighted.metrics[CLIPPED].bool()
     return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
@@ -255,9 +228,8 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
     function = load_custom_function("custom_tis_function_path", path)
-    results = function(
-        config, with_masked_inputs(batch), masked(log_probs, batch.loss_mask), pg_loss
-    )
+    log_probs = masked(log_probs, batch.loss_mask)
+    results = function(config, with_masked_inputs(batch), log_probs, pg_loss)
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise ValueError(
             f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
@@ -271,8 +243,7 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
 
 def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Tensor:
     ratio = clamped_log_ratio(mean_mismatch).exp()
-    is_low = ratio < config.geometric_rejection_low
-    return is_low | (ratio > config.geometric_rejection_high)
+    return _is_outside(ratio, config.geometric_rejection_low, config.geometric_rejection_high)
 
 
 @correction(
@@ -287,10 +258,8 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     metrics=MISMATCH_METRICS,
 )
 def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops sequences whose mean mismatch is out of bounds."""
-    mean_mismatch = scored.sequences.mean_of_tokens("mismatch")
-    kept = scored.batch.loss_mask & ~_is_geometric_outlier(scored.config, mean_mismatch)
-    return Corrected(pg_loss, kept, {})
+    is_outlier = _is_geometric_outlier(scored.config, scored.sequences.mean_of_tokens("mismatch"))
+    return Corrected(pg_loss, scored.batch.loss_mask & ~is_outlier, {})
 
 
 @correction(
@@ -303,7 +272,6 @@ def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     rejects=True,
 )
 def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops the tokens of negative advantage of sequences that the policy has left behind."""
     batch = scored.batch
     is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
@@ -325,15 +293,11 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     tests = [row.rejected_by_data for row in CORRECTIONS.rows_on(config) if row.rejected_by_data]
     if config.rejection_denominator == "original" or not tests:
         return list(samples)
-    return [_accepted(config, tests[0], sample) for sample in samples]
 
+    def accepted(sample: Sample) -> Sample:
+        mismatch = rollout_mismatch(sample, sample.name)
+        mean = mismatch.double().sum() / max(sample.num_active_tokens, 1)
+        kept = sample.loss_mask & ~tests[0](config, mismatch, mean)
+        return dataclasses.replace(sample, loss_mask=kept)
 
-def _accepted(config: PolicyLossConfig, is_rejected: RejectedByData, sample: Sample) -> Sample:
-    old, rollout = (
-        masked(required_log_probs(sample, name, sample.name), sample.loss_mask)
-        for name in MISMATCH_INPUTS
-    )
-    mismatch = old - rollout
-    mean = mismatch.double().sum() / max(sample.num_active_tokens, 1)
-    kept = sample.loss_mask & ~is_rejected(config, mismatch, mean)
-    return dataclasses.replace(sample, loss_mask=kept)
+    return [accepted(sample) for sample in samples]

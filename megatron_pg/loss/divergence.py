@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import clamped_log_ratio, masked, required_log_probs
-from megatron_pg.loss.objectives import clipped_log_ratio
+from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
 
 MAX_LOW_VAR_KL = 10.0
@@ -24,26 +24,15 @@ class KLEstimate(Row):
 
     function: Callable[[Tensor], Tensor]
     """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+    inputs: tuple[str, ...] = ("ref_log_probs",)
+    flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
+    when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 
 
 KL_ESTIMATES: Table[KLEstimate] = Table(
     "kl_loss_type", also_known_as={"kl": "k1", "mse": "k2", "low_var": "low_var_kl"}
 )
 """The rows by the name that `--kl-loss-type` takes."""
-
-
-def _add(name: str, formula: str, function: Callable[[Tensor], Tensor], about: str = "") -> None:
-    KL_ESTIMATES.add(
-        KLEstimate(
-            name=name,
-            formula=formula,
-            about=about,
-            function=function,
-            inputs=("ref_log_probs",),
-            flag="--kl-loss-coef {config.kl_loss_coef:g}",
-            when=lambda config: config.kl_loss_coef > 0 and config.kl_loss_type == name,
-        )
-    )
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -58,10 +47,17 @@ def _low_var_kl(difference: Tensor) -> Tensor:
     return torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)
 
 
-_add("k1", "d", lambda difference: difference, "as a loss, its expected gradient is zero on-policy")
-_add("k2", "d^2 / 2", lambda difference: difference.square() / 2)
-_add("k3", "exp(-d) - 1 + d", _k3, "d held within +-20")
-_add("low_var_kl", "k3 clamped to +-10", _low_var_kl)
+KL_ESTIMATES.add(
+    KLEstimate(
+        name="k1",
+        formula="d",
+        about="as a loss, its expected gradient is zero on-policy",
+        function=lambda difference: difference,
+    ),
+    KLEstimate(name="k2", formula="d^2 / 2", function=lambda difference: difference.square() / 2),
+    KLEstimate(name="k3", formula="exp(-d) - 1 + d", about="d held within +-20", function=_k3),
+    KLEstimate(name="low_var_kl", formula="k3 clamped to +-10", function=_low_var_kl),
+)
 
 
 def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
@@ -79,11 +75,10 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     Raises:
         ValueError: the batch lacks log-probs that the settings need.
     """
-    ref_log_probs = required_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
-    reference = masked(ref_log_probs.detach(), batch.loss_mask)
+    reference = given_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     log_probs = masked(log_probs, batch.loss_mask)
     kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs - reference)
     if not config.use_unbiased_kl:
         return kl
-    old_log_probs = required_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
-    return clipped_log_ratio(log_probs, old_log_probs, batch.loss_mask).exp() * kl
+    old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
+    return clamped_log_ratio(log_probs - old_log_probs).exp() * kl

@@ -31,8 +31,8 @@ def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
 
 
-def required_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:
-    """The log-probs of that name, [window] or [response_length].
+def given_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:
+    """The masked log-probs of that name, [window] or [response_length]. No gradient.
 
     Raises:
         ValueError: there are none; it says what needs them.
@@ -42,7 +42,7 @@ def required_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str
         raise ValueError(
             f"{needed_by} needs {field}: give Sample({field}=...) to every sample of the step"
         )
-    return log_probs
+    return masked(log_probs.detach(), carrier.loss_mask)
 
 
 def with_masked_inputs(batch: PackedBatch) -> PackedBatch:

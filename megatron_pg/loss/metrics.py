@@ -7,6 +7,7 @@ context parallelism.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -58,8 +60,10 @@ class Metric:
     an extreme over active tokens."""
     of_ratio: bool = False
     """Whether there must be a ratio to report it."""
-    when: Callable[[PolicyLossConfig], bool] | None = None
+    when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
+
+of_ratio = functools.partial(Metric, of_ratio=True)
 
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
@@ -67,41 +71,29 @@ METRICS = [
     Metric(
         "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
     ),
-    Metric(
+    of_ratio(
         "old_logprobs",
         "log-prob under the policy that the step starts from",
         lambda s: _given(s.batch.old_log_probs),
-        of_ratio=True,
     ),
-    Metric(
-        "ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp(), of_ratio=True
-    ),
-    Metric(
+    of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp()),
+    of_ratio(
         "kl_new_old",
         "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
         lambda s: _log_ratio(s).expm1() - _log_ratio(s),
-        of_ratio=True,
     ),
-    Metric(
+    of_ratio(
         "clipped_ratio_fraction",
         "r outside the clip range",
         lambda s: _given(s.outcome.is_clipped).float(),
-        of_ratio=True,
     ),
-    Metric(
+    of_ratio(
         "clipped_ratio_effective_fraction",
         "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
         lambda s: _given(s.outcome.is_effectively_clipped).float(),
-        of_ratio=True,
     ),
-    Metric("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum", of_ratio=True),
-    Metric(
-        "ratio_new_old_squared_sum",
-        "r^2",
-        lambda s: (2 * _log_ratio(s)).exp(),
-        "ratio sum",
-        of_ratio=True,
-    ),
+    of_ratio("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum"),
+    of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * _log_ratio(s)).exp(), "ratio sum"),
     Metric(
         "entropy",
         "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",
@@ -119,16 +111,10 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
     if config.pg_metrics == "none":
         return []
     has_ratio = _ratio_of(config) != "none"
-    corrections = [
-        Metric(name, "", lambda s, name=name: s.corrected.metrics[name])  # type: ignore[misc]
-        for name in correction_metric_names(config)
-    ]
-    rows = [
-        row
-        for row in METRICS
-        if (has_ratio or not row.of_ratio) and (row.when is None or row.when(config))
-    ]
-    return rows + corrections
+    rows = [row for row in METRICS if row.when(config) and (has_ratio or not row.of_ratio)]
+    for name in correction_metric_names(config):
+        rows.append(Metric(name, "", lambda s, name=name: s.corrected.metrics[name]))  # type: ignore[misc]
+    return rows
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
@@ -139,38 +125,46 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """
 
     maxima: Tensor | None = None
-    """The largest advantage and the largest negated advantage, [2] float64; None without metrics."""
+    """[extremes] float64 over active tokens, minima negated: the largest advantage and the largest negated one. Minus
+    infinity, the identity of the maximum, for no token; None without metrics."""
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
     """The micro-batch, to name such a token."""
+    table: Tensor | None = None
+    """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
 
-    def add(self, other: MicroBatchMetrics) -> None:
-        """Takes over what `other` holds."""
-        self.update(other)
-        for name in ("maxima", "is_nan", "batch"):
-            if getattr(other, name) is not None:
-                setattr(self, name, getattr(other, name))
+    @classmethod
+    def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
+        """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
+        names = metric_names(config)
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        metrics = cls(zip(names, table.unbind(), strict=True))
+        metrics.table = table
+        return metrics
+
+    def fill(self, found: MicroBatchMetrics) -> None:
+        """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
+        torch.stack([found[name] for name in self], out=self.table)
+        self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
 
 
-def step_sums(values: Mapping[str, Tensor], share: float) -> MicroBatchMetrics:
+def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     """Quantities whose sum over ranks and micro-batches is the step's: denominators add up to 1."""
-    return MicroBatchMetrics(
-        {
-            name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
-            for name, value in values.items()
-        }
-    )
+    return {
+        name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
+        for name, value in values.items()
+    }
 
 
-def checksum(reduction: Reduction, share: float, device: torch.device) -> MicroBatchMetrics:
+def checksum(reduction: Reduction, share: float, device: torch.device) -> dict[str, Tensor]:
     """The weights used over what the totals say they add up to; 1 when every sample counted once."""
     if reduction.used_and_expected_weight is None:
-        return MicroBatchMetrics()
+        return {}
     used, expected = reduction.used_and_expected_weight
     # A step without an active token has nothing to count and is right.
     value = used / expected if expected else used + share
-    return step_sums({CHECKSUM: torch.full((), value, dtype=torch.float64, device=device)}, share)
+    return {CHECKSUM: torch.full((), value, dtype=torch.float64, device=device)}
 
 
 def _ratio_of(config: PolicyLossConfig) -> str:
@@ -190,38 +184,26 @@ def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
     batch, loss_mask = scored.batch, scored.batch.loss_mask
     values = torch.stack([masked(row.value(scored), loss_mask).double() for row in rows])
     # [rows, window] @ [window, 2] -> of each row the numerator of the mean over samples, and the plain sum.
-    columns = torch.stack([_sample_weights(batch), loss_mask.double()], dim=1)
-    sums = values @ columns
-    num_samples = columns[:, 0].sum()
+    masks = [sample.loss_mask for sample in batch.samples]
+    sample_weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
+    columns = torch.stack([to_device(sample_weights, values.device), loss_mask.double()], dim=1)
+    sums, num_samples = values @ columns, columns[:, 0].sum()
     is_of_sequence = _ratio_of(config) == "sequence"
-    step = {}
-    for row, (of_samples, of_tokens) in zip(rows, sums.unbind(), strict=True):
+    step, extremes = {}, []
+    for row, (of_samples, of_tokens), of_window in zip(rows, sums.unbind(), values, strict=True):
         if row.kind == "mean":
             metrics[row.name] = _pair(of_samples, num_samples)
-        elif row.kind in ("sum", "ratio sum"):
+        elif row.kind in SIGNS:
+            extremes.append(SIGNS[row.kind] * of_window)
+        else:
             over_sequences = row.kind == "ratio sum" and is_of_sequence
             step[row.name] = of_samples if over_sequences else of_tokens
-    metrics.add(step_sums(step, share))
-    metrics.maxima = _maxima(rows, values, loss_mask)
+    metrics |= step_sums(step, share)
+    candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
+    metrics.maxima = pad(candidates, (0, 1), value=-torch.inf).amax(dim=1)
     metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
     metrics.batch = batch
     return metrics
-
-
-def _maxima(rows: Sequence[Metric], values: Tensor, loss_mask: Tensor) -> Tensor:
-    """The extremes [extremes] float64 over active tokens, minima negated; for none minus infinity, the maximum's identity."""
-    candidates = [
-        SIGNS[row.kind] * v for row, v in zip(rows, values, strict=True) if row.kind in SIGNS
-    ]
-    table = torch.stack(candidates).masked_fill(~loss_mask, -torch.inf)
-    return torch.cat([table, table.new_full((len(table), 1), -torch.inf)], dim=1).amax(dim=1)
-
-
-def _sample_weights(batch: PackedBatch) -> Tensor:
-    """The weights [window] float64 of a mean over samples: 1 / active tokens of its whole sample, 0 where masked."""
-    masks = [sample.loss_mask for sample in batch.samples]
-    weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
-    return to_device(weights, batch.loss_mask.device)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
@@ -279,12 +261,13 @@ def reduce_metrics(
     values = torch.cat([sums[:, 0] / sums[:, 1], maxima]).tolist()
     reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=True))
     for row in extremes:  # minus infinity: no active token
-        is_found = reduced[row.name] > -math.inf
-        reduced[row.name] = SIGNS[row.kind] * reduced[row.name] if is_found else math.nan
+        largest = reduced[row.name]
+        reduced[row.name] = math.nan if largest == -math.inf else SIGNS[row.kind] * largest
     if "ratio_new_old_sum" in reduced:
-        squared_sum = reduced["ratio_new_old_squared_sum"]
-        size = reduced["ratio_new_old_sum"] ** 2 / squared_sum if squared_sum else math.nan
-        reduced[EFFECTIVE_SAMPLE_SIZE] = size
+        total, of_squares = reduced["ratio_new_old_sum"], reduced["ratio_new_old_squared_sum"]
+        reduced[EFFECTIVE_SAMPLE_SIZE] = total**2 / of_squares if of_squares else math.nan
+    if contributes and reduced["loss"] != reduced["loss"]:
+        _report_nan_tokens(micro_batches)
     check_checksum(config, reduced)
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
@@ -292,17 +275,29 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-    if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
+
     return reduced
 
 
 def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Names the first token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
+    """Names the first active token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        description = _first_nan(metrics) if isinstance(metrics, MicroBatchMetrics) else None
-        if description is not None:
-            logger.error("micro-batch %d: %s", index, description)
+        table, is_nan, batch = (
+            getattr(metrics, name, None) for name in ("table", "is_nan", "batch")
+        )
+        if table is not None and table.isnan().all():
+            logger.error(
+                f"micro-batch {index}: its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
+            )
+        elif is_nan is not None and is_nan.any() and batch is not None:
+            tokens, window = is_nan.cpu().nonzero().flatten().tolist(), batch.window
+            sample = int(window.window_segment_ids[tokens[0]])
+            token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
+            logger.error(
+                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a NaN loss, the first is response token "
+                f"{token} of sample {sample} ({batch.samples[sample].name}): look at its logits, old_log_probs and "
+                "rollout_log_probs"
+            )
 
 
 def check_checksum(config: PolicyLossConfig, metrics: Mapping[str, float]) -> None:
@@ -335,19 +330,3 @@ def _warn_once(subject: str, message: str) -> None:
 def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:
     # stack copies: Megatron rescales the returned loss in place, and a view of it with it.
     return torch.stack([numerator.detach().double(), denominator.detach().double()])
-
-
-def _first_nan(metrics: MicroBatchMetrics) -> str | None:
-    """The first active token whose loss is NaN, by sample and position, or None. Waits for the device."""
-    if metrics.is_nan is None or metrics.batch is None:
-        return None
-    indices = metrics.is_nan.cpu().nonzero().flatten()
-    if not indices.numel():
-        return None
-    token, window = int(indices[0]), metrics.batch.window
-    sample = int(window.window_segment_ids[token])
-    position = int(window.response_indices[token]) - sum(window.response_lengths[:sample])
-    return (
-        f"{indices.numel()} active tokens of this rank have a NaN loss, the first is response token {position} of sample "
-        f"{sample} ({metrics.batch.samples[sample].name}): look at its logits, old_log_probs and rollout_log_probs"
-    )

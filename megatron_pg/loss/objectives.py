@@ -20,13 +20,8 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import (
-    clamped_log_ratio,
-    masked,
-    required_log_probs,
-    with_masked_inputs,
-)
-from megatron_pg.loss.sequence import SequenceLogRatios
+from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
+from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
 
 
@@ -53,14 +48,11 @@ class Objective(Row):
     """The formula (config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
-    is_sum_over_tokens: bool = False
-    """Whether a token's gradient depends on that token's log-prob alone, so that it is known as soon as that is: then the
-    fused head takes its one pass."""
     zero_advantage_is_zero_gradient: bool = False
     """Whether a token whose advantage is 0 has no gradient, so that the fused head leaves it out of the products."""
 
     def sums_over_sequences(self) -> tuple[str, ...]:
-        return ("policy",) if self.ratio == "sequence" else ()
+        return ("policy",) if self.ratio == "sequence" else self.sequence_sums
 
     def __call__(
         self,
@@ -70,9 +62,10 @@ class Objective(Row):
         *,
         sequence: SequenceLogRatios | None = None,
     ) -> ObjectiveOutput:
-        if self.ratio == "sequence":
-            return self.function(config, batch, log_probs, sequence)
-        return self.function(config, batch, log_probs)
+        if self.ratio != "sequence":
+            return self.function(config, batch, log_probs)
+        sequence = given_sequence(sequence, f"--policy-loss {self.name}")
+        return self.function(config, batch, log_probs, sequence)
 
 
 OBJECTIVES: Table[Objective] = Table(
@@ -88,12 +81,11 @@ objective = OBJECTIVES.decorator(Objective)
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     """The log-ratio [window], log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
 
-    Args:
-        log_probs: [window], with gradient.
-        old_log_probs: [window], taken as a constant.
-        loss_mask: [window] bool.
+    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool.
     """
-    return clamped_log_ratio(_log_ratio(log_probs, old_log_probs, loss_mask))
+    return clamped_log_ratio(
+        masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
+    )
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
@@ -113,8 +105,8 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
 )
 def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
-    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss ppo")
-    return _clipped_surrogate(config, batch, _log_ratio(log_probs, old_log_probs, batch.loss_mask))
+    old_log_probs = given_log_probs(batch, "old_log_probs", "--policy-loss ppo")
+    return _clipped_surrogate(config, batch, masked(log_probs, batch.loss_mask) - old_log_probs)
 
 
 @objective(
@@ -125,22 +117,9 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     ratio="sequence",
 )
 def gspo(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    sequence: SequenceLogRatios | None,
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
 ) -> ObjectiveOutput:
-    """PPO's surrogate of the sequence ratio, exp of the mean of log r over the active tokens.
-
-    Each token carries the gradient of its own log-prob (the paper's GSPO-token form).
-
-    Raises:
-        ValueError: `sequence` is missing: the ratio needs the tokens of every context-parallel rank.
-    """
-    if sequence is None:
-        raise ValueError(
-            "--policy-loss gspo: pass sequence=sequence_log_ratios(config, batch, ...)"
-        )
+    """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
     log_probs = masked(log_probs, batch.loss_mask)
     sequence_log_ratio = masked(sequence.mean_of_tokens("policy"), batch.loss_mask)
     log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
@@ -158,16 +137,15 @@ def gspo(
 )
 def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
-    old_log_probs = required_log_probs(batch, "old_log_probs", "--policy-loss cispo")
-    log_ratio = _log_ratio(log_probs, old_log_probs, batch.loss_mask).detach()
+    log_probs = masked(log_probs, batch.loss_mask)
+    log_ratio = log_probs.detach() - given_log_probs(batch, "old_log_probs", "--policy-loss cispo")
     ratio = clamped_log_ratio(log_ratio).exp()
     lowest, highest = clip_range(config)
-    if not config.cispo_lower_bound:
-        lowest = 0.0
+    lowest = lowest if config.cispo_lower_bound else 0.0
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * masked(batch.advantages, batch.loss_mask)
     return ObjectiveOutput(
-        loss=-weight * masked(log_probs, batch.loss_mask),
+        loss=-weight * log_probs,
         log_ratio=log_ratio,
         is_clipped=is_clipped,
         # The weight is clipped whatever the sign of the advantage.
@@ -183,13 +161,12 @@ def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Ob
 )
 def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """The score-function estimator, without a ratio."""
-    loss_mask = batch.loss_mask
-    return ObjectiveOutput(-masked(batch.advantages, loss_mask) * masked(log_probs, loss_mask))
+    advantages = masked(batch.advantages, batch.loss_mask)
+    return ObjectiveOutput(-advantages * masked(log_probs, batch.loss_mask))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
-    """Supervised cross-entropy of the response tokens; advantages are not read."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
 
 
@@ -209,7 +186,6 @@ def get_objective(config: PolicyLossConfig) -> Objective:
 def _custom(
     function: Callable[..., Tensor], config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> ObjectiveOutput:
-    """A user's loss."""
     log_probs = masked(log_probs, batch.loss_mask)
     loss = function(config, with_masked_inputs(batch), log_probs)
     check_returned(
@@ -220,10 +196,6 @@ def _custom(
         differentiable_in=log_probs,
     )
     return ObjectiveOutput(masked(loss, batch.loss_mask))
-
-
-def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    return masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
 
 
 def _clipped_surrogate(

@@ -113,8 +113,8 @@ def reduce_padded(
         if denominators is not None:
             denominators = to_device(denominators, mask.device)
     divisors = mode.divisors(denominators, divisor)
-    weights = mask.to(torch.float64)
-    weights = weights / (divisors[:, None] if isinstance(divisors, Tensor) else divisors)
+    divisors = divisors[:, None] if isinstance(divisors, Tensor) else divisors
+    weights = mask.to(torch.float64) / divisors
     inner_sum = WeightedSum(weights.flatten())(loss.flatten())
     return inner_sum * (data_parallel_size / mode.outer_count(totals))
 
@@ -135,11 +135,9 @@ def _counted_rows(
             )
         return [checked_integer(f"{field}[{row}]", value) for row, value in enumerate(given)]
 
-    columns = (active_tokens, ids("group_index", group_index), ids("rollout_id", rollout_id))
-    return [
-        BareSample(count, group, rollout, f"row {row}")
-        for row, (count, group, rollout) in enumerate(zip(*columns, strict=True))
-    ]
+    groups, rollouts = ids("group_index", group_index), ids("rollout_id", rollout_id)
+    names = [f"row {row}" for row in range(len(active_tokens))]
+    return list(map(BareSample, active_tokens, groups, rollouts, names))
 
 
 def _check_mask(mask: Tensor) -> None:

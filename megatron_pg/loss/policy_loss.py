@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import Row
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
@@ -27,16 +28,15 @@ def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
     """
     if OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config):
         return False
-    return all(row.is_sum_over_tokens for row in OBJECTIVES.rows_on(config)) and all(
-        row.is_sum_over_tokens for row in CORRECTIONS.rows_on(config)
-    )
+    rows: list[Row] = [*OBJECTIVES.rows_on(config), *CORRECTIONS.rows_on(config)]
+    return all(row.is_sum_over_tokens for row in rows)
 
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
-    rows = OBJECTIVES.rows_on(config)
-    is_regularized = bool(config.kl_loss_coef or config.entropy_coef)
-    return not is_regularized and any(row.zero_advantage_is_zero_gradient for row in rows)
+    if config.kl_loss_coef or config.entropy_coef:
+        return False
+    return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
 
 
 class MicroBatchLoss:
@@ -90,8 +90,8 @@ class MicroBatchLoss:
         corrected = apply_corrections(scored)
         inner_sum = self._policy_gradient.inner_sum(corrected.pg_loss)
         pg_loss = inner_sum / self._policy_gradient.outer_count
-        reported = {"loss": pg_loss, "pg_loss": pg_loss}
-        loss = inner_sum / (config.grad_divisor or self._policy_gradient.outer_count)
+        reported = {"pg_loss": pg_loss}
+        loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
@@ -117,9 +117,9 @@ class MicroBatchLoss:
                 "of the window's response tokens, in nats"
             )
         loss, reported, scored = self.terms(log_probs, entropy)
-        metrics = step_sums(reported, self._step_share)
-        metrics.add(checksum(self._policy_gradient, self._step_share, loss.device))
-        metrics.add(policy_metrics(scored, share=self._step_share))
+        reported |= checksum(self._policy_gradient, self._step_share, loss.device)
+        metrics = policy_metrics(scored, share=self._step_share)
+        metrics |= step_sums(reported, self._step_share)
         return loss, metrics
 
 
@@ -209,10 +209,10 @@ def check_vocabulary(
 ) -> None:
     """Refuses a response token that the logits have no column for. Reads no device tensor."""
     if vocab_size is None:
-        tensor_parallel_size = (
-            1 if tensor_parallel_group is None else dist.get_world_size(tensor_parallel_group)
+        has_group = tensor_parallel_group is not None
+        vocab_size = local_columns * (
+            dist.get_world_size(tensor_parallel_group) if has_group else 1
         )
-        vocab_size = local_columns * tensor_parallel_size
     if batch.largest_target < vocab_size:
         return
     for sample in batch.samples:

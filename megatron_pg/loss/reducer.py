@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_pg.config.custom import (
-    CUSTOM_FUNCTIONS,
-    check_returned,
-    load_custom_function,
-    named_keywords,
-)
+from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
@@ -67,40 +61,35 @@ def get_pg_loss_reducer(
         NotImplementedError: `bshd` with `cp_size` above 1.
     """
     cp_size = 1 if cp_size is None else cp_size
-    if cp_rank is None:
-        if cp_size > 1:
-            raise ValueError(
-                f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
-            )
-        cp_rank = 0
+    if cp_rank is None and cp_size > 1:
+        raise ValueError(
+            f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
+        )
     mode = checked_aggregation(aggregation, divisor, qkv_format)
     if layout := layout_violation(qkv_format, cp_size):
         raise NotImplementedError(layout)
-    window = TokenWindow.build(total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size)
+    window = TokenWindow.build(
+        total_lengths, response_lengths, cp_rank=cp_rank or 0, cp_size=cp_size
+    )
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if denominators is not None:
         denominators = _checked_denominators(denominators, mode, window)
-    elif (
-        mode.denominator is not None
-        and not mode.defaults_to_own_tokens
-        and not calculate_per_token_loss
-    ):
+    if calculate_per_token_loss:
+        mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
+    elif denominators is None and mode.denominator and not mode.defaults_to_own_tokens:
         raise ValueError(
             f"denominators is None, and --loss-aggregation {aggregation} needs one per sample: the active tokens of its "
             "prompt group over the whole step"
         )
-    if calculate_per_token_loss:
-        mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
     return WeightedSum(token_weights(window, loss_masks, mode, divisor, denominators))
 
 
+@dataclass(frozen=True, eq=False)
 class WeightedSum:
     """A reducer: `x -> sum(weights * x)` over the positions of non-zero weight, in float32 or, for float64, float64."""
 
-    def __init__(self, weights: Tensor) -> None:
-        """Args: weights: [window] float64 on any device; 0 at masked positions."""
-        self.weights = weights
-        """The weight of each token, [window] float64, before the outer count."""
+    weights: Tensor
+    """[window] float64 on any device: the weight of each token, before the outer count; 0 at masked positions."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The reduction x [window] -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
@@ -146,19 +135,14 @@ def aggregated(
     mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float | None = None
 ) -> Reduction:
     """One aggregation over the samples of one micro-batch; made on the host, of masks and totals alone."""
-    weights = token_weights(
-        batch.window,
-        [sample.loss_mask for sample in batch.samples],
-        mode,
-        divisor,
-        mode.denominators(totals, batch.samples),
-    )
-    inner_weight = mode.inner_weight(totals, divisor or 1.0)
+    masks = [sample.loss_mask for sample in batch.samples]
+    denominators = mode.denominators(totals, batch.samples)
+    weights = token_weights(batch.window, masks, mode, divisor, denominators)
     return Reduction(
         inner_sum=WeightedSum(to_device(weights, batch.loss_mask.device)),
         outer_count=mode.outer_count(totals),
         # Read while the weights are on the host: nobody waits.
-        used_and_expected_weight=(float(weights.sum()), inner_weight),
+        used_and_expected_weight=(float(weights.sum()), mode.inner_weight(totals, divisor or 1.0)),
     )
 
 
@@ -176,54 +160,43 @@ def token_weights(
     if denominators is not None:
         denominators = to_device(denominators, device)
     elif mode.defaults_to_own_tokens:
-        sample_ids = torch.repeat_interleave(
-            torch.arange(window.num_samples),
-            torch.tensor(window.response_lengths, dtype=torch.int64),
-        )
+        lengths = torch.tensor(window.response_lengths, dtype=torch.int64)
+        sample_ids = torch.arange(window.num_samples).repeat_interleave(lengths)
         own = torch.zeros(window.num_samples, dtype=torch.float64, device=device)
         denominators = own.index_add_(0, to_device(sample_ids, device), mask)
     divisors = mode.divisors(denominators, divisor)
-    window_mask = mask[to_device(window.response_indices, device)]
     if isinstance(divisors, Tensor):
-        return window_mask / divisors[to_device(window.window_segment_ids, device)]
-    return window_mask / divisors
+        divisors = divisors[to_device(window.window_segment_ids, device)]
+    return mask[to_device(window.response_indices, device)] / divisors
 
 
 def _custom_reduction(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
 ) -> Reduction:
     """A user's reducer; by the field's convention its inner sum is over rollouts, or tokens in per-token mode."""
-    window, field = batch.window, "custom_pg_loss_reducer_function_path"
-    path = str(getattr(config, field))
+    window, per_token = batch.window, config.calculate_per_token_loss
+    path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
-    function = load_custom_function(field, path)
-    context_parallel = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+    function = load_custom_function("custom_pg_loss_reducer_function_path", path)
+    total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
-    loss_masks = torch.split(all_masks.to(batch.loss_mask.device), list(window.response_lengths))
-    named = named_keywords(function, CUSTOM_FUNCTIONS[field].keywords)
-    reducer = function(
-        list(window.total_lengths),
-        list(window.response_lengths),
-        list(loss_masks),
-        config.calculate_per_token_loss,
-        **{name: context_parallel[name] for name in named},
-    )
+    loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
+    place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+    named = {name: place[name] for name in named_keywords(function, tuple(place))}
+    reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
     if not callable(reducer):
         raise ValueError(
             f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
         )
-    per_token = config.calculate_per_token_loss
-    return Reduction(
-        inner_sum=functools.partial(_checked_sum, reducer, f"{where}: the reducer"),
-        outer_count=max(totals.num_active_tokens if per_token else totals.num_rollouts, 1),
-    )
 
+    def inner_sum(x: Tensor) -> Tensor:
+        result: Tensor = reducer(x)
+        meaning = "the weighted sum of x over this rank's window"
+        check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
+        return result
 
-def _checked_sum(reducer: Reducer, where: str, x: Tensor) -> Tensor:
-    inner_sum = reducer(x)
-    meaning = "the weighted sum of x over this rank's window"
-    check_returned(inner_sum, (), where, meaning, differentiable_in=x)
-    return inner_sum
+    outer_count = max(totals.num_active_tokens if per_token else totals.num_rollouts, 1)
+    return Reduction(inner_sum, outer_count)
 
 
 def _checked_denominators(
@@ -259,7 +232,7 @@ def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
         )
     masks = [torch.as_tensor(mask) for mask in loss_masks]
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
-        if mask.dim() != 1 or mask.numel() != length:
+        if mask.shape != (length,):
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )

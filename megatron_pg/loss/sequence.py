@@ -11,40 +11,35 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES
-from megatron_pg.loss.masking import masked, required_log_probs
+from megatron_pg.loss.masking import given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 
 
+@dataclass(frozen=True, eq=False)
 class SequenceReduction:
     """Per-sample sums and means of the token windows of one context-parallel group.
 
     Every method that sums is one all-reduce over the group, which all of its ranks must join in the
     same order, those whose window is empty included. Nothing here has a gradient. Sums are float64,
     so that they do not depend on how the tokens are spread.
-
-    Args:
-        window_segment_ids: [window] int64, the sample of each token of this rank's window.
-        num_samples: samples of the micro-batch, the same on every rank of the group.
-        context_parallel_group: None for context parallelism of size 1.
     """
 
-    def __init__(
-        self,
-        window_segment_ids: Tensor,
-        num_samples: int,
-        context_parallel_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._segment_ids = window_segment_ids
-        self._num_samples = num_samples
-        self._group = context_parallel_group
+    window_segment_ids: Tensor
+    """[window] int64, the sample of each token of this rank's window."""
+    num_samples: int
+    """Samples of the micro-batch, the same on every rank of the group."""
+    context_parallel_group: dist.ProcessGroup | None = None
+    """None for context parallelism of size 1."""
 
     @torch.no_grad()
     def sums(self, rows: Tensor) -> Tensor:
         """The sums [rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
-        totals = rows.new_zeros(rows.shape[0], self._num_samples, dtype=torch.float64)
-        totals.index_add_(1, self._segment_ids, rows.double())
-        if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(totals, group=self._group)
+        totals = rows.new_zeros(rows.shape[0], self.num_samples, dtype=torch.float64)
+        totals.index_add_(1, self.window_segment_ids, rows.double())
+        group = self.context_parallel_group
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(totals, group=group)
         return totals
 
     def sum(self, values: Tensor, loss_mask: Tensor) -> Tensor:
@@ -58,7 +53,7 @@ class SequenceReduction:
 
     def to_tokens(self, per_sample: Tensor) -> Tensor:
         """Values [samples] -> [window]: every token gets its sample's value."""
-        return per_sample[self._segment_ids]
+        return per_sample[self.window_segment_ids]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,25 +121,33 @@ def sequence_log_ratios(
         "mismatch": torch.zeros_like(active),
     }
     if "policy" in sums:
-        old_log_probs = required_log_probs(batch, "old_log_probs", "the sequence ratio")
         new = masked(log_probs.detach(), batch.loss_mask).double()
-        rows["policy"] = new - masked(old_log_probs, batch.loss_mask)
+        rows["policy"] = new - given_log_probs(batch, "old_log_probs", "the sequence ratio")
     if "mismatch" in sums:
         rows["mismatch"] = rollout_mismatch(batch).double()
-    reduction = SequenceReduction(
-        batch.window_segment_ids, batch.window.num_samples, context_parallel_group
-    )
+    ids, num_samples = batch.window_segment_ids, batch.window.num_samples
+    reduction = SequenceReduction(ids, num_samples, context_parallel_group)
     made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
     return SequenceLogRatios(reduction, made["active"], {name: made[name] for name in sums})
 
 
-def rollout_mismatch(batch: PackedBatch) -> Tensor:
-    """The mismatch [window] float32, old_log_prob - rollout_log_prob, 0 at masked positions. No gradient.
+def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> SequenceLogRatios:
+    """The sums given, or a ValueError that says what needs them."""
+    if sequence is None:
+        raise ValueError(
+            f"{needed_by} needs the tokens of every context-parallel rank: pass "
+            "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
+        )
+    return sequence
+
+
+def rollout_mismatch(
+    carrier: PackedBatch | Sample, needed_by: str = "a rollout correction"
+) -> Tensor:
+    """[window] or [response_length] float32 old_log_prob - rollout_log_prob, 0 where masked. No gradient.
 
     Raises:
-        ValueError: the batch lacks one of the two.
+        ValueError: one of the two is missing; it says what needs it.
     """
-    old_log_probs = required_log_probs(batch, "old_log_probs", "a rollout correction")
-    rollout_log_probs = required_log_probs(batch, "rollout_log_probs", "a rollout correction")
-    old_log_probs = masked(old_log_probs.detach(), batch.loss_mask)
-    return old_log_probs - masked(rollout_log_probs.detach(), batch.loss_mask)
+    old_log_probs = given_log_probs(carrier, "old_log_probs", needed_by)
+    return old_log_probs - given_log_probs(carrier, "rollout_log_probs", needed_by)

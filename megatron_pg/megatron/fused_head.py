@@ -35,16 +35,14 @@ class FusedHead:
     """The output end of the model for one micro-batch: `output_processor` and `loss`.
 
     Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
-    Where the loss is a sum over tokens, the gradients are computed in the same pass (three matrix products); otherwise the
-    log-probs are, and backward multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`). In the first
-    case, with a `loss_scale`, the weight's gradient goes straight to `main_grad`, in forward: a forward pass that is to
-    have no backward belongs under `torch.no_grad()` or `model.eval()`.
+    Where the loss is a sum over tokens, one pass computes it and its gradients (three matrix products), in backward: value
+    and metrics are NaN until then, unless gradients are off. Otherwise forward computes the log-probs, and backward
+    multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`).
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
         groups: the process groups.
         vocab_size: the vocabulary without padding; None counts every column.
-        loss_scale: 0-d, the gradient that the schedule will hand to the loss; None where it is not known.
         keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
         chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
     """
@@ -55,13 +53,12 @@ class FusedHead:
         groups: ParallelGroups,
         *,
         vocab_size: int | None = None,
-        loss_scale: Tensor | None = None,
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
         config = micro_batch_loss.config
         self._micro_batch_loss, self._batch = micro_batch_loss, micro_batch_loss.batch
-        self._groups, self._loss_scale, self._keep_logits = groups, loss_scale, keep_logits
+        self._groups, self._keep_logits = groups, keep_logits
         self._options = HeadOptions(
             tensor_parallel_group=groups.tensor,
             temperature=config.rollout_temperature,
@@ -71,7 +68,7 @@ class FusedHead:
         )
         active, self._gradient_rows = active_rows(config, self._batch)
         self._active = to_device(active, self._batch.tokens.device)
-        self._metrics: MicroBatchMetrics | None = None
+        self._metrics = MicroBatchMetrics()
 
     def output_processor(
         self,
@@ -91,7 +88,7 @@ class FusedHead:
             config: the model's.
 
         Returns:
-            The loss [1], or log_probs and entropy [2, active tokens]: `loss` takes either.
+            The loss [1], which `loss` takes.
 
         Raises:
             NotImplementedError: the output layer does more than multiply by its weight.
@@ -104,20 +101,17 @@ class FusedHead:
         rows = self._batch.logit_rows[self._active]
         hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
         targets = self._batch.targets[rows]
-        # What float16 cannot hold without the loss scale waits for backward.
-        waits = hidden.dtype == torch.float16 and self._loss_scale is None
-        if is_sum_over_tokens(self._micro_batch_loss.config) and not waits:
+        if is_sum_over_tokens(self._micro_batch_loss.config):
             return self._loss_in_one_pass(hidden, weight, targets)
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, self._options, keep_logits=self._keep_logits
         )
-        return torch.stack(outputs)
+        loss, self._metrics = self._micro_batch_loss(*map(self._in_window, outputs))
+        return loss[None]
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
-        if self._metrics is not None:
-            return output_tensor[0], self._metrics
-        return self._micro_batch_loss(*map(self._in_window, output_tensor.unbind()))
+        return output_tensor[0], self._metrics
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
@@ -140,20 +134,23 @@ class FusedHead:
         return window.index_copy(0, self._active[rows], values)
 
     def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Gradients chunk by chunk; value and metrics from all log-probs together.
+        """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
         coefficients, which is what a sum over tokens means.
         """
-        self._metrics = None
+        metrics = self._metrics = MicroBatchMetrics.awaited(
+            self._micro_batch_loss.config, self._batch.tokens.device
+        )
         everything = slice(0, len(self._active))
+        whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
             of_window = self._in_window(log_probs, rows), self._in_window(entropy, rows)
-            if rows == everything:
-                loss, self._metrics = self._micro_batch_loss(*of_window)
-                return loss
-            return self._micro_batch_loss.terms(*of_window)[0]
+            if rows != everything:
+                return self._micro_batch_loss.terms(*of_window)[0]
+            whole[:] = [self._micro_batch_loss(*of_window)]
+            return whole[0][0]
 
         total, log_probs, entropy = linear_token_loss(
             hidden,
@@ -162,12 +159,22 @@ class FusedHead:
             token_loss,
             self._options,
             gradient_rows=self._gradient_rows,
-            loss_scale=self._loss_scale,
+            defer=True,
         )
-        if self._metrics is None:  # in several chunks, or of no token
-            of_window = self._in_window(log_probs), self._in_window(entropy)
-            value, self._metrics = self._micro_batch_loss(*of_window)
-            total = value + (total - total.detach())
+        value = total.detach()  # `total` would hold its node, which holds what is called after it
+
+        def fill(*_: Any) -> None:
+            if not whole:  # in several chunks, or of no token
+                of_window = self._in_window(log_probs), self._in_window(entropy)
+                whole.append(self._micro_batch_loss(*of_window))
+            loss, found = whole.pop()
+            value.copy_(loss.detach())
+            metrics.fill(found)
+
+        if total.grad_fn is None:
+            fill()
+        else:
+            total.grad_fn.register_hook(fill)
         return total[None]
 
 

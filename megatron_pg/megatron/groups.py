@@ -96,13 +96,9 @@ class ParallelGroups:
         return dist.get_rank(self.pipeline)
 
     @property
-    def pipeline_size(self) -> int:
-        return dist.get_world_size(self.pipeline)
-
-    @property
     def is_last_pipeline_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.pipeline_rank == self.pipeline_size - 1
+        return self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
 
 
 _GLOBAL_GROUPS: dict[str, Callable[[], Any]] = {

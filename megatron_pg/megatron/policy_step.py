@@ -141,12 +141,10 @@ class PolicyStep:
         chunk_tokens: int | None = None,
     ) -> FusedHead:
         """The fused head of one micro-batch; see `FusedHead` for the arguments."""
-        device = batch.tokens.device
         return FusedHead(
             MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
             self.groups,
             vocab_size=self.vocab_size,
-            loss_scale=self._incoming_gradient(device),
             keep_logits=keep_logits,
             chunk_tokens=chunk_tokens,
         )
@@ -184,20 +182,6 @@ class PolicyStep:
             step_share=self.share,
         )
         return self.scale.apply(loss, metrics, batch)
-
-    def _incoming_gradient(self, device: torch.device) -> Tensor | None:
-        """What backward will hand to the local loss, where the step has a backward.
-
-        None where it has none (gradients off, `model.eval()`), and where `main_grad` holds something else until
-        backward (DDP's reuse_grad_buf_for_mxfp8_param_ag keeps parameters there): whatever is known beforehand is
-        of no use then. A forward pass with gradients on and the model in training mode counts as training.
-        """
-        if not torch.is_grad_enabled() or not getattr(self._chunk, "training", True):
-            return None
-        ddp_config = getattr(self._chunk, "ddp_config", None)
-        if getattr(ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            return None
-        return self.scale.incoming_gradient(getattr(self._chunk, "config", None), device)
 
     def _check_packing(self, batch: PackedBatch) -> None:
         window, groups = batch.window, self.groups

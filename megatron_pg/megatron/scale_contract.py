@@ -53,19 +53,6 @@ class ScaleContract:
     gradient_factor: float
     """What the gradients, added up over the ranks, are multiplied by: 1 / (DP CP), and 1 / sum of n in per-token mode."""
 
-    def incoming_gradient(self, model_config: Any, device: torch.device) -> Tensor:
-        """The gradient, 0-d float32, that backward will hand to the local loss, known before the model has run.
-
-        It is `factor`, what the schedule multiplies by, and what `config.grad_scale_func` does to a loss in
-        backward_step (the optimizer's loss scale, which stands still during a step). Nothing here waits for the device.
-        """
-        known = torch.full((), self.factor * self.schedule_factor, device=device)
-        scale = getattr(model_config, "grad_scale_func", None)
-        if scale is None:
-            return known
-        with torch.no_grad():
-            return torch.as_tensor(scale(known), device=device).reshape(())
-
     def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
         """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
         scaled = loss * self.factor

@@ -93,8 +93,12 @@ def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     Raises:
         ValueError: the file is not what its name says, or has fewer rows.
     """
-    with path.open("rb") if is_json_lines(path) else _parquet_file(path) as file:
-        passed, rows = (_json_lines if is_json_lines(path) else _parquet_rows)(file, start)
+    opened = path.open("rb") if is_json_lines(path) else _parquet_file(path)
+    with opened as file:
+        if not is_json_lines(path):
+            passed, rows = _parquet_rows(path, file, start)
+        else:  # one JSON object a line; blank lines are no rows
+            passed, rows = 0, (functools.partial(_parsed, line) for line in file if line.strip())
         passed += sum(1 for _ in itertools.islice(rows, start - passed))
         if passed < start:
             raise ValueError(
@@ -113,11 +117,6 @@ def account_of(path: Path, limit: int | None = None) -> FileAccount:
     return path.name, size, hashlib.sha256(ends).hexdigest()[:16]
 
 
-def _json_lines(file: Any, _: int) -> tuple[int, Iterator[ParseRow]]:
-    """One JSON object a line; blank lines are no rows."""
-    return 0, (functools.partial(_parsed, line) for line in file if not line.isspace())
-
-
 def _parsed(line: bytes) -> Row:
     try:
         row = json.loads(line)
@@ -132,26 +131,23 @@ def _parsed(line: bytes) -> Row:
 def _parquet_file(path: Path) -> Any:
     try:
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
-        file = pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
+        return pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path}: expected a Parquet file ({error})") from error
-    names = file.schema_arrow.names
-    for name in COLUMNS:
+
+
+def _parquet_rows(path: Path, file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
+    """The rows from the row group of row `start` on, and how many there are before it."""
+    names = [name for name in file.schema_arrow.names if name in COLUMNS]
+    for name in names:
         if names.count(name) > 1:
-            file.close()
             raise ValueError(
                 f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
             )
-    return file
-
-
-def _parquet_rows(file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """The rows from the row group of row `start` on, and how many there are before it."""
     passed, groups = 0, list(range(file.num_row_groups))
     while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
         passed += size
         groups.pop(0)
-    names = [name for name in file.schema_arrow.names if name in COLUMNS]
     batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
     return passed, itertools.chain.from_iterable(map(_rows_of, batches))
 

@@ -83,8 +83,11 @@ def sample_of_row(
             raise RowError(column, "missing", COLUMNS[column])
     if row.get("reward") is None and row.get("advantages") is None:
         raise RowError("reward", "missing", "a number (or advantages)")
-    prompt = _token_ids("prompt_ids", row["prompt_ids"], vocab_size)
-    response = _token_ids("response_ids", row["response_ids"], vocab_size)
+    prompt, response = (_vector(column, row[column]) for column in ("prompt_ids", "response_ids"))
+    limit = math.inf if vocab_size is None else vocab_size
+    below = "" if vocab_size is None else f" and below {vocab_size}"
+    for column, ids in (("prompt_ids", prompt), ("response_ids", response)):
+        _check(column, ids, (ids >= 0) & (ids < limit), f"a token id of at least 0{below}")
     if not prompt.size:
         raise RowError("prompt_ids", "empty", "at least one token")
     is_active = np.ones(response.size, np.bool_)
@@ -106,14 +109,6 @@ def sample_of_row(
         name=name,
         **values,
     )
-
-
-def _token_ids(field: str, value: Any, vocab_size: int | None) -> NDArray[Any]:
-    ids = _vector(field, value)
-    limit = math.inf if vocab_size is None else vocab_size
-    below = "" if vocab_size is None else f" and below {vocab_size}"
-    _check(field, ids, (ids >= 0) & (ids < limit), f"a token id of at least 0{below}")
-    return ids
 
 
 def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
@@ -147,7 +142,7 @@ def _finite(column: str, value: Any, limit: float, expected: str) -> float:
 
 
 def _vector(field: str, value: Any, size: int | None = None) -> NDArray[Any]:
-    """[size] integers or numbers, as the column holds; null among numbers becomes NaN."""
+    """The values [size], integers or numbers as the column holds; null among numbers becomes NaN."""
     is_integers = COLUMNS[field] == INTEGERS
     if isinstance(value, np.ndarray) and value.dtype.kind not in ("i" if is_integers else "iufb"):
         value = value.tolist()
@@ -205,17 +200,14 @@ def with_group_advantages(
         ValueError: a sample without a reward or a `group_index`, or an unknown method; on all ranks alike.
     """
     _, everyone = compute_and_gather(
-        lambda: [_reward_and_group(sample) for sample in samples],
-        lambda pairs: pairs,
-        data_parallel_group,
+        lambda: samples, lambda mine: list(map(_reward_and_group, mine)), data_parallel_group
     )
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     pairs = [pair for part in everyone for pair in part]
     step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)
-    first = sum(len(part) for part in everyone[:rank])
-    mine = step.advantages[first : first + len(samples)].tolist()
-    pairs_of_mine = zip(samples, mine, strict=True)
-    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs_of_mine], step
+    first = sum(map(len, everyone[:rank]))
+    mine = zip(samples, step.advantages[first : first + len(samples)].tolist(), strict=True)
+    return [dataclasses.replace(sample, advantages=value) for sample, value in mine], step
 
 
 def _reward_and_group(sample: Sample) -> tuple[float, int]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_pg.config.planning import ON_BAD_ROW
+from megatron_pg.config.planning import OnBadRow, PlanningConfig
 from megatron_pg.rollout_files.reader import (
     FileAccount,
     ParseRow,
@@ -66,14 +66,12 @@ class RolloutFiles:
         *,
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
-        on_bad_row: str = "error",
+        on_bad_row: OnBadRow = "error",
         required_fields: Collection[str] = (),
         vocab_size: int | None = None,
     ) -> None:
-        if on_bad_row not in ON_BAD_ROW:
-            raise ValueError(
-                f"--on-bad-row is {on_bad_row!r}: expected one of {', '.join(ON_BAD_ROW)}"
-            )
+        # The rules of these flags are its; the budget is none of the files'.
+        PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank {data_parallel_rank} and data_parallel_size {data_parallel_size}: expected "

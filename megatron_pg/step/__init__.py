@@ -1,6 +1,5 @@
 """From rollouts to steps: which samples a step holds, its micro-batches and its totals."""
 
-from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.collector import CollectorState, StepCollector, StepSamples
 from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
@@ -9,14 +8,11 @@ from megatron_pg.step.sources import IteratorSource, SampleSource
 __all__ = [
     "CollectorState",
     "IteratorSource",
-    "PlanningConfig",
     "SampleSource",
     "StepCollector",
     "StepPlan",
     "StepSamples",
-    "add_planning_args",
     "assign_to_data_parallel_ranks",
     "plan_bins",
     "plan_step",
-    "validate_planning_args",
 ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, refuse_values
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as the field does; rewards are of order 1."""
@@ -66,9 +66,7 @@ def group_advantages(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
-    reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
-    group_index = _checked_ids(group_indices)
-    _check_rewards(reward, group_index)
+    reward, group_index = _checked(rewards, group_indices)
     groups, group, group_sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
     size = group_sizes[group].double()
 
@@ -90,7 +88,13 @@ def group_advantages(
     else:
         advantages = centered
     advantages = torch.where(is_equal[group], 0.0, advantages).float()
-    _check_range(advantages, reward, group_index)
+    beyond_range = (~torch.isfinite(advantages)).nonzero()
+    if beyond_range.numel():
+        at = int(beyond_range[0])
+        raise ValueError(
+            f"rewards[{at}] is {float(reward[at])}, too far from the others of prompt group {int(group_index[at])} for "
+            "an advantage in float32: give rewards of order 1"
+        )
     return GroupAdvantages(
         advantages=advantages,
         num_groups=groups.numel(),
@@ -124,37 +128,23 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
     ]
 
 
-def _checked_ids(group_indices: Sequence[int] | Tensor) -> Tensor:
-    """The ids [samples] int64. Float ids are refused: an absent one is NaN there, and all absent would be one group."""
+def _checked(
+    rewards: Sequence[float] | Tensor, group_indices: Sequence[int] | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rewards [samples] float64 and the ids [samples] int64."""
+    reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
+    # An absent float id is NaN, and all absent ones would be one group.
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise ValueError(
             f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's prompt group (a "
             "column with gaps is read as float; leave those rows out)"
         )
-    return ids.to(torch.int64)
-
-
-def _check_rewards(rewards: Tensor, group_indices: Tensor) -> None:
-    if rewards.dim() != 1 or rewards.shape != group_indices.shape:
+    if reward.dim() != 1 or reward.shape != ids.shape:
         raise ValueError(
-            f"rewards has shape {list(rewards.shape)} and group_indices "
-            f"{list(group_indices.shape)}: expected one number each per sample"
+            f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected one number each per "
+            "sample"
         )
-    wrong = (~torch.isfinite(rewards)).nonzero()
-    if wrong.numel():
-        sample = int(wrong[0])
-        raise ValueError(
-            f"rewards[{sample}] is {float(rewards[sample])}, expected a finite number: one reward "
-            "that is not would spoil the advantages of its whole prompt group"
-        )
-
-
-def _check_range(advantages: Tensor, rewards: Tensor, group_indices: Tensor) -> None:
-    wrong = (~torch.isfinite(advantages)).nonzero()
-    if wrong.numel():
-        sample = int(wrong[0])
-        raise ValueError(
-            f"rewards[{sample}] is {float(rewards[sample])}, too far from the others of prompt group "
-            f"{int(group_indices[sample])} for an advantage in float32: give rewards of order 1"
-        )
+    problem = "expected a finite number: one reward that is not would spoil the advantages of its whole prompt group"
+    refuse_values("rewards", reward, ~torch.isfinite(reward), f", {problem}")
+    return reward, ids.to(torch.int64)

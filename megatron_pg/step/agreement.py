@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,22 +24,6 @@ class OtherRankError(RuntimeError):
     """Another rank raised an error that is no ValueError: the message names the rank, the kind and what it said."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What a rank sends in place of its share."""
-
-    kind: type[Exception]
-    """What the other ranks raise."""
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        # The message of a ValueError is written for the user; others say little without their kind.
-        if isinstance(error, ValueError):
-            return cls(ValueError, str(error))
-        return cls(OtherRankError, f"{type(error).__name__}: {error}")
-
-
 def compute_and_gather(
     compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
@@ -59,16 +42,19 @@ def compute_and_gather(
         OtherRankError: a RuntimeError: another rank raised an error of another kind.
         Exception: whatever was raised here, as it is.
     """
-    mine: Shared | _Failure
+    mine: Shared | Exception
     try:
         value = compute()
         mine = share(value)
     except Exception as error:
-        gather(_Failure.of(error), group)
+        # The message of a ValueError is written for the user; others say little without their kind.
+        is_for_user = isinstance(error, ValueError)
+        text = str(error) if is_for_user else f"{type(error).__name__}: {error}"
+        gather((ValueError if is_for_user else OtherRankError)(text), group)
         raise
     shared = []
     for rank, part in enumerate(gather(mine, group)):
-        if isinstance(part, _Failure):
-            raise part.kind(f"data-parallel rank {rank}: {part.message}")
+        if isinstance(part, Exception):
+            raise type(part)(f"data-parallel rank {rank}: {part}")
         shared.append(part)
     return value, shared

@@ -59,8 +59,7 @@ class PackedBatch:
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same micro-batch with its tensors on `device`; from the host to CUDA through pinned memory, unblocked."""
-
+        """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
         tensors: dict[str, Any] = {
             field.name: to_device(value, device)
             for field in dataclasses.fields(self)
@@ -131,18 +130,17 @@ def _of_window(
     """The values [window] of a field with one value per response token, or None where no sample of the micro-batch has it."""
     responses = [getattr(sample, field) for sample in samples]
     lacks = [response is None for response in responses]
-    if any(lacks) and not all(lacks):
+    if any(lacks):
+        if all(lacks):
+            return None
         without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
             f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
-    if any(lacks):
-        return None
     return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
     """The values at the indices, with 0 where the index is -1."""
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded[indices]
+    return torch.cat([values, values.new_zeros(1)])[indices]

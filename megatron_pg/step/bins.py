@@ -44,57 +44,38 @@ def plan_bins(
         ValueError: sizes out of range, or a sequence longer than the capacity.
     """
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    _check_sizes(sizes, capacity, multiple)
-    is_oversized = sizes > capacity
-    if is_oversized.any() and not oversized_alone:
-        index = int(np.flatnonzero(is_oversized)[0])
-        raise ValueError(
-            f"lengths[{index}] is {int(sizes[index])}, more than the capacity of a bin ({capacity})"
-        )
-    order = _longest_first(sizes, seed)
-    alone, shared = order[is_oversized[order]], order[~is_oversized[order]]
-    bin_of_sequence = np.zeros(sizes.size, dtype=np.int64)
-    bin_of_sequence[alone] = np.arange(alone.size)
-    bins, num_bins = _deal(sizes[shared].tolist(), capacity, alone.size, multiple)
-    bin_of_sequence[shared] = bins
-    return _bins_by_load(bin_of_sequence, sizes, num_bins)
-
-
-def _check_sizes(sizes: Indices, capacity: int, multiple: int) -> None:
     if capacity < 1 or multiple < 1:
         raise ValueError(
             f"capacity {capacity} and number of bins {multiple}: expected at least 1 of both"
         )
-    is_too_small = sizes < 1
-    if is_too_small.any():
-        index = int(np.flatnonzero(is_too_small)[0])
-        raise ValueError(f"lengths[{index}] is {int(sizes[index])}: expected 1 or more")
-
-
-def _longest_first(sizes: Indices, seed: int | None) -> Indices:
-    """The indices [sequences] of the sequences by falling length, ties as they come or shuffled."""
-    shuffled = (
-        np.arange(sizes.size)
-        if seed is None
-        else np.random.default_rng(seed).permutation(sizes.size)
-    )
-    return shuffled[np.argsort(-sizes[shuffled], kind="stable")]
-
-
-def _deal(
-    sizes: Sequence[int], capacity: int, num_alone: int, multiple: int
-) -> tuple[list[int], int]:
-    """The bin of each sequence, longest first, numbered after those that are taken, and how many bins there are."""
-    first_fit = _first_fit(sizes, capacity)
-    num_needed = num_alone + max(first_fit, default=-1) + 1
+    is_oversized = sizes > capacity
+    beyond = f", more than the capacity of a bin ({capacity})"
+    for is_wrong, problem in (
+        (sizes < 1, ": expected 1 or more"),
+        (is_oversized & (not oversized_alone), beyond),
+    ):
+        if is_wrong.any():
+            index = int(np.argmax(is_wrong))
+            raise ValueError(f"lengths[{index}] is {sizes[index]}{problem}")
+    order = np.arange(sizes.size)
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(sizes.size)
+    order = order[np.argsort(-sizes[order], kind="stable")]
+    num_alone = int(is_oversized.sum())  # the first of that order
+    shared = sizes[order[num_alone:]].tolist()
+    bins = _first_fit(shared, capacity)
+    num_needed = num_alone + max(bins, default=-1) + 1
     num_bins = max(-(-num_needed // multiple), 1) * multiple
-    bins = first_fit
-    if sizes:
-        even = _longest_to_lightest(sizes, num_bins - num_alone)
-        # First fit is the tighter packer: where the bins have to be full, only it may fit.
-        if (np.bincount(even, weights=sizes) <= capacity).all():
-            bins = even
-    return [num_alone + number for number in bins], num_bins
+    even = _longest_to_lightest(shared, num_bins - num_alone)
+    # First fit is the tighter packer: where the bins have to be full, only it may fit.
+    if shared and np.bincount(even, weights=shared).max() <= capacity:
+        bins = even
+    bin_of_sequence = np.empty(sizes.size, dtype=np.int64)
+    bin_of_sequence[order] = [*range(num_alone), *(num_alone + number for number in bins)]
+    ends = np.cumsum(np.bincount(bin_of_sequence, minlength=num_bins))
+    members = np.split(np.argsort(bin_of_sequence, kind="stable"), ends[:-1])
+    loads = np.array([sizes[indices].sum() for indices in members])
+    return [members[number] for number in np.argsort(-loads, kind="stable")]
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
@@ -134,11 +115,3 @@ def _longest_to_lightest(sizes: Sequence[int], num_bins: int) -> list[int]:
         heapq.heapreplace(loads, (load + size, number))
         bins.append(number)
     return bins
-
-
-def _bins_by_load(bin_of_sequence: Indices, sizes: Indices, num_bins: int) -> list[Indices]:
-    by_bin = np.argsort(bin_of_sequence, kind="stable")
-    ends = np.cumsum(np.bincount(bin_of_sequence, minlength=num_bins))
-    bins = np.split(by_bin, ends[:-1])
-    loads = np.array([int(sizes[members].sum()) for members in bins])
-    return [bins[number] for number in np.argsort(-loads, kind="stable")]

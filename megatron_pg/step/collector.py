@@ -8,26 +8,26 @@ there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sources import SampleSource
-from megatron_pg.step.totals import AnySample, CountedSample
+from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]
-"""What is kept in one piece: ("prompt group", group_index), ("rollout", rollout_id) or ("sample", sequence)."""
+"""What is kept in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
 
 Ids = tuple[int | None, int | None]
 """The `group_index` and `rollout_id` of a sample."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Record(Generic[AnySample]):
+class _Record(NamedTuple):
     """What every rank knows of a pulled sample that is in no step yet."""
 
     sequence: int
@@ -40,8 +40,6 @@ class _Record(Generic[AnySample]):
     """What a step takes whole: its prompt group where groups are kept, or its document."""
     boundary: Key
     """What no end of a step may cut: its prompt group where anything minds, or its document."""
-    sample: AnySample | None
-    """None on other ranks than the one that holds it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +113,9 @@ class StepCollector(Generic[AnySample]):
         self._group = data_parallel_group
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
-        self._pending: list[_Record[AnySample]] = []  # in the order of the stream
+        # Both of what is in no step yet, in the order of the stream: of all ranks, and by sequence of this one.
+        self._pending: list[_Record] = []
+        self._samples: dict[int, AnySample] = {}
         # By rank: what its last sample is part of, which may go on; below 0, ranks of another size.
         self._latest: dict[int, Key] = {}
         self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
@@ -137,19 +137,27 @@ class StepCollector(Generic[AnySample]):
             self._pull_window()
         if not chosen:
             return None
-        return self._take(chosen)
+        chosen.sort()
+        sequences = {record.sequence for record in chosen}
+        left = [record for record in self._pending if record.sequence not in sequences]
+        boundaries = frozenset(record.boundary for record in chosen)
+        self._refuse_cut(left, boundaries)
+        self._pending, self._finished = left, boundaries
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        samples = (self._samples.pop(record.sequence, None) for record in chosen)
+        return StepSamples(
+            samples=tuple(sample for sample in samples if sample is not None),
+            num_documents=len({record.document for record in chosen}),
+            num_skipped=num_skipped,
+        )
 
     def state(self) -> CollectorState[AnySample]:
         """This rank's state between two steps. A checkpoint keeps those of all data-parallel ranks."""
         return CollectorState(
             source_position=self._source.position,
             num_slots=self._num_slots,
-            carried=tuple(
-                (record.sequence, record.sample)
-                for record in self._pending
-                if record.sample is not None
-            ),
-            latest=dict(self._latest),
+            carried=tuple(self._samples.items()),
+            latest=self._latest,
             finished=self._finished,
             num_skipped=self._num_skipped,
         )
@@ -177,125 +185,90 @@ class StepCollector(Generic[AnySample]):
             lambda: self._source.seek(mine.source_position), lambda _: None, self._group
         )
         carried = sorted(
-            (
-                (sequence, rank, sample)
-                for rank, state in enumerate(states)
-                for sequence, sample in state.carried
-            ),
-            key=lambda item: item[0],
+            (sequence, rank, sample)
+            for rank, state in enumerate(states)
+            for sequence, sample in state.carried
         )
-        self._pending = [
-            self._record(
-                sequence,
-                rank if is_same_size else index % self._size,
-                (sample.group_index, sample.rollout_id),
-                sample,
-            )
-            for index, (sequence, rank, sample) in enumerate(carried)
-        ]
+        self._pending, self._samples = [], {}
+        for index, (sequence, rank, sample) in enumerate(carried):
+            rank = rank if is_same_size else index % self._size
+            ids = sample.group_index, sample.rollout_id
+            self._pending.append(self._record(sequence, rank, ids))
+            if rank == self._rank:
+                self._samples[sequence] = sample
         # At another size no rank has a latest sample yet; until one does, all that was open stays so.
-        self._latest = (
-            dict(mine.latest)
-            if is_same_size
-            else {-1 - index: key for index, key in enumerate(mine.latest.values())}
-        )
+        self._latest = mine.latest
+        if not is_same_size:
+            self._latest = {-1 - index: key for index, key in enumerate(mine.latest.values())}
         self._finished = mine.finished
         self._num_slots, self._num_skipped = mine.num_slots, mine.num_skipped
         self._is_exhausted = False
 
-    def _record(
-        self, sequence: int, rank: int, ids: Ids, sample: AnySample | None
-    ) -> _Record[AnySample]:
+    def _record(self, sequence: int, rank: int, ids: Ids) -> _Record:
         group_index, rollout_id = ids
-        document = ("sample", sequence) if rollout_id is None else ("rollout", rollout_id)
+        document = ("sample", sequence) if rollout_id is None else ("rollout_id", rollout_id)
         group = document if group_index is None else ("prompt group", group_index)
-        return _Record(
-            sequence,
-            rank,
-            document=document,
-            unit=group if self._keeps_groups else document,
-            boundary=group if self._minds_groups else document,
-            sample=sample if rank == self._rank else None,
-        )
+        unit = group if self._keeps_groups else document
+        return _Record(sequence, rank, document, unit, group if self._minds_groups else document)
 
-    def _choose(self) -> list[_Record[AnySample]] | None:
+    def _choose(self) -> list[_Record] | None:
         """The samples of the next step, none at the end of the stream; None while more have to be pulled."""
-        units: dict[Key, list[_Record[AnySample]]] = {}
+        units: dict[Key, list[_Record]] = {}
         for record in self._pending:
             units.setdefault(record.unit, []).append(record)
         may_go_on = {key for key in self._latest.values() if key[0] != "sample"}
-        chosen: list[_Record[AnySample]] = []
+        chosen: list[_Record] = []
         documents: set[Key] = set()
         for unit in units.values():
-            if any(record.boundary in may_go_on for record in unit):
-                if self._is_exact:
-                    break  # what comes after it is not to overtake it
-                continue
-            if self._is_exact and len(documents) >= self._docs_per_step:
-                break
-            chosen += unit
-            documents.update(record.document for record in unit)
+            is_open = any(record.boundary in may_go_on for record in unit)
+            if self._is_exact and (is_open or len(documents) >= self._docs_per_step):
+                break  # what comes after an open one is not to overtake it
+            if not is_open:
+                chosen += unit
+                documents.update(record.document for record in unit)
         if len(documents) < self._docs_per_step and not self._is_exhausted:
             return None
         return chosen
 
-    def _take(self, chosen: list[_Record[AnySample]]) -> StepSamples[AnySample]:
-        chosen.sort(key=lambda record: record.sequence)
-        sequences = {record.sequence for record in chosen}
-        left = [record for record in self._pending if record.sequence not in sequences]
-        boundaries = frozenset(record.boundary for record in chosen)
-        self._refuse_cut(left, boundaries)
-        self._pending, self._finished = left, boundaries
-        num_skipped, self._num_skipped = self._num_skipped, 0
-        return StepSamples(
-            samples=tuple(record.sample for record in chosen if record.sample is not None),
-            num_documents=len({record.document for record in chosen}),
-            num_skipped=num_skipped,
-        )
-
-    def _refuse_cut(self, left: Sequence[_Record[AnySample]], taken: Collection[Key]) -> None:
+    def _refuse_cut(self, left: Sequence[_Record], taken: Collection[Key]) -> None:
         """A record left for a later step must not be of a group or rollout of which others are in one."""
         kind, identifier = next((r.boundary for r in left if r.boundary in taken), ("", 0))
-        if kind == "rollout":
-            raise ValueError(
-                f"rollout_id {identifier} is cut by the end of a step: let its samples follow each other in the "
-                "stream, and give every rollout an id of its own"
-            )
         if kind:
+            column, rule = "", ""
+            if kind == "prompt group":
+                column = " (group_index)"
+                rule = "; end steps between groups with --keep-prompt-groups: a part of one has no denominator"
             raise ValueError(
-                f"prompt group {identifier} (group_index) is cut by the end of a step at --docs-per-step "
-                f"{self._docs_per_step}: the prompt mean has no denominator for a part of a group. Let the samples of a "
-                "group follow each other in the stream, give every group a group_index of its own, and end steps between "
-                "groups with --keep-prompt-groups"
+                f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "
+                "its samples follow each other in the stream, give every rollout a rollout_id and every prompt group a "
+                f"group_index of its own{rule}"
             )
 
     def _pull_window(self) -> None:
         """Asks every rank for the same number of slots, and tells everyone what they hold. One exchange."""
         count = self._window_size()
-        slots, everyone = compute_and_gather(lambda: self._pull(count), _ids, self._group)
+        slots, everyone = compute_and_gather(
+            lambda: self._source.pull(count), self._ids, self._group
+        )
+        in_order = itertools.chain(*itertools.zip_longest(*everyone))
         records = [
-            self._record(
-                self._num_slots + index * self._size + rank,
-                rank,
-                ids,
-                slots[index] if rank == self._rank else None,
-            )
-            for index in range(max(map(len, everyone)))
-            for rank, of_rank in enumerate(everyone)
-            if index < len(of_rank) and (ids := of_rank[index]) is not None
+            self._record(self._num_slots + place, place % self._size, ids)
+            for place, ids in enumerate(in_order)
+            if ids is not None
         ]
         self._refuse_cut(records, self._finished)
         self._pending += records
+        mine = zip(itertools.count(self._num_slots + self._rank, self._size), slots)
+        self._samples |= {sequence: sample for sequence, sample in mine if sample is not None}
         self._num_slots += count * self._size
         self._num_skipped += sum(ids is None for of_rank in everyone for ids in of_rank)
-        is_at_end = [len(of_rank) < count for of_rank in everyone]
-        self._is_exhausted = all(is_at_end)
+        ended = {rank for rank, of_rank in enumerate(everyone) if len(of_rank) < count}
+        self._is_exhausted = len(ended) == self._size
         # A window of bad rows alone says nothing of what was open at another size.
-        forgets = {rank for rank, ends in enumerate(is_at_end) if ends}
         if records or self._is_exhausted:
-            forgets |= {rank for rank in self._latest if rank < 0}
+            ended |= {rank for rank in self._latest if rank < 0}
         latest = self._latest | {record.rank: record.boundary for record in records}
-        self._latest = {rank: key for rank, key in latest.items() if rank not in forgets}
+        self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
 
     def _window_size(self) -> int:
         """Slots to ask of every rank: what is missing, by the samples per document of those at hand."""
@@ -307,16 +280,11 @@ class StepCollector(Generic[AnySample]):
             num_slots = len(self._pending) / len({record.unit for record in self._pending})
         return max(-(-int(num_slots) // self._size), 1)
 
-    def _pull(self, count: int) -> list[AnySample | None]:
-        slots = self._source.pull(count)
+    def _ids(self, slots: Sequence[AnySample | None]) -> list[Ids | None]:
         for sample in slots:
             if self._minds_groups and sample is not None and sample.group_index is None:
                 raise ValueError(
                     f"{sample.name} has no group_index: --loss-aggregation prompt_mean and --keep-prompt-groups need "
                     "one on every sample"
                 )
-        return slots
-
-
-def _ids(slots: Sequence[CountedSample | None]) -> list[Ids | None]:
-    return [None if sample is None else (sample.group_index, sample.rollout_id) for sample in slots]
+        return [None if s is None else (s.group_index, s.rollout_id) for s in slots]

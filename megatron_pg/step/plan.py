@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import packed_multiple, padded_length
+from megatron_pg.step.token_window import packed_length, packed_multiple, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 
@@ -78,18 +77,19 @@ def plan_step(
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
-        if oversized == "error":
-            _refuse_oversized(samples, lengths, capacity)
+        for sample, length in zip(samples, lengths, strict=True):
+            if length > capacity and oversized == "error":
+                raise ValueError(
+                    f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
+                    f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
+                    "--oversized-samples own_microbatch"
+                )
         bins = plan_bins(
             lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
-        # An empty one is a dummy segment of the smallest length.
-        tokens = tuple(
-            max(-(-sum(lengths[i] for i in members) // multiple), 1) * multiple
-            for members in microbatches
-        )
-        return microbatches, tokens
+        loads = (sum(lengths[index] for index in members) for members in microbatches)
+        return microbatches, tuple(packed_length(load, multiple) for load in loads)
 
     (microbatches, tokens), everyone = compute_and_gather(
         plan_rank,
@@ -97,15 +97,15 @@ def plan_step(
         data_parallel_group,
     )
     numbers, tokens_of_ranks, counts = zip(*everyone, strict=True)
-    most = len(microbatches) if ragged else max(numbers)
-    num_tokens = sum(tokens_of_ranks)
-    if not ragged:
-        num_tokens += multiple * sum(most - number for number in numbers)
-    num_added = most - len(microbatches)
+    most = max(numbers)
+    num_added, added_by_all = most - len(microbatches), most * len(numbers) - sum(numbers)
+    if ragged:
+        num_added = added_by_all = 0
+    num_tokens = sum(tokens_of_ranks) + multiple * added_by_all
     return StepPlan(
         microbatches=microbatches + ((),) * num_added,
         microbatch_tokens=tokens + (multiple,) * num_added,
-        totals=dataclasses.replace(totals_of_counts(counts, samples), num_tokens=num_tokens),
+        totals=totals_of_counts(counts, samples, num_tokens),
     )
 
 
@@ -141,13 +141,3 @@ def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
             "that context and sequence parallelism pad a micro-batch to"
         )
     return max_tokens_per_microbatch // multiple * multiple
-
-
-def _refuse_oversized(samples: Sequence[Sample], lengths: Sequence[int], capacity: int) -> None:
-    for sample, length in zip(samples, lengths, strict=True):
-        if length > capacity:
-            raise ValueError(
-                f"{sample.name} takes {length} tokens with padding, more than --max-tokens-per-microbatch leaves it "
-                f"({capacity}): raise the budget, shorten the sample, or give it a micro-batch of its own with "
-                "--oversized-samples own_microbatch"
-            )

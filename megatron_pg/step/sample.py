@@ -77,7 +77,10 @@ class Sample:
             (f"{self.name}: response_length", self.response_length),
             ("total_length", self.total_length),
         )
-        self._check_response_tokens()
+        # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
+        is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
+        problem = ", a response token: expected an id of the vocabulary, 0 or more"
+        refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
         loss_mask = self._per_response_token("loss_mask", torch.float64)
         check_mask(f"{self.name}: loss_mask", loss_mask)
         self._store("loss_mask", loss_mask.bool())
@@ -135,16 +138,6 @@ class Sample:
             )
         return vector
 
-    def _check_response_tokens(self) -> None:
-        """A prompt may hold placeholders below 0; a response token is looked up in the vocabulary."""
-        negative = (self.tokens[self.prompt_length :] < 0).nonzero()
-        if negative.numel():
-            position = self.prompt_length + int(negative[0])
-            raise ValueError(
-                f"{self.name}: tokens[{position}] is {int(self.tokens[position])}, a response token: expected an id of "
-                "the vocabulary, 0 or more"
-            )
-
     def _checked_advantages(self) -> Tensor:
         """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
         given: object = self.advantages
@@ -157,14 +150,18 @@ class Sample:
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
-        wrong = (self.loss_mask & ~torch.isfinite(advantages)).nonzero()
-        if wrong.numel():
-            position = int(wrong[0])
-            raise ValueError(
-                f"{self.name}: advantages[{position}] is {float(advantages[position])} at an active token, "
-                "expected a finite number"
-            )
+        is_wrong = self.loss_mask & ~torch.isfinite(advantages)
+        problem = " at an active token, expected a finite number"
+        refuse_values(f"{self.name}: advantages", advantages, is_wrong, problem)
         return advantages
+
+
+def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
+    """Refuses host values of any shape of which some are wrong, naming the first of them."""
+    wrong = is_wrong.nonzero()
+    if wrong.numel():
+        index = wrong[0].tolist()
+        raise ValueError(f"{where}{index} is {values[tuple(index)].item()}{problem}")
 
 
 def as_integer(value: object) -> int | None:
@@ -199,11 +196,8 @@ def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
 
 
 def check_mask(where: str, mask: Tensor) -> None:
-    """Refuses a host mask of any shape with values other than 0 and 1, naming the first of them."""
-    wrong = ((mask != 0) & (mask != 1)).nonzero()
-    if wrong.numel():
-        index = wrong[0].tolist()
-        raise ValueError(
-            f"{where}{index} is {mask[tuple(index)].item()}, expected 0 or 1 (a mask of document ids or weights would be "
-            "summed as token counts)"
-        )
+    """Refuses a host mask of any shape with values other than 0 and 1."""
+    problem = (
+        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
+    )
+    refuse_values(where, mask, (mask != 0) & (mask != 1), problem)

@@ -10,12 +10,7 @@ from megatron_pg.step.totals import AnySample
 
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
-    """The error of rollout files that give no step: a run of none would look like one that went well.
-
-    Args:
-        paths: as given by `--rollout-files`.
-        num_skipped: bad rows that `--on-bad-row skip` has passed over.
-    """
+    """The error of `--rollout-files` of bad rows or none: a run without a step would look like one that went well."""
     found = "no rows"
     if num_skipped:
         found = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"

@@ -103,16 +103,16 @@ class TokenWindow:
             )
         if pad_to_multiple < 1:
             raise ValueError(f"pad_to_multiple is {pad_to_multiple}: expected 1 or more")
-        totals = torch.tensor(total_lengths, dtype=torch.int64)
-        responses = torch.tensor(response_lengths, dtype=torch.int64)
-        chunks = _chunk_lengths(totals, cp_size, pad_to_multiple)
-        padded = chunks * _chunks_per_sequence(cp_size)
-
+        segments = [
+            (total, response, padded_length(total, cp_size))
+            for total, response in zip(total_lengths, response_lengths, strict=True)
+        ]
+        used = sum(padded for *_, padded in segments)
+        padding = packed_length(used, packed_multiple(cp_size, pad_to_multiple)) - used
+        if padding:  # a segment of no tokens and no response
+            segments.append((0, 0, padding))
+        totals, responses, padded = torch.tensor(segments, dtype=torch.int64).unbind(1)
         segment_ids, position_ids = local_positions(padded, cp_rank, cp_size)
-        # The padding segment is a sequence of no tokens and no response.
-        num_padding = chunks.numel() - totals.numel()
-        totals = torch.nn.functional.pad(totals, (0, num_padding))
-        responses = torch.nn.functional.pad(responses, (0, num_padding))
         token_starts = totals.cumsum(0) - totals
         response_starts = responses.cumsum(0) - responses
 
@@ -121,12 +121,8 @@ class TokenWindow:
         next_position = position_ids + 1
         is_token = position_ids < total
         is_scored = (next_position >= prompt) & (next_position < total)
-        minus_one = torch.full_like(position_ids, -1)
         logit_rows = is_scored.nonzero().squeeze(1)
-        window_segment_ids = segment_ids[logit_rows]
-        response_indices = (
-            response_starts[window_segment_ids] + (next_position - prompt)[logit_rows]
-        )
+        response_indices = response_starts[segment_ids] + next_position - prompt
         return cls(
             total_lengths=total_lengths,
             response_lengths=response_lengths,
@@ -136,37 +132,28 @@ class TokenWindow:
             max_seqlen=int(padded.max()),
             segment_ids=segment_ids,
             position_ids=position_ids,
-            token_indices=torch.where(is_token, token_start + position_ids, minus_one),
-            target_indices=torch.where(is_scored, token_start + next_position, minus_one),
+            token_indices=torch.where(is_token, token_start + position_ids, -1),
+            target_indices=torch.where(is_scored, token_start + next_position, -1),
             logit_rows=logit_rows,
-            response_indices=response_indices,
-            window_segment_ids=window_segment_ids,
+            response_indices=response_indices[logit_rows],
+            window_segment_ids=segment_ids[logit_rows],
         )
-
-
-def _chunks_per_sequence(cp_size: int) -> int:
-    return 2 * cp_size if cp_size > 1 else 1
 
 
 def padded_length(total_length: int, cp_size: int) -> int:
     """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))`, or `total` at size 1."""
-    multiple = _chunks_per_sequence(cp_size)
+    multiple = packed_multiple(cp_size)
     return -(-total_length // multiple) * multiple
 
 
-def packed_multiple(cp_size: int, pad_to_multiple: int) -> int:
-    """Packed lengths are multiples of this; it is also the length of an empty micro-batch's dummy segment."""
-    return math.lcm(_chunks_per_sequence(cp_size), pad_to_multiple)
+def packed_multiple(cp_size: int, pad_to_multiple: int = 1) -> int:
+    """Packed lengths are multiples of this, the length of an empty micro-batch."""
+    return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
 
 
-def _chunk_lengths(totals: Tensor, cp_size: int, pad_to_multiple: int) -> Tensor:
-    """The tokens [segments] of one chunk of each segment; a padding segment comes last where one is needed."""
-    number = _chunks_per_sequence(cp_size)
-    chunks = (totals + number - 1) // number
-    multiple = packed_multiple(cp_size, pad_to_multiple)
-    packed = int(chunks.sum()) * number
-    padding = -packed % multiple if packed else multiple
-    return torch.cat([chunks, torch.tensor([padding // number])]) if padding else chunks
+def packed_length(padded_tokens: int, multiple: int) -> int:
+    """Tokens of a packed micro-batch whose padded samples have that many; an empty one is a dummy segment."""
+    return max(-(-padded_tokens // multiple), 1) * multiple
 
 
 def local_positions(padded: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:

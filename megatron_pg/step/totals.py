@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
@@ -73,26 +73,19 @@ class StepTotals:
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
-        return torch.tensor(
-            [
-                sample.num_active_tokens
-                if sample.rollout_id is None
-                else _known(self.rollout_active_tokens, sample, "rollout_id")
-                for sample in samples
-            ],
-            dtype=torch.float64,
-        )
+        known = [_known(self.rollout_active_tokens, sample, "rollout_id") for sample in samples]
+        return torch.tensor(known, dtype=torch.float64)
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
-        return torch.tensor(
-            [_known(self.group_active_tokens, sample, "group_index") for sample in samples],
-            dtype=torch.float64,
-        )
+        known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
+        return torch.tensor(known, dtype=torch.float64)
 
 
 def _known(totals: Mapping[int, int], sample: CountedSample, field: str) -> int:
     identifier = getattr(sample, field)
+    if identifier is None and field == "rollout_id":
+        return sample.num_active_tokens
     if identifier is None:
         raise ValueError(
             f"{sample.name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
@@ -125,82 +118,45 @@ def step_totals(
     return totals_of_counts(gather(sample_counts(samples), data_parallel_group), samples)
 
 
-SAMPLE_COUNTS = np.dtype(
-    [
-        ("group_index", np.int64),
-        ("has_group_index", np.bool_),
-        ("rollout_id", np.int64),
-        ("has_rollout_id", np.bool_),
-        ("active_tokens", np.int64),
-    ]
-)
-"""What one data-parallel rank tells the others of a sample. Any int64 may be an id, so none can mean None: it is 0 where
-the sample has none."""
-
-SampleCounts = NDArray[np.void]
-"""An array [samples] of `SAMPLE_COUNTS`, cheap to send."""
+SampleCounts = list[tuple[int | None, int | None, int]]
+"""What one data-parallel rank tells the others: `group_index`, `rollout_id` and active tokens of each of its samples."""
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """The counts and ids [samples] of one rank's samples."""
-    counts = np.zeros(len(samples), SAMPLE_COUNTS)
-    counts["active_tokens"] = [sample.num_active_tokens for sample in samples]
-    for field in ("group_index", "rollout_id"):
-        ids = [getattr(sample, field) for sample in samples]
-        counts[f"has_{field}"] = [value is not None for value in ids]
-        counts[field] = [0 if value is None else value for value in ids]
-    return counts
+    """The counts and ids of one rank's samples."""
+    return [(sample.group_index, sample.rollout_id, sample.num_active_tokens) for sample in samples]
 
 
 def totals_of_counts(
-    everyone: Sequence[SampleCounts], samples: Sequence[CountedSample]
+    everyone: Sequence[SampleCounts],
+    samples: Sequence[CountedSample],
+    num_tokens: int | None = None,
 ) -> StepTotals:
     """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
     Raises:
         ValueError: see `step_totals`.
     """
-    step = np.concatenate(everyone)
-    _check_rollouts_have_one_group(step)
-    rollouts, groups = (_active_tokens_by(field, step) for field in ("rollout_id", "group_index"))
-    alone = step["active_tokens"][~step["has_rollout_id"]]
-    is_grouped = bool(step["has_group_index"].all())
+    groups: Counter[int | None] = Counter()
+    rollouts: Counter[object] = Counter()
+    group_of_rollout: dict[object, int | None] = {}
+    for number, (group, rollout_id, num_active) in enumerate(itertools.chain(*everyone)):
+        rollout = ("sample", number) if rollout_id is None else rollout_id
+        groups[group] += num_active
+        rollouts[rollout] += num_active
+        if (other := group_of_rollout.setdefault(rollout, group)) != group:
+            raise ValueError(
+                f"rollout_id {rollout} has samples of group_index {other} and {group}: a rollout answers one prompt"
+            )
+    is_grouped = None not in groups
+    own_rollouts, own_groups = {s.rollout_id for s in samples}, {s.group_index for s in samples}
     return StepTotals(
-        num_rollouts=alone.size + len(rollouts),
+        num_rollouts=len(rollouts),
         num_prompt_groups=len(groups) if is_grouped else None,
-        num_active_tokens=int(step["active_tokens"].sum()),
-        num_active_rollouts=int(np.count_nonzero(alone)) + sum(map(bool, rollouts.values())),
+        num_active_tokens=groups.total(),
+        num_active_rollouts=sum(map(bool, rollouts.values())),
         num_active_prompt_groups=sum(map(bool, groups.values())) if is_grouped else None,
-        rollout_active_tokens={
-            id_: rollouts[id_] for s in samples if (id_ := s.rollout_id) is not None
-        },
-        group_active_tokens={
-            id_: groups[id_] for s in samples if (id_ := s.group_index) is not None
-        },
+        rollout_active_tokens={id_: rollouts[id_] for id_ in own_rollouts if id_ is not None},
+        group_active_tokens={id_: groups[id_] for id_ in own_groups if id_ is not None},
+        num_tokens=num_tokens,
     )
-
-
-def _active_tokens_by(field: str, counts: SampleCounts) -> dict[int, int]:
-    """The active tokens of each id; samples without one are left out."""
-    counts = counts[counts[f"has_{field}"]]
-    ids, index = np.unique(counts[field], return_inverse=True)
-    sums = np.zeros(ids.size, dtype=np.int64)
-    np.add.at(sums, index, counts["active_tokens"])
-    return dict(zip(ids.tolist(), sums.tolist(), strict=True))
-
-
-def _check_rollouts_have_one_group(step: SampleCounts) -> None:
-    rows = step[step["has_rollout_id"]]
-    ids, first, index = np.unique(rows["rollout_id"], return_index=True, return_inverse=True)
-    expected = rows[first][index]
-    group = ["group_index", "has_group_index"]
-    differs = np.flatnonzero(rows[group] != expected[group])
-    if differs.size:
-        at = differs[0]
-        one, other = (
-            int(row["group_index"]) if row["has_group_index"] else None
-            for row in (expected[at], rows[at])
-        )
-        raise ValueError(
-            f"rollout_id {int(ids[index[at]])} has samples of group_index {one} and {other}: a rollout answers one prompt"
-        )

@@ -107,7 +107,7 @@ def largest_errors(flag_sets: list[list[str]]) -> list[dict[str, float]]:
         for dtype in ("fp32", "bf16"):
             options, _ = parse_options(["--device", "cpu", "--dtype", dtype, *flags])
             for row in run_check(options):
-                key = f"{row.step.model} {row.step.dtype}"
+                key = f"{row.model} {row.dtype}"
                 worst[key] = max(worst.get(key, 0.0), row.gradient_error)
         found.append(worst)
     return found

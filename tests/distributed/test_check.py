@@ -142,7 +142,7 @@ def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, 
     for name in names:
         replace_loss(run, MUTANTS[name].loss)
         rows = run.run_check(options)
-        found.append([(r.step.aggregation, r.passed, diagnosis(r, options, 2)) for r in rows])
+        found.append([(r.aggregation, r.passed, diagnosis(r, options, 2)) for r in rows])
     return found
 
 
@@ -261,7 +261,7 @@ def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, 
         paths = ["--custom-pg-loss-reducer-function-path", f"{module}:{reducer}"]
         paths += ["--custom-policy-loss-path", f"{module}.squared_log_probs"]
         options, _ = parse_options(["--device", "cpu", *paths, *flags])
-        rows = [row for row in run_check(options) if row.step.aggregation == "custom"]
+        rows = [row for row in run_check(options) if row.aggregation == "custom"]
         found.append([(r.passed, diagnosis(r, options, 2), r.gradient_error) for r in rows])
     return found
 

@@ -116,18 +116,17 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 
 def private_buffers() -> list[bool]:
-    """Whether each weight gradient made in forward from here on waits in a buffer of its own; filled as they are made."""
+    """Whether each weight gradient from here on waits in a buffer of its own; filled as they are made."""
     from megatron_pg.head import from_hidden
 
     made: list[bool] = []
-    plain = from_hidden.ForwardGradients
+    plain = from_hidden.FactorGradients
 
-    def recorded(*arguments: Any) -> Any:
-        gradients = plain(*arguments)
-        made.append(not gradients.weight.is_direct)
-        return gradients
+    def recorded(*arguments: Any, final: bool) -> Any:
+        made.append(not final)
+        return plain(*arguments, final=final)
 
-    from_hidden.ForwardGradients = recorded
+    from_hidden.FactorGradients = recorded
     return made
 
 
@@ -164,29 +163,23 @@ def test_with_a_loss_scale_straight_to_main_grad(
         assert comparison.passed, f"{run}: {comparison}"
 
 
-def without_context_factor(sharding: Sharding) -> list[bool]:
-    """Mutant: the schedule's factor CP is forgotten in what is worked out beforehand. Which gradients are NaN then."""
-    from megatron_pg.megatron import policy_step
+def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
+    """Mutant: backward makes the gradient of the local loss, whatever gradient the schedule brings."""
+    from megatron_pg.head import from_hidden
 
-    whole = policy_step.scale_contract
-
-    def mutated(*arguments: Any, **options: Any) -> Any:
-        found = whole(*arguments, **options)
-        factor = found.schedule_factor / options["context_parallel_size"]
-        return replace(found, schedule_factor=factor)
-
-    policy_step.scale_contract = mutated
-    chunks = build(sharding, DENSE)
-    pass_through(chunks, sharding, RUNS[0], "one pass")
-    return [bool(gradient.isnan().any()) for gradient in main_grads(chunks)]
+    whole = from_hidden._coefficients
+    from_hidden._coefficients = lambda *given: whole(*given[:3], None)
+    return steps(sharding, DENSE, "one pass")
 
 
 @pytest.mark.parametrize("sharding", [Sharding(context=2), Sharding(data=2)], ids=str)
-def test_a_wrong_scale_would_be_seen(sharding: Sharding) -> None:
+def test_a_wrong_scale_would_be_seen(sharding: Sharding, references: Any) -> None:
     """In the gradient of the output layer, and through the hidden states in every other."""
-    has_context_parallelism = sharding.context > 1
-    for found in run_ranks(without_context_factor, 2, sharding):
-        assert found and set(found) == {has_context_parallelism}
+    found = run_ranks(steps_with_a_lost_scale, 2, sharding)[0]
+    for outcome, expected in zip(found, references[False], strict=True):
+        assert not compare(outcome, expected, gradient_tolerance(DENSE)).passed
+        for name, gradient in expected.gradients.items():
+            assert not torch.allclose(outcome.gradients[name], gradient, rtol=0.1), name
 
 
 def steps_with_a_frozen_weight(
@@ -226,25 +219,19 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
     for run in RUNS:
         outcomes.append(fused_step(chunks, sharding, run, "one pass"))
         before = main_grads(chunks)
-        for mode in ("no_grad", "eval"):
-            if mode == "eval":
-                for chunk in chunks:
-                    chunk.eval()
+        for mode in ("no_grad", "eval", "train"):
+            for chunk in chunks:
+                chunk.train(mode == "train")
             with torch.set_grad_enabled(mode != "no_grad"):
                 metrics = pass_through(chunks, sharding, run, "one pass", forward_only=True)
-            for chunk in chunks:
-                chunk.train()
             after = main_grads(chunks)
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), mode
+            # With gradients on, values wait for a backward that never comes, and that shows.
+            for each in metrics:
+                missing = torch.stack(list(each.values())).isnan()
+                assert missing.all() if mode != "no_grad" else not missing.any()
             if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
                 assert all("loss" in each for each in metrics)
-    # With gradients and in training mode: what it leaves behind shows, until the next step zeroes it.
-    if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
-        with pytest.warns(RuntimeWarning, match="freed without backward"):
-            pass_through(chunks, sharding, RUNS[-1], "one pass", forward_only=True)
-        assert any(gradient.isnan().any() for gradient in main_grads(chunks))
-    else:
-        pass_through(chunks, sharding, RUNS[-1], "one pass", forward_only=True)
     outcomes.append(fused_step(chunks, sharding, RUNS[-1], "one pass"))
     return outcomes
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.config.flags import flag_of
+from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
-from megatron_pg.step import PlanningConfig, add_planning_args
 
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]

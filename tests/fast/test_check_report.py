@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_pg.check import main
-from megatron_pg.check.compare import Row, Step
+from megatron_pg.check.compare import Row
 from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, parse_options
 from megatron_pg.check.report import as_json, as_text, diagnosis
@@ -18,7 +18,7 @@ from megatron_pg.check.step import LENGTHS, SAMPLES_PER_RANK, cut, make_samples
 from megatron_pg.config.versions import UnsupportedMegatronError
 
 RIGHT = Row(
-    step=Step("loss only", "token_mean", False, "fp32", loss=-1.5, checksum=1.0),
+    *("loss only", "token_mean", False, "fp32", -1.5, 1.0),
     reference_loss=-1.5,
     gradient_error=1e-7,
     worst_parameter="table",
@@ -122,15 +122,15 @@ def test_row_passes_on_agreement_only() -> None:
     assert not replace(RIGHT, gradient_error=1.1e-6).passed
     assert not replace(RIGHT, gradient_error=math.inf).passed
     for loss in (-1.5001, math.nan, math.inf):
-        assert not replace(RIGHT, step=replace(RIGHT.step, loss=loss)).passed
+        assert not replace(RIGHT, loss=loss).passed
     for checksum in (0.99, 2.0, math.nan):
-        assert not replace(RIGHT, step=replace(RIGHT.step, checksum=checksum)).passed
+        assert not replace(RIGHT, checksum=checksum).passed
 
 
 def test_tolerance_is_that_of_the_dtype() -> None:
     for model in ("end to end", "loss only"):
-        assert replace(RIGHT.step, model=model).tolerance == 1e-6
-        assert replace(RIGHT.step, model=model, dtype="bf16").tolerance == 2e-2
+        assert replace(RIGHT, model=model).tolerance == 1e-6
+        assert replace(RIGHT, model=model, dtype="bf16").tolerance == 2e-2
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_tolerance_is_that_of_the_dtype() -> None:
         ),
         (replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan), "not finite in table"),
         (
-            replace(RIGHT, step=replace(RIGHT.step, loss=-3.0)),
+            replace(RIGHT, loss=-3.0),
             "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
         ),
         (
-            replace(RIGHT, step=replace(RIGHT.step, checksum=2.0)),
+            replace(RIGHT, checksum=2.0),
             "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
             "(aggregation_checksum)",
         ),
@@ -202,7 +202,7 @@ def test_every_sample_is_in_one_micro_batch(data_size: int) -> None:
     seen = []
     for rank in range(data_size):
         count = options.num_microbatches(rank)
-        micro_batches = cut(samples, data_size=data_size, data_rank=rank, num_microbatches=count)
+        micro_batches = cut(samples[rank::data_size], count)
         assert len(micro_batches) == count and micro_batches[-1] == []
         seen += [sample.name for each in micro_batches for sample in each]
     assert sorted(seen) == sorted(sample.name for sample in samples)

@@ -481,6 +481,10 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys):
         (["--log-normal", "1e12,1"], "--log-normal 1e+12,1 has drawn a length of"),
         (["--lengths", "1,2,3", "--group-size", "1000000"], "give a smaller --group-size"),
         (["--lengths", "1", "--docs-per-step", "1048577"], "--docs-per-step"),
+        (["--lengths", "1", "--group-size", "0"], "--group-size must be an integer >= 1"),
+        (["--lengths", "1", "--docs-per-step", "-3"], "--docs-per-step must be an integer >= 1"),
+        (["--lengths", "1", "--num-microbatches", "9" * 400], "must be an integer >= 1 and <="),
+        (["--log-normal", "9,1", "--seed", "-1"], "--seed must be an integer >= 0"),
         (["--lengths", "1,2", "--plot", "weights.unknown"], "unknown"),
         (["--lengths", "1,2", "--plot", "/no/such/folder/weights.png"], "/no/such/folder"),
     ],
@@ -513,11 +517,7 @@ def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, capsy
         (["--log-normal", "nan,1"], "a median above 0"),
         (["--log-normal", "2000,500"], "Sigma is of the logarithm and not in tokens"),
         (["--log-normal", "2000,50"], "a sigma from 0 to 10"),
-        (["--lengths", "1", "--group-size", "0"], "expected an integer from 1"),
-        (["--lengths", "1", "--group-size", "x"], "expected an integer from 1"),
-        (["--lengths", "1", "--docs-per-step", "-3"], "expected an integer from 1"),
-        (["--lengths", "1", "--num-microbatches", "9" * 30], "expected an integer from 1"),
-        (["--log-normal", "9,1", "--seed", "-1"], "expected an integer from 0"),
+        (["--lengths", "1", "--group-size", "x"], "invalid int value: 'x'"),
     ],
 )
 def test_malformed_values_are_refused_by_the_parser(capsys, arguments, message):

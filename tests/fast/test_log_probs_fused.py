@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,8 +14,13 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
-from megatron_pg.head.output_layer import WeightGradient, default_chunk_tokens
+from megatron_pg.head import (
+    HeadOptions,
+    from_hidden,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from megatron_pg.head.output_layer import FactorGradients, default_chunk_tokens
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
 
@@ -91,6 +98,10 @@ def known(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) 
     return loss
 
 
+def deferred(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
+    return known(problem, hidden, weight, defer=True, **settings)
+
+
 def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
     chunk = settings.pop("chunk_tokens", None)
     fp32 = settings.pop("fp32_logits", False)
@@ -108,7 +119,7 @@ def recomputed(problem: Problem, hidden: Tensor, weight: Tensor, **settings: obj
     return downstream(problem, hidden, weight, keep_logits=False, **settings)
 
 
-MODES = [known, kept, recomputed]
+MODES = [known, deferred, kept, recomputed]
 every_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.__name__)
 
 
@@ -187,10 +198,11 @@ def test_a_buffer_that_is_not_of_distributed_data_parallel_is_left_alone(
 
 def test_chunks_of_a_bfloat16_weight_add_up_in_float32() -> None:
     """512 ones stall at 256 in bfloat16."""
-    gradient = WeightGradient(torch.zeros(2, 1, dtype=torch.bfloat16), final=False)
-    for _ in range(512):
-        gradient.add(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16))
-    assert gradient.finish().tolist() == [[512.0], [512.0]]
+    hidden, weight = torch.ones(512, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    targets, one_row = torch.zeros(512, dtype=torch.int64), HeadOptions(chunk_tokens=1)
+    loss, _, _ = linear_token_loss(hidden, weight, targets, lambda p, *_: 2 * p.sum(), one_row)
+    loss.backward()
+    assert weight.grad.tolist() == [[512.0], [-512.0]]
 
 
 def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32() -> None:
@@ -244,8 +256,9 @@ def test_no_tokens(mode: Callable[..., Tensor]) -> None:
     assert hidden.grad.shape == (0, HIDDEN) and (weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("gradient_rows", [0, 3, 4, TOKENS])
-def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int) -> None:
+def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int, defer: bool) -> None:
     problem = Problem()
     hidden, weight = problem.leaves()
     loss, log_probs, entropy = linear_token_loss(
@@ -255,6 +268,7 @@ def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int) -> No
         problem.token_loss,
         options(chunk_tokens=4),
         gradient_rows=gradient_rows,
+        defer=defer,
     )
     loss.backward()
     close(loss.detach(), problem.loss)
@@ -270,30 +284,19 @@ def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int) -> No
     )
 
 
-def test_known_loss_scale_goes_straight_to_main_grad() -> None:
-    problem = Problem(scale=6.0)
-    hidden, weight = problem.leaves()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
-    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
-    close(weight.main_grad - 1, problem.weight_gradient)
-    (loss * 6).backward()
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
-
-
 def test_float64_with_a_loss_scale_of_float32() -> None:
     """As Megatron's is, whatever the model computes in."""
     problem = Problem(torch.float64, scale=6.0)
     hidden, weight = problem.leaves()
-    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
-    (loss * 6).backward()
+    loss = deferred(problem, hidden, weight, chunk_tokens=4)
+    loss.backward(torch.tensor(6.0))
     close(loss.detach(), problem.loss, 1e-6)
     close(hidden.grad, problem.hidden_gradient, 1e-6)
     close(weight.grad, problem.weight_gradient, 1e-6)
 
 
-@pytest.mark.parametrize("loss_scale", [None, torch.tensor(6.0)])
-def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(loss_scale: Tensor | None) -> None:
+@pytest.mark.parametrize("mode", [known, deferred])
+def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(mode: Callable[..., Tensor]) -> None:
     """The second chunk of three here."""
     problem = Problem(scale=6.0)
     right = problem.token_loss
@@ -303,7 +306,7 @@ def test_a_chunk_whose_loss_is_a_constant_has_no_gradient(loss_scale: Tensor | N
 
     hidden, weight = problem.leaves()
     problem.token_loss = token_loss  # type: ignore[method-assign]
-    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=loss_scale)
+    loss = mode(problem, hidden, weight, chunk_tokens=4)
     (loss * 6).backward()
     parts = [
         right(problem.log_probs[rows], problem.entropy[rows], rows)
@@ -323,143 +326,80 @@ def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-@pytest.mark.parametrize("promised", [6.0, -6.0])
-def test_a_scale_that_differs_by_rounding_is_the_promised_one(promised: float) -> None:
-    problem = Problem(scale=promised)
+def test_what_is_deferred_is_nan_until_backward_and_in_place_then() -> None:
+    problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
-    scale = torch.tensor(promised)
-    loss = known(problem, hidden, weight, loss_scale=scale)
-    loss.backward(torch.nextafter(scale, torch.tensor(7.0)))
+    outputs = linear_token_loss(
+        hidden, weight, problem.targets, problem.token_loss, options(chunk_tokens=4), defer=True
+    )
+    taken = [each.detach() for each in outputs]  # who took them before sees them too
+    scaled = outputs[0] * 2
+    scaled *= 3  # as a schedule does
+    assert all(each.isnan().all() for each in (*taken, scaled))
+    assert (weight.main_grad == 1).all()
+    scaled.backward()
+    for found, wanted in zip(
+        taken, (problem.loss, problem.log_probs, problem.entropy), strict=True
+    ):
+        close(found, wanted)
     close(weight.main_grad - 1, problem.weight_gradient)
     close(hidden.grad, problem.hidden_gradient)
 
 
-@pytest.mark.parametrize("arrives", [3.0, 6.01, float("nan")])
-@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
-def test_a_loss_scale_that_was_not_promised_is_visible(arrives: float, frozen: str | None) -> None:
-    """In every gradient there is, and so in the norm of the step's."""
-    problem = Problem()
-    hidden, weight = with_main_grad(problem)
-    hidden.requires_grad_(frozen != "hidden")
-    weight.requires_grad_(frozen != "weight")
-    loss = known(problem, hidden, weight, loss_scale=torch.tensor(6.0))
-    (loss * arrives).backward()
-    if frozen != "hidden":
-        assert hidden.grad[0].isnan().all()
-    if frozen != "weight":
-        assert weight.main_grad.isnan().any()
-
-
-def test_a_loss_scale_that_was_not_promised_is_visible_without_main_grad() -> None:
-    problem = Problem()
-    hidden, weight = problem.leaves()
-    known(problem, hidden, weight, loss_scale=torch.tensor(6.0)).backward()
-    assert hidden.grad.isnan().any() and weight.grad.isnan().any()
-
-
-def test_a_promise_is_kept_apart_from_what_becomes_of_the_callers_tensor() -> None:
-    problem = Problem()
-    hidden, weight = with_main_grad(problem)
-    scale = torch.tensor(6.0)
-    loss = known(problem, hidden, weight, loss_scale=scale)
-    scale.mul_(2)
-    loss.backward(scale)
-    assert hidden.grad.isnan().any() and weight.main_grad.isnan().any()
-
-
-@pytest.mark.parametrize("failing", [0, 4])
-def test_an_error_after_some_chunks_is_visible_in_main_grad(failing: int) -> None:
-    """A micro-batch that is tried again would be counted in part twice."""
-    problem = Problem()
-    hidden, weight = with_main_grad(problem)
-    right = problem.token_loss
-
-    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        if rows.start == failing:
-            raise torch.OutOfMemoryError("no room")
-        return right(log_probs, entropy, rows)
-
-    problem.token_loss = token_loss  # type: ignore[method-assign]
-    with pytest.raises(torch.OutOfMemoryError):
-        known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
-    assert weight.main_grad.isnan().any() == (failing > 0)
-
-
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_main_grad_that_is_zeroed_before_backward_is_visible(zeroed: bool) -> None:
+@pytest.mark.parametrize("retried", [False, True])
+def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retried: bool) -> None:
+    """A forward pass that has no backward, or broke off, has added nothing."""
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
-    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
-    if zeroed:
-        weight.main_grad.zero_()
-    else:
-        weight.main_grad += 1  # what other micro-batches do between
+    loss = deferred(problem, hidden, weight, chunk_tokens=4)
+    if retried:
+        loss = deferred(problem, hidden, weight, chunk_tokens=4)
+    assert (weight.main_grad == 1).all() and weight.grad is None
+    weight.main_grad.zero_()
     loss.backward(torch.tensor(6.0))
-    assert weight.main_grad.isnan().any() == zeroed and hidden.grad.isnan().any() == zeroed
+    close(weight.main_grad, problem.weight_gradient)
+    close(hidden.grad, problem.hidden_gradient)
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_rows_without_a_gradient_do_not_hide_that_main_grad_is_zeroed(zeroed: bool) -> None:
-    """Columns of padding and a token of probability 0, in a buffer that starts from 0."""
-    problem = Problem()
-    problem.hidden[:, 0] = 1.0
-    problem.weight[0] = 0.0
-    problem.weight[0, 0] = -1e4
-    problem.targets.clamp_(min=1)
-    hidden, weight = problem.leaves()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    loss = known(problem, hidden, weight, chunk_tokens=4, loss_scale=torch.tensor(6.0))
-    is_zero = (weight.main_grad == 0).all(1)
-    assert is_zero[0] and is_zero[VOCAB_SIZE:].all() and not is_zero.all()
-    if zeroed:
-        weight.main_grad.zero_()
-    loss.backward(torch.tensor(6.0))
-    assert weight.main_grad.isnan().any() == zeroed
-
-
-def test_a_gradient_of_zero_is_not_taken_for_one_that_was_zeroed() -> None:
-    problem = Problem()
-    hidden, weight = problem.leaves()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    problem.token_loss = lambda log_probs, entropy, rows: (log_probs * 0.0).sum()
-    known(problem, hidden, weight, loss_scale=torch.tensor(6.0)).backward(torch.tensor(6.0))
-    assert (weight.main_grad == 0).all() and (hidden.grad == 0).all()
-
-
-def test_a_graph_that_has_no_backward_is_visible() -> None:
-    problem = Problem()
+@every_mode
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_the_head(mode: Callable[..., Tensor], reentrant: bool) -> None:
+    """Its second forward adds nothing of its own; backward of the first fills in what the first returned."""
+    problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
-    loss = known(problem, hidden, weight, loss_scale=torch.tensor(6.0))
-    assert not weight.main_grad.isnan().any()
-    with pytest.warns(RuntimeWarning, match="freed without backward"):
-        del loss
-    assert weight.main_grad.isnan().any()
-
-
-def test_checkpointing_the_head_is_visible() -> None:
-    """Its second forward adds the gradient of the weight a second time."""
-    problem = Problem()
-    hidden, weight = with_main_grad(problem)
-    one = torch.tensor(1.0, requires_grad=True)
+    one = torch.tensor(6.0, requires_grad=True)
 
     def head(hidden: Tensor) -> Tensor:
         # The product keeps its factors for backward, which is why the head is run again.
-        return known(problem, hidden, weight, loss_scale=one.detach()) * one
+        return mode(problem, hidden, weight, chunk_tokens=4) * one.detach().requires_grad_()
 
-    loss = torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=False)
-    with pytest.warns(RuntimeWarning, match="freed without backward"):
-        loss.backward()
-    assert weight.main_grad.isnan().any()
+    torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
+    close(weight.main_grad - 1, problem.weight_gradient)
+    close(hidden.grad, problem.hidden_gradient)
 
 
-@pytest.mark.filterwarnings("error")
-def test_nothing_is_awaited_where_nothing_was_added() -> None:
+def test_a_second_backward_of_what_is_deferred_adds_as_much_again() -> None:
     problem = Problem()
     hidden, weight = with_main_grad(problem)
-    known(problem, hidden, weight, loss_scale=torch.tensor(6.0), gradient_rows=0)
-    known(problem, hidden, weight)
-    kept(problem, hidden, weight)
-    assert (weight.main_grad == 1).all()
+    loss = deferred(problem, hidden, weight)
+    loss.backward(retain_graph=True)
+    (5 * loss).backward()
+    close(weight.main_grad - 1, 6 * problem.weight_gradient)
+    close(hidden.grad, 6 * problem.hidden_gradient)
+
+
+def test_what_is_deferred_is_freed_with_its_graph() -> None:
+    problem = Problem()
+    hidden, weight = problem.leaves()
+    states = hidden * 1.0
+    alive = weakref.ref(states)
+    loss = deferred(problem, states, weight)
+    gc.disable()
+    try:
+        del states, loss
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_float16_with_the_loss_scale() -> None:
@@ -468,32 +408,25 @@ def test_float16_with_the_loss_scale() -> None:
     problem = Problem(torch.float16, scale=scale)
     hidden, weight = problem.leaves()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    tiny = 2.0**-22
-
-    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        return tiny * problem.token_loss(log_probs, entropy, rows)
-
-    loss, _, _ = linear_token_loss(
-        hidden,
-        weight,
-        problem.targets,
-        token_loss,
-        options(fp32_logits=True),
-        loss_scale=torch.tensor(scale),
-    )
-    loss.backward(torch.tensor(scale))
+    tiny, right = 2.0**-22, problem.token_loss
+    problem.token_loss = lambda *arguments: tiny * right(*arguments)  # type: ignore[method-assign]
+    deferred(problem, hidden, weight, fp32_logits=True).backward(torch.tensor(scale))
     close(hidden.grad, problem.hidden_gradient * tiny, 0.01)
     close(weight.main_grad, problem.weight_gradient * tiny, 0.01)
 
 
-def test_without_gradients_nothing_is_multiplied_twice() -> None:
+@pytest.mark.parametrize("without", ["gradients on", "a factor that needs one"])
+def test_without_a_backward_to_come_the_value_is_there_at_once(without: str) -> None:
     problem = Problem()
-    hidden, weight = problem.leaves()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-    with torch.no_grad():
-        loss = known(problem, hidden, weight, loss_scale=torch.tensor(1.0))
+    hidden, weight = with_main_grad(problem)
+    if without != "gradients on":
+        hidden, weight = hidden.detach(), weight.detach()
+    with torch.set_grad_enabled(without != "gradients on"):
+        loss = deferred(problem, hidden, weight)
     close(loss, problem.loss)
-    assert (weight.main_grad == 0).all()
+    assert not loss.requires_grad
+    with_main_grad_unchanged = getattr(weight, "main_grad", torch.ones(1))
+    assert (with_main_grad_unchanged == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -527,13 +460,14 @@ def test_bad_input(change: dict[str, object], error: type[Exception], message: s
 def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     problem, rank, width = Problem(), dist.get_rank(), WIDTH // dist.get_world_size()
     results = []
-    for mode in ("known", "kept", "recomputed"):
+    for mode in ("known", "deferred", "kept", "recomputed"):
         hidden, whole = problem.leaves()
         weight = whole.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
         settings = options(chunk_tokens=4, tensor_parallel_group=dist.group.WORLD)
-        if mode == "known":
+        if mode in ("known", "deferred"):
+            defer = mode == "deferred"
             loss, _, _ = linear_token_loss(
-                hidden, weight, problem.targets, problem.token_loss, settings
+                hidden, weight, problem.targets, problem.token_loss, settings, defer=defer
             )
         else:
             log_probs, entropy = linear_log_probs_and_entropy(
@@ -577,12 +511,37 @@ def test_default_chunks_are_equal_and_within_the_budget(
     assert size == (multiple if multiple <= fits and tokens else equal)
 
 
-def test_a_wrong_coefficient_would_be_seen() -> None:
+@pytest.mark.parametrize("mode", [known, deferred])
+def test_a_wrong_coefficient_would_be_seen(mode: Callable[..., Tensor]) -> None:
     """Mutant: coefficients of another scale than the loss."""
     problem = Problem()
     hidden, weight = problem.leaves()
     right = problem.token_loss
     problem.token_loss = lambda log_probs, entropy, rows: 1.001 * right(log_probs, entropy, rows)
-    known(problem, hidden, weight).backward()
+    mode(problem, hidden, weight).backward()
     with pytest.raises(AssertionError):
         close(hidden.grad, problem.hidden_gradient)
+
+
+@every_mode
+def test_a_lost_scale_would_be_seen(
+    mode: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: backward makes the gradient of the loss, whatever gradient arrives."""
+    plain = from_hidden._coefficients, FactorGradients.finish
+    monkeypatch.setattr(from_hidden, "_coefficients", lambda *given: plain[0](*given[:3], None))
+    monkeypatch.setattr(FactorGradients, "finish", lambda found, *_: plain[1](found))
+    problem = Problem(scale=6.0)
+    hidden, weight = with_main_grad(problem)
+    (mode(problem, hidden, weight) * 6).backward()
+    if mode in (
+        kept,
+        recomputed,
+    ):  # theirs comes with the incoming gradients of log-probs and entropy
+        return close(hidden.grad, problem.hidden_gradient)
+    for found, wanted in (
+        (hidden.grad, problem.hidden_gradient),
+        (weight.main_grad - 1, problem.weight_gradient),
+    ):
+        with pytest.raises(AssertionError):
+            close(found, wanted)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import forward_gradients, from_logits, rows_torch, vocabulary_shard
+from megatron_pg.head import from_logits, vocabulary_shard
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
@@ -213,59 +213,6 @@ def sharded_statistics(
         rows = LogitRows(own, targets, shard, torch.tensor(TEMPERATURE), MASK)
         statistics = rows_triton.row_statistics(rows)
     return shards, statistics
-
-
-def promises() -> dict[str, tuple[float, float, Tensor | None, Tensor | None, bool]]:
-    """Name -> (scale promised, scale that arrives, sample after forward, sample now, whether the promise was kept)."""
-    rows, zeros = torch.arange(40.0).view(5, 8) / 7, torch.zeros(5, 8)
-    one, nan = zeros.clone(), zeros.clone()
-    one[4, 7], nan[4, 7] = 1e-30, float("nan")
-    return {
-        "kept": (6.0, 6.0, rows, rows + 1, True),
-        "kept, nothing sampled": (6.0, 6.0, None, None, True),
-        "kept, 0": (0.0, 0.0, rows, rows, True),
-        "rounded": (6.0, 6.0 * (1 - 1e-6), rows, rows, True),
-        "rounded, negative": (-6.0, -6.0 * (1 - 1e-6), rows, rows, True),
-        "rounded, large": (6e4, 6e4 * (1 - 1e-6), rows, rows, True),
-        "another scale": (6.0, 6.01, rows, rows, False),
-        "another by more than rounding": (6.0, 6.0 * (1 + 1e-4), rows, rows, False),
-        "another, small": (6e-4, 6.01e-4, rows, rows, False),
-        "negative": (6.0, -6.0, None, None, False),
-        "NaN": (6.0, float("nan"), rows, rows, False),
-        "zeroed": (6.0, 6.0, rows, zeros, False),
-        "zeroed, few columns": (6.0, 6.0, rows[:, :5].contiguous(), zeros[:, :5], False),
-        "zeroed, of one element": (6.0, 6.0, one, zeros, False),
-        "zeroed, of NaN": (6.0, 6.0, nan, zeros, False),
-        "one element is left": (6.0, 6.0, rows, one, True),
-        "NaN is left": (6.0, 6.0, rows, nan, True),
-        "0 from the start": (6.0, 6.0, zeros, zeros, True),
-    }
-
-
-@needs_interpreter
-@pytest.mark.parametrize("case", list(promises()))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_promises(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel and the torch code spoil the same gradients: the whole first row, and nothing else."""
-    promised, arrives, before, now, kept = promises()[case]
-    scales = torch.tensor(arrives), torch.tensor(promised)
-    held = None
-    if before is not None and now is not None:
-        buffer = torch.ones(15, 11)  # of which the present sample is a view
-        buffer[::3, : now.shape[1]] = now
-        samples = before, buffer[::3, : now.shape[1]]
-        held = tuple(forward_gradients.holds_anything(sample) for sample in samples)
-    for passes in (rows_torch, rows_triton):
-        monkeypatch.setattr(forward_gradients, "row_passes", lambda _, passes=passes: passes)
-        gradients = [torch.ones(3, 1100, dtype=dtype), torch.ones(7, 1100)]
-        forward_gradients.spoil_unless_kept(*scales, held, *gradients)
-        for gradient in gradients:
-            assert gradient[:1].isnan().all() == (not kept) and (gradient[1:] == 1).all()
-            assert kept == bool((gradient == 1).all())
-        alone = torch.ones(2, 3)
-        forward_gradients.spoil_unless_kept(*scales, held, alone)
-        forward_gradients.spoil_unless_kept(*scales, held, torch.ones(0, 3))
-        assert alone[:1].isnan().all() == (not kept)
 
 
 @needs_interpreter

@@ -235,7 +235,7 @@ def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
     maxima, is_nan = metrics.maxima, metrics.is_nan
-    metrics.add(step_sums({"more": torch.ones(())}, 0.5))
+    metrics.update(step_sums({"more": torch.ones(())}, 0.5))
     assert metrics.maxima is maxima is not None
     assert metrics.is_nan is is_nan is not None
     assert metrics["more"].tolist() == [1.0, 0.5]

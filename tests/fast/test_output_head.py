@@ -16,8 +16,12 @@ from megatron_pg.config import (
     validation,
 )
 from megatron_pg.head import linear_token_loss
+from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron import fused_head
 from megatron_pg.megatron.policy_step import PolicyStep
+from megatron_pg.step.batch import pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 
@@ -79,11 +83,12 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int 
     config = SimpleNamespace(mtp_num_layers=mtp_num_layers)
     found = fused_head._plain_weight(layer, None, config)
     targets = torch.tensor([1, 5])
-    one = torch.ones(())
     loss, _, _ = linear_token_loss(
-        torch.ones(2, 4), found, targets, lambda log_probs, *_: log_probs.sum(), loss_scale=one
+        torch.ones(2, 4), found, targets, lambda log_probs, *_: log_probs.sum(), defer=True
     )
+    loss.backward(retain_graph=True)
     of_the_head = weight.main_grad.clone()
+    weight.main_grad, weight.grad = torch.zeros(8, 4), None
     (loss + (3 * weight).sum()).backward()
     # DistributedDataParallel's hook (megatron-core, distributed_data_parallel.py).
     if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
@@ -92,3 +97,53 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int 
         3.0 if mtp_num_layers else 0.0
     )  # the mutant: a model that does not say it has such layers
     torch.testing.assert_close(weight.main_grad, of_the_head + of_prediction)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, None])
+@pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
+def test_metrics_are_filled_in_by_backward(chunk_tokens: int | None, pg_metrics: str) -> None:
+    """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there at once."""
+    samples = [
+        Sample([1, 2, 3, 4], 3, [1, 0, 1], [1.0, 2.0, -1.0], old_log_probs=[-1.0, -2.0, -3.0]),
+        Sample([5, 6, 7], 2, [1, 1], [0.5, 0.0], old_log_probs=[-2.0, -2.0]),
+    ]
+    config = PolicyLossConfig(pg_metrics=pg_metrics, check_aggregation=True)
+    batch, totals = pack(samples), step_totals(samples)
+    groups = SimpleNamespace(
+        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
+    )
+    step = PolicyStep(config, totals=totals, num_microbatches=1, groups=groups)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
+    weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
+    layer = SimpleNamespace(weight=weight)
+    logits = torch.nn.functional.linear(hidden[:, 0], layer.weight)
+    expected_loss, expected = policy_loss_function(config, batch, logits, totals=totals)
+
+    def run() -> tuple[torch.Tensor, MicroBatchMetrics]:
+        fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
+        output = fused.output_processor(hidden_states=hidden, output_layer=layer)
+        loss, metrics = fused.loss(output)
+        assert metrics.keys() == expected.keys()
+        return (loss, metrics)
+
+    def check(loss: torch.Tensor, taken: dict[str, torch.Tensor], metrics: Any) -> None:
+        torch.testing.assert_close(loss, expected_loss)
+        for found in (taken, metrics):
+            torch.testing.assert_close(dict(found), dict(expected))
+        torch.testing.assert_close(metrics.maxima, expected.maxima)
+        assert (metrics.is_nan is None) == (pg_metrics == "none")
+
+    loss, metrics = run()
+    taken = dict(metrics)
+    assert loss.isnan() and all(pair.isnan().all() for pair in taken.values())
+    with pytest.raises(RuntimeError, match="checksum is nan"):
+        reduce_metrics(config, [metrics], contributes=True, device="cpu")
+    gradients = torch.autograd.grad(loss, (hidden, layer.weight))
+    check(loss.detach(), taken, metrics)
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(expected_loss, (hidden, layer.weight)), rtol=1e-5, atol=1e-7
+    )
+    with torch.no_grad():
+        loss, metrics = run()
+    check(loss, metrics, metrics)

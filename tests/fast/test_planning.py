@@ -13,14 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample, TokenWindow, step_totals
-from megatron_pg.step import (
-    PlanningConfig,
-    add_planning_args,
-    assign_to_data_parallel_ranks,
-    plan_bins,
-    plan_step,
-    validate_planning_args,
-)
+from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
+from megatron_pg.step import assign_to_data_parallel_ranks, plan_bins, plan_step
 
 Bins = list[list[int]]
 

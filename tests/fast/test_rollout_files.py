@@ -451,7 +451,7 @@ def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
         RolloutFiles([tmp_path / "x.parquet"]).pull(1)
     path = write(tmp_path, [row()], "jsonl")
     for options, message in (
-        ({"on_bad_row": "drop"}, "--on-bad-row is 'drop'"),
+        ({"on_bad_row": "drop"}, "--on-bad-row .*found 'drop'"),
         ({"required_fields": ["reward"]}, "no column fills 'reward'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"data_parallel_rank": 2, "data_parallel_size": 2}, "0 <= rank < size"),

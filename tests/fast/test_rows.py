@@ -68,8 +68,8 @@ def rows(request: pytest.FixtureRequest) -> Iterator[None]:
     OBJECTIVES.add(replace(OBJECTIVE, **changes.get("objective", {})))
     CORRECTIONS.add(replace(CORRECTION, **changes.get("correction", {})))
     yield
-    OBJECTIVES.remove(OBJECTIVE.name)
-    CORRECTIONS.remove(CORRECTION.name)
+    del OBJECTIVES[OBJECTIVE.name]
+    del CORRECTIONS[CORRECTION.name]
 
 
 def parsed(line: str) -> argparse.Namespace:

@@ -83,10 +83,8 @@ def from_hidden_states(rank: int, mode: str) -> None:
     def head() -> tuple[Tensor, ...]:
         leaf, part = hidden.clone().requires_grad_(), own(weight, rank, 0).requires_grad_()
         part.main_grad, part.grad_added_to_main_grad = torch.zeros_like(part).float(), False
-        if mode == "promised":
-            loss, _, _ = linear_token_loss(
-                leaf, part, targets, token_loss, settings, loss_scale=scale
-            )
+        if mode == "deferred":
+            loss, _, _ = linear_token_loss(leaf, part, targets, token_loss, settings, defer=True)
         else:
             outputs = linear_log_probs_and_entropy(
                 leaf, part, targets, settings, keep_logits=mode == "kept"
@@ -135,6 +133,6 @@ def run_rank(rank: int, store: str, case: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["logits", "promised", "kept", "recomputed"])
+@pytest.mark.parametrize("case", ["logits", "deferred", "kept", "recomputed"])
 def test_vocabulary_over_two_gpus(case: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(run_rank, (str(tmp_path / "store"), case), nprocs=SIZE)

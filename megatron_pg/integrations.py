@@ -1,4 +1,6 @@
-"""The reducers that are exact at the call site of slime, miles and their kin, and the refusal of those that are not.
+"""Reducers for slime, miles and their kin, which load one by import path, one path for each aggregation.
+
+    --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
 Such a trainer calls `f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)` for each micro-batch,
 takes its reducer's inner sum s of the rank, and scales it itself. With N the rollouts of the step, DP, CP and M as in
@@ -14,11 +16,12 @@ takes its reducer's inner sum s of the rank, and scales it itself. With N the ro
    objective is `sum of s / (T + Z)`: `token_mean` where Z is 0, and 1 / (1 + Z / T) of it otherwise.
 
 A mode under the other of the two flags would be divided by the other count, and `prompt_mean` needs G and P, which
-the call site does not carry: these are refused.
+the call site does not carry: these are refused. Importing this needs nothing of theirs.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -33,118 +36,89 @@ DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
 PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
 
 
-def sample_mean(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-) -> Reducer:
-    """The sample mean (GRPO) of rollouts that are one sample each.
-
-    Args:
-        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
-        response_lengths: response tokens of each sample.
-        loss_masks: one `[response_length]` tensor of 0 and 1 per sample.
-        calculate_per_token_loss: the trainer's flag; must be off.
-
-    Returns:
-        `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
-
-    Raises:
-        ValueError: per-token mode is on, or lengths and masks do not fit.
-        NotImplementedError: `--qkv-format bshd` under context parallelism.
-    """
-    _refuse_per_token_mode("sample_mean", calculate_per_token_loss)
-    return _reducer("sample_mean", total_lengths, response_lengths, loss_masks)
-
-
-def constant(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-) -> Reducer:
-    """Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N.
-
-    L is the environment variable `MEGATRON_PG_LOSS_AGGREGATION_DIVISOR` or `loss_aggregation_divisor` of
-    Megatron's global args. Arguments, result and errors as of `sample_mean`; also a ValueError where neither
-    gives L, or both give different ones.
-    """
-    _refuse_per_token_mode("constant", calculate_per_token_loss)
-    return _reducer("constant", total_lengths, response_lengths, loss_masks, divisor=_divisor())
-
-
-def token_mean(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-) -> Reducer:
-    """The token mean over the whole step; needs the trainer's `--calculate-per-token-loss`.
-
-    The trainer counts one token for a sample without any (see the module's docstring): exact where every sample has
-    an active token. Arguments, result and errors as of `sample_mean`, but that per-token mode must be on.
-    """
-    if not calculate_per_token_loss:
-        raise ValueError(
-            f"{PREFIX}token_mean without --calculate-per-token-loss: the trainer would divide the sum of the tokens by "
-            "its number of rollouts, and the call site does not carry the active tokens of the step; add "
-            "--calculate-per-token-loss"
-        )
-    return _reducer("token_mean", total_lengths, response_lengths, loss_masks)
-
-
-def prompt_mean(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: bool = False,
-) -> Reducer:
-    """A refusal: the call site carries neither prompt groups nor the step's totals.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"{PREFIX}prompt_mean: a prompt mean needs the prompt group of every sample and the group's active tokens over "
-        "the whole step, and this call carries lengths and masks of one micro-batch; use constant, sample_mean or "
-        "token_mean here, or compute the loss with megatron_pg.megatron.PolicyStep, which has them"
-    )
-
-
 def _reducer(
     aggregation: str,
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
-    *,
-    divisor: float | None = None,
+    calculate_per_token_loss: bool = False,
 ) -> Reducer:
+    """The reducer of one micro-batch under one aggregation; the functions of this module are its partials.
+
+    Args:
+        total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
+        response_lengths: response tokens of each sample.
+        loss_masks: one `[response_length]` tensor of 0 and 1 per sample.
+        calculate_per_token_loss: the trainer's flag; on for `token_mean`, off for the others.
+
+    Returns:
+        `reducer(x [window]) -> 0-d` inner sum of this rank, which the trainer scales.
+
+    Raises:
+        ValueError: the flag is not what the aggregation needs, or lengths and masks do not fit.
+        NotImplementedError: `--qkv-format bshd` under context parallelism.
+    """
+    if aggregation == "prompt_mean":
+        raise ValueError(
+            f"{PREFIX}prompt_mean: a prompt mean needs the prompt group of every sample and the group's active tokens "
+            "over the whole step, and this call carries lengths and masks of one micro-batch; use constant, sample_mean "
+            "or token_mean here, or compute the loss with megatron_pg.megatron.PolicyStep, which has them"
+        )
+    if aggregation == "token_mean" and not calculate_per_token_loss:
+        raise ValueError(
+            f"{PREFIX}token_mean without --calculate-per-token-loss: the trainer would divide the sum of the tokens by "
+            "its number of rollouts, and the call site does not carry the active tokens of the step; add "
+            "--calculate-per-token-loss"
+        )
+    if aggregation != "token_mean" and calculate_per_token_loss:
+        raise ValueError(
+            f"{PREFIX}{aggregation} with --calculate-per-token-loss: the trainer would divide the result by the step's "
+            "tokens and not by its rollouts; drop --calculate-per-token-loss, or use token_mean"
+        )
     cp_rank, cp_size = context_parallel_place()
     return get_pg_loss_reducer(
         total_lengths,
         response_lengths,
         loss_masks,
         aggregation=aggregation,
-        divisor=divisor,
+        divisor=_divisor() if aggregation == "constant" else None,
         cp_rank=cp_rank,
         cp_size=cp_size,
         qkv_format=getattr(global_args(), "qkv_format", None) or "thd",
     )
 
 
-def _refuse_per_token_mode(aggregation: str, calculate_per_token_loss: bool) -> None:
-    if calculate_per_token_loss:
-        raise ValueError(
-            f"{PREFIX}{aggregation} with --calculate-per-token-loss: the trainer would divide the result by the step's "
-            "tokens and not by its rollouts; drop --calculate-per-token-loss, or use token_mean"
-        )
+sample_mean = functools.partial(_reducer, "sample_mean")
+"""The sample mean (GRPO) of rollouts that are one sample each."""
+
+constant = functools.partial(_reducer, "constant")
+"""Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N.
+
+L is the environment variable `MEGATRON_PG_LOSS_AGGREGATION_DIVISOR` or `loss_aggregation_divisor` of Megatron's global
+args; a ValueError where neither gives L, or both give different ones.
+"""
+
+token_mean = functools.partial(_reducer, "token_mean")
+"""The token mean over the whole step; needs the trainer's `--calculate-per-token-loss`.
+
+The trainer counts one token for a sample without any (see above): exact where every sample has an active token.
+"""
+
+prompt_mean = functools.partial(_reducer, "prompt_mean")
+"""Refused, always: the call site carries neither prompt groups nor the step's totals."""
 
 
 def _divisor() -> float:
     """L of `constant`, from the environment or Megatron's global args."""
+    text = os.environ.get(DIVISOR_VARIABLE)
+    try:
+        of_environment = None if text is None else float(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{DIVISOR_VARIABLE} is {text!r}: expected a number of tokens above 0"
+        ) from error
     given = {
-        DIVISOR_VARIABLE: _divisor_of_environment(),
+        DIVISOR_VARIABLE: of_environment,
         "--loss-aggregation-divisor": getattr(global_args(), "loss_aggregation_divisor", None),
     }
     found = {source: value for source, value in given.items() if value is not None}
@@ -158,15 +132,3 @@ def _divisor() -> float:
             f"{PREFIX}constant has two divisors, {' and '.join(f'{k}={v:g}' for k, v in found.items())}: give one"
         )
     return next(iter(found.values()))
-
-
-def _divisor_of_environment() -> float | None:
-    text = os.environ.get(DIVISOR_VARIABLE)
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{DIVISOR_VARIABLE} is {text!r}: expected a number of tokens above 0"
-        ) from error

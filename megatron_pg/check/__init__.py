@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pg.check.job import Launch, joined, prepare
 from megatron_pg.check.options import parse_options
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"megatron-pg check: {error}", file=sys.stderr, flush=True)
         return 2
     with joined(launch, options.device):
-        with contextlib.redirect_stdout(sys.stderr):
+        with _output_to_stderr():
             # Importing them needs Megatron, and on the CPU its redirection.
             from megatron_pg.check.report import as_json, as_text
             from megatron_pg.check.step import run_check
@@ -55,3 +55,14 @@ def main(arguments: Sequence[str]) -> int:
         if launch.rank == 0:
             print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Standard output is the report's: what is printed meanwhile goes to standard error, and so does the log of whoever
+    has taken standard output for it before (`megatron.training`, which the module of a custom function may import)."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

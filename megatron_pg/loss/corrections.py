@@ -169,6 +169,7 @@ def importance_weights(scored: Scored) -> Tensor:
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """Weights every token by its own truncated ratio, or by that of its sequence."""
     config = scored.config
     weights = importance_weights(scored)
     is_outside = _is_outside(weights, config.tis_clip_low, config.tis_clip)
@@ -208,6 +209,7 @@ def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
     metrics=(*MISMATCH_METRICS, CLIPPED),
 )
 def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
     weighted = truncated_importance_sampling(scored, pg_loss)
     is_outside = weighted.metrics[CLIPPED].bool()
     return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
@@ -258,6 +260,7 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     metrics=MISMATCH_METRICS,
 )
 def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """Drops the sequences whose mean mismatch is out of bounds."""
     is_outlier = _is_geometric_outlier(scored.config, scored.sequences.mean_of_tokens("mismatch"))
     return Corrected(pg_loss, scored.batch.loss_mask & ~is_outlier, {})
 
@@ -272,6 +275,7 @@ def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     rejects=True,
 )
 def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """Drops the tokens of negative advantage of sequences that the policy has left behind."""
     batch = scored.batch
     is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
     kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))

@@ -167,6 +167,7 @@ def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+    """Supervised cross-entropy of the response tokens."""
     return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -27,9 +29,12 @@ FAILURE_SECONDS = 90.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel hands out: gloo's listeners, of the other worker too, cannot take it meanwhile."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port between 20000 and 30000 is free")
 
 
 def environment(**variables: object) -> dict[str, str]:

@@ -87,19 +87,22 @@ def compute_log_probs(
     groups = ParallelGroups.from_model(model) if groups is None else groups
     device = _device_of(chunks, groups)
     bare, _ = compute_and_gather(lambda: _bare(samples, chunks[0], vocab_size), len, groups.data)
-    place = {"cp_size": groups.context_size, "pad_to_multiple": _pad_to_multiple(chunks, groups)}
+    cp_rank, cp_size = groups.context_rank, groups.context_size
+    multiple = _pad_to_multiple(chunks, groups)
     plan = plan_step(
         bare,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         data_parallel_group=groups.data,
+        cp_size=cp_size,
+        pad_to_multiple=multiple,
         microbatch_group_size=_microbatch_group_size(chunks),
         oversized=oversized,
-        **place,
     )
-    batches = [
-        pack([bare[i] for i in indices], cp_rank=groups.context_rank, **place).to(device)
-        for indices in plan.microbatches
+    packed = [
+        pack([bare[i] for i in each], cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=multiple)
+        for each in plan.microbatches
     ]
+    batches = [batch.to(device) for batch in packed]
     with _evaluating(chunks):
         outputs = run_micro_batches(
             lambda batch: _head(config, groups, vocab_size, batch),
@@ -232,7 +235,8 @@ def _exchange(
 def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> ScoredSamples:
     """The samples' own parts of what `_exchange` returned, which has them in the order of the plan."""
     planned = [index for indices in plan.microbatches for index in indices]
-    parts = values.split([samples[index].response_length for index in planned], dim=1)
+    lengths = [samples[index].response_length for index in planned]
+    parts = torch.split(values, lengths, dim=1)
     of_sample = dict(zip(planned, parts, strict=True))
     # Clones: a part would keep all others alive, and be saved with them.
     log_probs, entropy = (

@@ -316,7 +316,7 @@ def divergence_of_first_step(
     """`kl_new_old` of a step with these old log-probs: 0 where every ratio is 1, to the last bit."""
     groups = ParallelGroups.from_model(chunks)
     samples = [
-        replace(sample, old_log_probs=old)
+        replace(sample, old_log_probs=old, rollout_id=None)
         for sample, old in zip(samples, scored.log_probs, strict=True)
     ]
     place = {

@@ -16,13 +16,13 @@ sample without an active token, which adds to no sum, and an exchange of samples
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_pg.loss.reducer import Reduction
-from megatron_pg.step.batch import to_device
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
@@ -86,49 +86,44 @@ def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
 
 def samples_at_fault(micro_batches: Iterable[object]) -> str:
     """What this rank trained on and should not have, and the other way round, by name; "" where it can say nothing."""
-    found: list[Sample] = []
+    # By window: who evaluates all parts of a step in one process has each sample in every window.
+    of_windows: dict[int, list[Sample]] = {}
     totals: StepTotals | None = None
     for metrics in micro_batches:
-        found += getattr(metrics, "samples", ())
+        batch: PackedBatch | None = getattr(metrics, "batch", None)
+        if batch is not None:
+            of_windows.setdefault(batch.window.cp_rank, []).extend(batch.samples)
         totals = getattr(metrics, "totals", None) or totals
     if totals is None or totals.by_identity is None:
         return ""
-    kinds = dict(_at_fault(found, totals))
-    if not kinds:
-        return ""
-    listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items())
-    return f" On data-parallel rank {totals.data_parallel_rank}, {listed}."
+    listed = [
+        f"{kind}: {', '.join(names[:NUM_NAMED])}"
+        + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
+        for kind, names in _at_fault(of_windows.values(), totals).items()
+        if names
+    ]
+    rank = totals.data_parallel_rank
+    return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
 
 
-def _at_fault(found: Sequence[Sample], totals: StepTotals) -> Iterator[tuple[str, list[str]]]:
+def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
+    """The names of samples, by what is wrong with them."""
+    rank_of, names = dict[int | None, int](), dict[int | None, str]()
+    for rank, of_rank in enumerate(totals.counts):
+        rank_of |= {count.identity: rank for count in of_rank}
     mine = totals.counts[totals.data_parallel_rank]
-    rank_of = {
-        count.identity: rank for rank, of_rank in enumerate(totals.counts) for count in of_rank
-    }
-    expected = Counter(count.identity for count in mine)
-    trained = Counter[int | None](sample.identity for sample in found)
-    names = {sample.identity: sample.name for sample in found}
+    trained = Counter[int | None]()
+    for samples in of_windows:
+        trained |= Counter(sample.identity for sample in samples)
+        names |= {sample.identity: sample.name for sample in samples}
     names |= {count.identity: count.ids.name for count in mine}
-    twice, never = trained - expected, expected - trained
-    yield from (
-        (kind, chosen)
-        for kind, chosen in (
-            ("trained on twice", [names[each] for each in twice if each in expected]),
-            (
-                "of another data-parallel rank",
-                [
-                    f"{names[each]} (counted on {rank_of[each]})"
-                    for each in twice
-                    if each not in expected and each in rank_of
-                ],
-            ),
-            ("not of this step", [names[each] for each in twice if each not in rank_of]),
-            ("never trained on", [names[each] for each in never]),
-        )
-        if chosen
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NUM_NAMED
-    return ", ".join(names[:NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    expected = Counter(count.identity for count in mine)
+    strangers = [each for each in trained if each not in expected]
+    return {
+        "trained on twice": [names[each] for each in trained - expected if each in expected],
+        "counted on another rank": [
+            f"{names[each]} (rank {rank_of[each]})" for each in strangers if each in rank_of
+        ],
+        "not of this step": [names[each] for each in strangers if each not in rank_of],
+        "never trained on": [names[each] for each in expected - trained],
+    }

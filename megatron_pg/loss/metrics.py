@@ -27,7 +27,6 @@ from megatron_pg.loss.masking import masked
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.reducer import token_weights
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
@@ -131,10 +130,9 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name such a token."""
-    samples: Sequence[Sample] = ()
-    """The samples of the micro-batch, and the totals of its step, to name those that the checksum is about."""
+    """The micro-batch, to name such a token, and samples that the checksum is about."""
     totals: StepTotals | None = None
+    """The totals of its step, for the same."""
     table: Tensor | None = None
     """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
 
@@ -151,7 +149,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
         torch.stack([found[name] for name in self], out=self.table)
         self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
-        self.samples, self.totals = found.samples, found.totals
+        self.totals = found.totals
 
 
 def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
@@ -197,7 +195,6 @@ def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
     candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
     metrics.maxima = pad(candidates, (0, 1), value=-torch.inf).amax(dim=1)
     metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
-    metrics.batch = batch
     return metrics
 
 

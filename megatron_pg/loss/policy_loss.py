@@ -121,7 +121,7 @@ class MicroBatchLoss:
         metrics = policy_metrics(scored, share=self._step_share)
         metrics |= step_sums(reported, self._step_share)
         metrics |= checksums(self._policy_gradient, self._step_share, loss.device)
-        metrics.samples, metrics.totals = self.batch.samples, self._totals
+        metrics.batch, metrics.totals = self.batch, self._totals
         return loss, metrics
 
 

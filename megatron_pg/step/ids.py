@@ -145,13 +145,13 @@ def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
 
 def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
     """The error for two samples with one id that are not of one thing."""
-    places, flag = "data-parallel ranks and files", ""
+    flag = "--distinct-ids, which makes those of ranks or of files distinct"
     if first.source != other.source:
         by_file = isinstance(first.source, str) and isinstance(other.source, str)
-        flag = f", or make them distinct with --distinct-ids {'file' if by_file else 'rank'}"
+        flag = f"--distinct-ids {'file' if by_file else 'rank'}"
     raise ValueError(
-        f"{what} is given to {first} and to {other}, {problem}: an id is its own over all {places} of the step. Number "
-        f"them over all of these{flag}; {exception}"
+        f"{what} is given to {first} and to {other}, {problem}: an id is its own over all data-parallel ranks and files of "
+        f"the step. Number them over all of these, or give {flag}; {exception}"
     )
 
 
@@ -169,29 +169,22 @@ def distinct_id(where: str, number: int, identifier: int) -> int:
     return number * NUM_IDS + identifier
 
 
-def with_distinct_ids(samples: Iterable[Sample], number: int) -> list[Sample]:
-    """The samples with ids that no rank of another number has, for ranks that each number their groups and rollouts from 0.
+def with_distinct_ids(sample: Sample, number: int) -> Sample:
+    """The sample with ids that no rank of another number has, for ranks that each number their groups and rollouts from 0.
 
-    To be called on every data-parallel rank with its own rank, before the samples are collected or counted: what
+    To be called for every sample with its data-parallel rank, before samples are collected or counted: what
     `--distinct-ids rank` says. No communication.
-
-    Args:
-        samples: this rank's.
-        number: this data-parallel rank.
 
     Raises:
         ValueError: an id below 0 or from 2^40 on, naming the sample.
     """
 
-    def distinct(sample: Sample, field: str) -> int | None:
-        value: int | None = getattr(sample, field)
-        return None if value is None else distinct_id(f"{sample.name}: {field}", number, value)
+    def distinct(field: str, identifier: int | None) -> int | None:
+        where = f"{sample.name}: {field}"
+        return None if identifier is None else distinct_id(where, number, identifier)
 
-    return [
-        dataclasses.replace(
-            sample,
-            group_index=distinct(sample, "group_index"),
-            rollout_id=distinct(sample, "rollout_id"),
-        )
-        for sample in samples
-    ]
+    return dataclasses.replace(
+        sample,
+        group_index=distinct("group_index", sample.group_index),
+        rollout_id=distinct("rollout_id", sample.rollout_id),
+    )

@@ -129,7 +129,8 @@ class Sample:
     @functools.cached_property
     def active_coefficients(self) -> float:
         """The sum of `token_coefficients` over the active tokens."""
-        return float(torch.dot(self.token_coefficients, self.loss_mask.double()))
+        of_positions = coefficients_of_positions(self.response_length)
+        return coefficient_of(self.identity) * float(of_positions @ self.loss_mask.double())
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

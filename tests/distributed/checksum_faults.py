@@ -19,6 +19,8 @@ from .steps import AGGREGATIONS
 
 FAULTS = ("none", "fed twice", "exchanged", "stale", "other window", "dropped", "duplicated")
 RESPONSE = 15
+AGGREGATIONS_OF_MODE = {False: AGGREGATIONS, True: ("sample_mean", "token_mean")}
+"""By whether the mode is per token, where the data of a step is what it is in the other."""
 
 
 def samples(first_token: int, name: str) -> list[Sample]:
@@ -71,7 +73,7 @@ def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
         groups = ParallelGroups.from_model(chunks)
         counted = [each for part in fed("none", groups.data_rank) for each in part]
         totals = step_totals(counted, data_parallel_group=groups.data)
-        for aggregation, fault in itertools.product(AGGREGATIONS, FAULTS):
+        for aggregation, fault in itertools.product(AGGREGATIONS_OF_MODE[per_token], FAULTS):
             config = PolicyLossConfig(
                 loss_aggregation=aggregation,
                 loss_aggregation_divisor=16.0 if aggregation == "constant" else None,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
-from .checksum_faults import FAULTS, messages_of_faults
+from .checksum_faults import AGGREGATIONS_OF_MODE, FAULTS, messages_of_faults
 from .launch import run_ranks
-from .steps import AGGREGATIONS
 
 WORDS = {
     # fault -> what every rank says, and what data-parallel ranks 0 and 1 add
@@ -35,8 +32,9 @@ def test_wrong_data_is_seen_and_named_under_every_aggregation_in_both_loss_modes
     """Without a further collective: the report is one all-reduce under --pg-metrics none."""
     ranks = run_ranks(messages_of_faults, 4)
     assert set(WORDS) | {"none"} == set(FAULTS)
-    for key in itertools.product(AGGREGATIONS, (False, True)):
-        said = [{fault: rank[*key, fault] for fault in FAULTS} for rank in ranks]
+    steps = [(name, mode) for mode, names in AGGREGATIONS_OF_MODE.items() for name in names]
+    for aggregation, per_token in steps:
+        said = [{f: rank[aggregation, per_token, f] for f in FAULTS} for rank in ranks]
         assert {rank["none"] for rank in said} == {("1.000000000000", 1)}
         for fault, (meaning, *names) in WORDS.items():
             for message, num_reductions in (rank[fault] for rank in said):

@@ -341,6 +341,8 @@ def divergence_of_first_step(
     ]
     config = PolicyLossConfig(rollout_temperature=setting.temperature, fused_lm_head=setting.fused)
     step = PolicyStep(config, plan, model=chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     return step.metrics(run_micro_batches(step.head, batches, chunks))["kl_new_old"]
 
 

@@ -240,7 +240,8 @@ def query_norm_is_left_out_on_the_second_rank(patch: Patch) -> None:
         if tensor_rank() == 1:
             for layer in model.decoder.layers:
                 norm = layer.self_attention.q_layernorm
-                norm.register_forward_hook(lambda layer, inputs, output: inputs[0])
+                if norm is not None:  # the check has other models, without
+                    norm.register_forward_hook(lambda layer, inputs, output: inputs[0])
 
     built(patch, change)
 

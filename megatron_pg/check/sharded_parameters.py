@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_pg.check.options import LEAN_PERIOD
+
 COMMON, LEAN, PULL = 0, 1, 2
 """Seeds of the three directions of `set_parameters`."""
 
@@ -33,12 +35,18 @@ class Shard:
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Every parameter of one unwrapped chunk with its place in the whole model."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in model.named_parameters():
-        is_cut = getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name
-        cut = (int(getattr(parameter, "partition_dim", 0)), rank, size) if is_cut else (0, 0, 1)
-        yield Shard(_whole_name(model, name), *cut), parameter
+        dimension, rank, size = 0, 0, 1
+        if ".experts." in name:
+            # Of one expert: the first layer is cut by rows, the second by columns.
+            size = parallel_state.get_expert_tensor_parallel_world_size()
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            dimension = int("linear_fc2" in name)
+        elif getattr(parameter, "tensor_model_parallel", False):
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            dimension = int(getattr(parameter, "partition_dim", 0))
+        yield Shard(_whole_name(model, name), dimension, rank, size), parameter
 
 
 def _whole_name(model: Any, name: str) -> str:
@@ -67,8 +75,9 @@ def set_parameters(model: Any) -> None:
     So every sharding of the model is the same function, without a checkpoint. It is one whose gradients float32 can
     tell to a few parts in ten million at any depth: layers add little to the residual stream, so that every
     parameter's gradient is judged by its own size; all rows of the embedding share a direction, and in it and in the
-    output layer the lower half of the ids leans one way and the upper half the other, so that a step whose responses
-    have ids of the lower half pulls every parameter one way at every token instead of cancelling.
+    output layer eight ids lean one way and the next eight the other, so that a step whose responses have ids of the
+    first kind (`LEAN_PERIOD`) pulls every parameter one way at every token instead of cancelling. Sixteen ids or more
+    of a tensor-parallel rank are of both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -112,10 +121,10 @@ def set_parameters(model: Any) -> None:
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:
-    """One direction [columns] for the rows of the lower half of the vocabulary, its opposite for the others."""
-    is_lower = torch.arange(whole.shape[0]).unsqueeze(1) < whole.shape[0] // 2
+    """One direction [columns] for the first half of the rows of each period, its opposite for the others."""
+    is_first = torch.arange(whole.shape[0]).unsqueeze(1) % LEAN_PERIOD < LEAN_PERIOD // 2
     lean = _direction(seed, whole.shape[1])
-    return torch.where(is_lower, lean, -lean)
+    return torch.where(is_first, lean, -lean)
 
 
 def _direction(seed: int, size: int) -> Tensor:
@@ -129,6 +138,13 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
+
+
+def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
+    """This rank's slices of the parameters."""
+    for chunk in chunks:
+        for shard, parameter in shards(unwrapped(chunk)):
+            yield shard, parameter.detach()
 
 
 def unwrapped(chunk: Any) -> Any:

@@ -91,9 +91,8 @@ def set_parameters(model: Any) -> None:
                 whole *= 0.1 / math.sqrt(whole.shape[0])  # the embedding is no small output layer
         elif "embedding" in shard.name:
             common, lean = 2.0 * _direction(COMMON, whole.shape[1]), _leaning(whole, LEAN)
-            if model.share_embeddings_and_output_weights and hasattr(
-                model.embedding, "position_embeddings"
-            ):
+            is_learned = getattr(model, "position_embedding_type", "") == "learned_absolute"
+            if model.share_embeddings_and_output_weights and is_learned:
                 # What all rows of a tied output layer share cancels in its softmax and costs digits: positions have it.
                 whole += common if "position" in shard.name else lean
             else:

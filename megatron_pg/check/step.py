@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
 learned positions; `loss only` has float32 logits for parameters."""
-SETTINGS: dict[str, dict[str, Any]] = {"tied": {"normalization": "LayerNorm", "qk_layernorm": True}}
+SETTINGS: dict[str, dict[str, Any]] = {"tied": {"normalization": "LayerNorm"}}
 """Of their configurations."""
 
 

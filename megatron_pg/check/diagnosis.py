@@ -139,12 +139,19 @@ def _stage(f: Finding) -> str:
     )
 
 
+def _kind(f: Finding) -> str:
+    """What the wrong parameters have in common; "" for nothing."""
+    kinds = [words for part, words in KINDS if all(part in name for name in f.row.wrong)]
+    if not kinds and f.times() != "differ":
+        kinds = ["they are reduced, or scaled, over another group than the others"]
+    return kinds[0] if kinds else ""
+
+
 def _part(f: Finding) -> str:
     row = f.row
-    kinds = [words for part, words in KINDS if all(part in name for name in row.wrong)]
     return (
-        f"{len(row.wrong)} of {row.num_parameters} gradients {f.times()}{f.where()} ({named(row.wrong)}): "
-        f"{kinds[0] if kinds else 'a reduction over one group is missing or done twice'}{f.mode()}"
+        f"{len(row.wrong)} of {row.num_parameters} gradients {f.times()}{f.where()} ({named(row.wrong)}): {_kind(f)}"
+        f"{f.mode()}"
     )
 
 
@@ -152,7 +159,9 @@ def _model(f: Finding) -> str:
     known = "the loss-only rows pass, so the loss is right"
     if f.same("loss only") is None:
         known = "there are no loss-only rows to judge the loss by (run it again without --fused-lm-head)"
-    side = "backward" if f.row.loss_agrees else "forward"
+    side = (
+        "backward, or what hardly moves the loss in its forward," * f.row.loss_agrees or "forward"
+    )
     suspects = [words for words, applies in SUSPECTS if applies(f)]
     return f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {', or at '.join(suspects)}{f.mode()}"
 
@@ -170,7 +179,7 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
             "(zero_grad_buffer)"
         ),
     ),
-    (_follows, lambda f: "follows the gradient row of this model, aggregation and loss mode"),
+    (_follows, lambda f: "follows the gradient rows of this model and loss mode"),
     (lambda f: f.row.gradients_agree and not f.row.loss_agrees, _reported_loss),
     (lambda f: not f.row.norm_agrees, _gradient_norm),
     (lambda f: f.row.gradients_agree, lambda f: "gradients agree"),
@@ -193,7 +202,7 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
     ),
     (lambda f: f.loss_only is not None, _wrong_weights),
     (lambda f: f.row.loss_agrees and " stage " in f.where(), _stage),
-    (lambda f: f.row.loss_agrees and f.is_part, _part),
+    (lambda f: f.row.loss_agrees and f.is_part and bool(_kind(f)), _part),
     (lambda f: True, _model),
 )
 """Whether a diagnosis fits, and its words."""

@@ -26,14 +26,15 @@ class Finding:
     data_size: int
 
     def same(self, model: str) -> Row | None:
-        """The gradient row of a model in this one's aggregation and loss mode, if there is one."""
-        wanted = (model, self.row.aggregation, self.row.calculate_per_token_loss, "gradient")
-        for each in self.rows:
-            if wanted == (
-                *(each.model, each.aggregation, each.calculate_per_token_loss, each.what),
-            ):
-                return each
-        return None
+        """The gradient row of a model in this one's loss mode and, where there is one, aggregation."""
+        found = [
+            row
+            for row in self.rows
+            if (row.model, row.calculate_per_token_loss, row.what)
+            == (model, self.row.calculate_per_token_loss, "gradient")
+        ]
+        found.sort(key=lambda row: (row.aggregation != self.row.aggregation, row.passed))
+        return found[0] if found else None
 
     def passes(self, model: str) -> bool:
         """Whether there are rows of a model, and all pass."""

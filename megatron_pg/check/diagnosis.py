@@ -65,6 +65,8 @@ def _update(f: Finding) -> str:
         if f.has_factor
         else "the optimizer's step"
     )
+    if row.replica_axes:
+        what += f", and not the same on the {' and '.join(row.replica_axes)} ranks"
     if f.options.use_distributed_optimizer:
         cause += ", or the all-gather of parameters after it (run it again without --use-distributed-optimizer)"
     return (
@@ -76,8 +78,8 @@ def _replicas(f: Finding) -> str:
     row = f.row
     where = [REDUCTIONS[axis] for axis in row.replica_axes] or ["some group"]
     return (
-        f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}; a reduction over that group "
-        f"is missing{f.mode()}"
+        f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}{f.where()}; a reduction over "
+        f"that group is missing{f.mode()}"
     )
 
 

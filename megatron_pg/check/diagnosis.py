@@ -48,7 +48,7 @@ def _gradient_norm(f: Finding) -> str:
     found, expected = f.row.gradient_norm or 0.0, f.row.reference_norm or 1.0
     axes = {"TP": "tensor-parallel", "PP": "pipeline", "EP": "expert-parallel"}
     ranks = " and ".join(name for axis, name in axes.items() if f.sizes[axis] > 1)
-    cause = f"it is not summed over the {ranks or "distributed optimizer's"} ranks"
+    cause = f"it is not summed over the {ranks or 'data-parallel'} ranks"
     if found > expected:
         cause = "parameters are counted twice (replicas, tied weights)"
     norm = f"the gradient norm that the optimizer clips by is {instead(found, expected)}"

@@ -22,7 +22,6 @@ GROUPS: dict[str, tuple[int, str]] = {
     "CP2 experts": (2, "--num-experts 4 --context-parallel-size 2"),
     "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
     "DP2 overlap": (2, "--use-distributed-optimizer --overlap-grad-reduce"),
-    "DP2 recompute": (2, "--recompute-granularity full"),
     "bf16": (1, "--dtype bf16"),
 }
 """Processes and flags of `megatron-pg check`. All breakages of a group run in one process group."""
@@ -36,14 +35,18 @@ class Breakage:
     """The mistake in words."""
     group: str
     fails: str
-    """A regular expression: some row whose label it matches must fail. A label is
-    `model aggregation per token|per micro-batch`."""
+    """A regular expression: some row whose label it matches must fail. A label is `model what aggregation per token` or
+    `... per micro-batch`."""
     says: tuple[str, ...]
     """Regular expressions, each of which must be found in the words beside the failed rows."""
     passes: str | None
     """A regular expression: every row whose label it matches must pass."""
     apply: Break
     """Patches Megatron in this process."""
+
+    def concerns(self, model: str, case: str) -> bool:
+        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail."""
+        return {model, case} <= {"end to end", "loss only", "gradient", *self.fails.split("|")}
 
 
 FAMILY: dict[str, Breakage] = {}

@@ -90,7 +90,7 @@ def position_ids(patch: Patch, wrong: Callable[[Tensor, PackedSeqParams], Tensor
     wrap(patch, GPTModel, "forward", forward)
 
 
-@breakage("CP2", "position", fails="tied|learned", passes="loss only")
+@breakage("CP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_are_those_within_the_rank(patch: Patch) -> None:
     def wrong(right: Tensor, packed: PackedSeqParams) -> Tensor:
         starts = packed.cu_seqlens_q.to(torch.int64) // context_size()
@@ -100,14 +100,14 @@ def position_ids_are_those_within_the_rank(patch: Patch) -> None:
     position_ids(patch, wrong)
 
 
-@breakage("DP2", "position", fails="tied|learned", passes="loss only")
+@breakage("DP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_run_on_over_the_sequences(patch: Patch) -> None:
     position_ids(
         patch, lambda right, packed: torch.arange(right.size(1), device=right.device)[None]
     )
 
 
-@breakage("CP2", "position", fails="tied|learned", passes="loss only")
+@breakage("CP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_are_zero(patch: Patch) -> None:
     position_ids(patch, lambda right, packed: torch.zeros_like(right))
 
@@ -182,7 +182,7 @@ def gradients_of_keys_and_values_stay_on_their_rank(patch: Patch) -> None:
     patch.setattr(attention._AllGather, "backward", staticmethod(backward))
 
 
-@breakage("CP2", "sequence", "context-parallel", fails="gspo")
+@breakage("CP2", "sequence", "context-parallel", fails="gspo", passes="gradient")
 def sums_over_sequences_are_of_this_rank_alone(patch: Patch) -> None:
     def sums(right, reduction, rows):  # type: ignore[no-untyped-def]
         return right(type(reduction)(reduction.window_segment_ids, reduction.num_samples), rows)
@@ -331,17 +331,17 @@ def auxiliary_scale(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     )
 
 
-@breakage("EP2", "auxiliary", fails="auxiliary")
+@breakage("EP2", "auxiliary", fails="auxiliary loss", passes="gradient")
 def auxiliary_loss_is_dropped(patch: Patch) -> None:
     auxiliary_scale(patch, lambda scale: 0.0 * scale)
 
 
-@breakage("CP2 experts", "auxiliary", fails="auxiliary")
+@breakage("CP2 experts", "auxiliary", fails="auxiliary loss", passes="gradient")
 def auxiliary_loss_has_the_context_parallel_factor_twice(patch: Patch) -> None:
     auxiliary_scale(patch, lambda scale: context_size() * scale)
 
 
-@breakage("CP2 experts", "auxiliary", fails="auxiliary.*per token", passes="per micro-batch")
+@breakage("CP2 experts", "auxiliary", fails="auxiliary loss", passes="gradient|per micro-batch")
 def auxiliary_loss_is_not_scaled_by_tokens(patch: Patch) -> None:
     def attach(right, router, *args, **keywords):  # type: ignore[no-untyped-def]
         kept, router.calculate_per_token_loss = router.calculate_per_token_loss, False
@@ -355,7 +355,7 @@ def auxiliary_loss_is_not_scaled_by_tokens(patch: Patch) -> None:
 # Recomputation
 
 
-@breakage("DP2 recompute", "recomput", passes="loss only")
+@breakage("DP2", "recomput", fails="recompute", passes="gradient")
 def activations_are_recomputed_from_another_input(patch: Patch) -> None:
     def detach_variable(right, inputs):  # type: ignore[no-untyped-def]
         first, *rest = right(inputs)

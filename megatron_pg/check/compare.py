@@ -54,6 +54,8 @@ class Row(Step):
     """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
     worst_parameter: str
     worst_rank: int = 0
+    worst_place: tuple[int, ...] = (0,) * len(AXES)
+    """That rank's coordinates, in the order TP, CP, DP, PP."""
     worst_ratio: float
     """<g, reference> / <reference, reference> of the worst parameter's slice."""
     common_ratio: float
@@ -164,6 +166,7 @@ def compare(step: Step, found: Iterable[tuple[Shard, Tensor]], expected: Expecte
         gradient_error=worst.error,
         worst_parameter=worst.name,
         worst_rank=worst.rank,
+        worst_place=worst.place,
         worst_ratio=worst.product / (worst.square or 1.0),
         common_ratio=ratio,
         scaled_error=scaled_error,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,10 +74,15 @@ class WholeModel:
     the difference of two. The ranks share the samples and add up what they find.
     """
 
-    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        options: CheckOptions,
+        new_model: Callable[..., torch.nn.Module],
+        settings: Mapping[str, Any],
+    ) -> None:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
-        self.config = model_config(options, sharded=False, dtype=dtype)
+        self.config = model_config(options, sharded=False, dtype=dtype, **settings)
         self._module = build_chunks(
             options, self.config, new_model, vocab_size=options.padded_vocab_size
         )[0].to(dtype)
@@ -128,7 +134,7 @@ class WholeModel:
             for shard, part in gradient_slices([self._module])
         }
         for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
-            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, device=self._options.device))
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=self._options.device))
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
             outputs = [

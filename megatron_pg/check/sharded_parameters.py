@@ -90,7 +90,13 @@ def set_parameters(model: Any) -> None:
             if "final" in shard.name and model.share_embeddings_and_output_weights:
                 whole *= 0.1 / math.sqrt(whole.shape[0])  # the embedding is no small output layer
         elif "embedding" in shard.name:
-            whole += 2.0 * _direction(COMMON, whole.shape[1]) + _leaning(whole, LEAN)
+            common, lean = 2.0 * _direction(COMMON, whole.shape[1]), _leaning(whole, LEAN)
+            is_learned = getattr(model, "position_embedding_type", "") == "learned_absolute"
+            if model.share_embeddings_and_output_weights and is_learned:
+                # What all rows of a tied output layer share cancels in its softmax and costs digits: positions have it.
+                whole += common if "position" in shard.name else lean
+            else:
+                whole += common + lean
         elif "output_layer" in shard.name:
             whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
         elif whole.dim() == 1:

@@ -43,6 +43,8 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
 learned positions; `loss only` has float32 logits for parameters."""
+SETTINGS: dict[str, dict[str, Any]] = {"tied": {"normalization": "LayerNorm"}}
+"""Of their configurations."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def _references(
     options: CheckOptions, runs: Sequence[Run]
 ) -> list[tuple[Sequence[Sample], Expected]]:
     """The samples of each run of a model, and what their step should give."""
-    model = WholeModel(options, MODELS[runs[0].model])
+    name = runs[0].model
+    model = WholeModel(options, MODELS[name], SETTINGS.get(name, {}))
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[bool, ScoredSamples] = {}
     known: dict[tuple[object, ...], Expected] = {}
@@ -111,7 +114,7 @@ def _references(
             steps[case.is_even] = model.score(make(options, data_size))
         step = steps[case.is_even]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
-        key = (run.aggregation, case.policy_loss, case.is_even and run.per_token)
+        key = (run.aggregation, case.policy_loss, case.is_even, case.is_even and run.per_token)
         if key not in known:
             packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
             with _changed(model.config, case if case.is_even else GRADIENT):
@@ -137,7 +140,8 @@ def _packs(
 
 def _build(options: CheckOptions, run: Run) -> list[Any]:
     """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
-    config = model_config(options, calculate_per_token_loss=run.per_token)
+    per_token = {"calculate_per_token_loss": run.per_token}
+    config = model_config(options, **per_token, **SETTINGS.get(run.model, {}))
     vocab_size = options.padded_vocab_size
     chunks: list[Any] = build_model(options, config, MODELS[run.model], vocab_size=vocab_size)
     if options.overlap_grad_reduce:

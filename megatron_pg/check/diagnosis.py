@@ -6,7 +6,7 @@ A row is judged among all rows: what passes elsewhere says what is not to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_pg.check.compare import Row
 from megatron_pg.check.finding import Finding, instead, named
@@ -213,7 +213,7 @@ REDUCTIONS = {
     "DP": "data-parallel ranks (DDP)",
     "PP": "pipeline stages (finalize_model_grads, of tied embeddings)",
 }
-CASES = {
+CASES: Mapping[str, str] = {
     "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel ranks",
     "loss scale": "so the loss scale of fp16 (config.grad_scale_func) is lost, applied twice, or on some gradients only",
     "recompute": "so activations are not recomputed as they were",

@@ -166,7 +166,7 @@ class WholeModel:
         tokens = torch.cat([sample.tokens for sample in samples]).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
-        return list(logits[0, :, : self._options.vocab_size].split(lengths))
+        return list(torch.split(logits[0, :, : self._options.vocab_size], lengths))
 
 
 def _scores(sample: Sample, logits: Tensor) -> Scores:

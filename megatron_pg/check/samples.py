@@ -35,10 +35,11 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     count = data_size * max(per_rank, options.num_microbatches(1))
     samples = []
     for index in range(count):
-        place, is_last = index // data_size, index == count - 1
-        num_microbatches = options.num_microbatches(index % data_size)
-        group = 0 if is_last else len(PROMPTS) if place == LONG_PROMPT else index % len(PROMPTS)
-        length = RESPONSES[index % len(RESPONSES)]
+        place, rank = divmod(index, data_size)
+        is_last = index == count - 1
+        num_microbatches = options.num_microbatches(rank)
+        group = 0 if is_last else len(PROMPTS) if place == LONG_PROMPT else place % len(PROMPTS)
+        length = RESPONSES[(place + rank) % len(RESPONSES)]
         if place == LONG_RESPONSE:
             length = long - PROMPTS[group]
         # These lie in the first micro-batch, beside others (`cut`).

@@ -140,8 +140,8 @@ def _packs(
 
 def _build(options: CheckOptions, run: Run) -> list[Any]:
     """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
-    per_token = {"calculate_per_token_loss": run.per_token}
-    config = model_config(options, **per_token, **SETTINGS.get(run.model, {}))
+    settings = {"calculate_per_token_loss": run.per_token} | SETTINGS.get(run.model, {})
+    config = model_config(options, **settings)
     vocab_size = options.padded_vocab_size
     chunks: list[Any] = build_model(options, config, MODELS[run.model], vocab_size=vocab_size)
     if options.overlap_grad_reduce:

@@ -22,7 +22,6 @@ GROUPS: dict[str, tuple[int, str]] = {
     "CP2 experts": (2, "--num-experts 4 --context-parallel-size 2"),
     "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
     "DP2 overlap": (2, "--use-distributed-optimizer --overlap-grad-reduce"),
-    "DP2 recompute": (2, "--recompute-granularity full"),
     "bf16": (1, "--dtype bf16"),
 }
 """Processes and flags of `megatron-pg check`. All breakages of a group run in one process group."""
@@ -36,29 +35,40 @@ class Breakage:
     """The mistake in words."""
     group: str
     fails: str
-    """A regular expression: some row whose label it matches must fail. A label is
-    `model aggregation per token|per micro-batch`."""
+    """A regular expression: some row whose label it matches must fail. A label is `model what aggregation per token` or
+    `... per micro-batch`."""
     says: tuple[str, ...]
     """Regular expressions, each of which must be found in the words beside the failed rows."""
-    passes: str | None
+    never: tuple[str, ...]
+    """Regular expressions that must not be found there."""
+    passes: str
     """A regular expression: every row whose label it matches must pass."""
     apply: Break
     """Patches Megatron in this process."""
+
+    def concerns(self, model: str, case: str) -> bool:
+        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it."""
+        named = {*self.fails.split("|"), *self.passes.split("|")}
+        return {model, case} <= {"end to end", "loss only", "gradient", *named}
 
 
 FAMILY: dict[str, Breakage] = {}
 
 
 def breakage(
-    group: str, *says: str, fails: str = "end to end", passes: str | None = None
+    group: str,
+    *says: str,
+    fails: str = "end to end",
+    passes: str = "^$",
+    never: tuple[str, ...] = (),
 ) -> Callable[[Break], Break]:
-    """Adds a function to the family; its name is the mistake. `says` ends up as `Breakage.says`."""
+    """Adds a function to the family; its name is the mistake. The arguments are the fields of `Breakage`."""
 
     def add(apply: Break) -> Break:
         name = apply.__name__.replace("_", " ")
         if name in FAMILY or group not in GROUPS:
             raise ValueError(f"{name!r} of {group!r}: named twice, or of no group")
-        FAMILY[name] = Breakage(name, group, fails, says, passes, apply)
+        FAMILY[name] = Breakage(name, group, fails, says, never, passes, apply)
         return apply
 
     return add

@@ -28,7 +28,7 @@ from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_s
 from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.metrics import CHECKSUM
+from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches

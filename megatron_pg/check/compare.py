@@ -1,23 +1,24 @@
-"""How far a step is from what it should give: its loss, its checksum and every gradient."""
+"""How far a step is from what it should give: its loss, its checksum, every gradient, and the copies of each gradient."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.check.reference import Expected
-from megatron_pg.check.sharded_parameters import Shard, gradient_slices
+from megatron_pg.check.sharded_parameters import Shard
 from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
+from megatron_pg.megatron.groups import ParallelGroups
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
-_Slice = tuple[float, str, float, float, float]
-"""Error, name, <g, reference>, <reference, reference> and <g, g> of one rank's slice of one gradient."""
+AXES = ("TP", "CP", "DP", "PP")
 
 
 @dataclass(frozen=True)
@@ -31,31 +32,53 @@ class Step:
     loss: float
     checksum: float
     """The metric `aggregation_checksum`: 1 where every sample was counted once."""
+    what: str = "gradient"
+    """Which case (`cases.py`)."""
+    gradient_norm: float | None = None
+    """What the optimizer reported, where it made a step."""
 
     @property
     def tolerance(self) -> float:
-        """The bound of the gradient error; the loss has twice that."""
+        """The bound of the gradient error; loss and gradient norm have twice that."""
         return TOLERANCES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row(Step):
     """A step compared with the reference. Equal on every rank."""
 
     reference_loss: float
+    reference_norm: float | None = None
+    """The norm of all gradients of the reference, where the optimizer made a step."""
     gradient_error: float
     """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
     worst_parameter: str
+    worst_rank: int = 0
+    worst_place: tuple[int, ...] = (0,) * len(AXES)
+    """That rank's coordinates, in the order TP, CP, DP, PP."""
     worst_ratio: float
     """<g, reference> / <reference, reference> of the worst parameter's slice."""
     common_ratio: float
     """The same of all parameters together: a wrong scale shows here."""
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
-    wrong_parameters: int
-    """How many parameters are beyond the tolerance on some rank."""
     num_parameters: int
     """How many have a gradient that is not zero."""
+    wrong: tuple[str, ...] = ()
+    """The parameters that are beyond the tolerance on some rank."""
+    wrong_ratio: float = 1.0
+    """As `common_ratio`, of the wrong parameters on the ranks where they are wrong."""
+    wrong_scaled_error: float = 0.0
+    """As `scaled_error`, of the same."""
+    wrong_ranks: tuple[int, ...] = ()
+    wrong_stages: tuple[int, ...] = ()
+    """Pipeline stages that hold a wrong parameter."""
+    replica_error: float = 0.0
+    """How far ranks that hold the same slice of a gradient are from each other, as a part of its 2-norm."""
+    replica_axes: tuple[str, ...] = ()
+    """TP, CP, DP, PP: ranks that differ in nothing else disagree."""
+    replica_parameters: tuple[str, ...] = ()
+    """Those whose copies disagree."""
 
     @property
     def loss_agrees(self) -> bool:
@@ -64,61 +87,179 @@ class Row(Step):
         return abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
 
     @property
+    def norm_agrees(self) -> bool:
+        """Whether the optimizer's gradient norm, if it made a step, is the reference's; NaN is not."""
+        if self.gradient_norm is None or self.reference_norm is None:
+            return True
+        return (
+            abs(self.gradient_norm - self.reference_norm)
+            <= 2 * self.tolerance * self.reference_norm
+        )
+
+    @property
     def samples_counted_once(self) -> bool:
         """Whether the checksum is 1; NaN is not."""
         return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
+    def gradients_agree(self) -> bool:
+        """Whether every gradient is the reference's, on every rank, and so one another's; NaN is not."""
+        return max(self.gradient_error, self.replica_error) <= self.tolerance
+
+    @property
     def passed(self) -> bool:
-        """Whether loss, gradients and checksum agree; NaN does not."""
-        gradients_agree = self.gradient_error <= self.tolerance
-        return gradients_agree and self.loss_agrees and self.samples_counted_once
+        """Whether loss, gradients, their norm and the checksum agree; NaN does not."""
+        numbers_agree = self.loss_agrees and self.norm_agrees and self.samples_counted_once
+        return self.gradients_agree and numbers_agree
 
 
-def compare(step: Step, chunks: Sequence[Any], expected: Expected) -> Row:
-    """Compares the gradients in DDP's buffers of all ranks; every rank of the world calls it, and gets the same row.
+@dataclass(frozen=True)
+class _Slice:
+    """One rank's slice of one gradient beside the reference's."""
+
+    name: str
+    index: int
+    """Which part of the whole."""
+    rank: int
+    place: tuple[int, ...]
+    """The rank's coordinates, in the order of `AXES`."""
+    error: float
+    product: float
+    """<g, reference>; then <reference, reference> and <g, g>."""
+    square: float
+    own_square: float
+    prints: tuple[float, float]
+    """Two projections of g: copies of a gradient have the same ones."""
+
+
+def compare(
+    step: Step,
+    found: Iterable[tuple[Shard, Tensor]],
+    expected: Expected,
+    owned: Sequence[Tensor] = (),
+) -> Row:
+    """Compares what ranks hold with the reference; every rank of the world calls it, and gets the same row.
+
+    Args:
+        step: what was run.
+        found: this rank's slices, of gradients or of parameters.
+        expected: the whole of them.
+        owned: which elements of each slice count on this rank; all where it is empty.
 
     Raises:
         RuntimeError: the ranks together hold other parameters than the unsharded model.
     """
-    mine = [
-        _compare_slice(shard, gradient, expected.gradients[shard.name], step.dtype == "bf16")
-        for shard, gradient in gradient_slices(chunks)
-    ]
+    groups = ParallelGroups.from_parallel_state()
+    place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
+    mine = []
+    for number, (shard, gradient) in enumerate(found):
+        whole = expected.gradients[shard.name]
+        if owned:
+            gradient = torch.where(owned[number], gradient, shard.cut(whole).to(gradient))
+        mine.append(_compare_slice(shard, gradient, whole, place, step.dtype))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     slices: list[_Slice] = list(itertools.chain(*gathered))
-    errors, names, products, squares, own_squares = zip(*slices, strict=True)
-    if missing := expected.gradients.keys() - set(names):
+    if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
-    worst, name, product, square, _ = max(slices, key=lambda each: each[0])
-    common, squared, own = sum(products), sum(squares), sum(own_squares)
-    ratio = common / (squared or 1.0)
-    rest = math.sqrt(max(own - ratio * common, 0.0)) if math.isfinite(own) else math.inf
+    worst = max(slices, key=lambda each: each.error)
+    wrong = [each for each in slices if not each.error <= step.tolerance]
+    ratio, scaled_error = _common_ratio(slices)
+    wrong_ratio, wrong_scaled_error = _common_ratio(wrong)
+    replica_error, axes, disagreeing = _replicas(slices, step.tolerance)
     return Row(
         **vars(step),
         reference_loss=expected.loss,
-        gradient_error=worst,
-        worst_parameter=name,
-        worst_ratio=product / (square or 1.0),
+        reference_norm=expected.norm,
+        gradient_error=worst.error,
+        worst_parameter=worst.name,
+        worst_rank=worst.rank,
+        worst_place=worst.place,
+        worst_ratio=worst.product / (worst.square or 1.0),
         common_ratio=ratio,
-        scaled_error=rest / ((abs(ratio) * math.sqrt(squared)) or 1.0),
-        wrong_parameters=len({name for error, name, *_ in slices if error > step.tolerance}),
+        scaled_error=scaled_error,
         num_parameters=sum(bool(gradient.any()) for gradient in expected.gradients.values()),
+        wrong=tuple(sorted({each.name for each in wrong})),
+        wrong_ratio=wrong_ratio,
+        wrong_scaled_error=wrong_scaled_error,
+        wrong_ranks=tuple(sorted({each.rank for each in wrong})),
+        wrong_stages=tuple(sorted({each.place[AXES.index("PP")] for each in wrong})),
+        replica_error=replica_error,
+        replica_axes=axes,
+        replica_parameters=disagreeing,
     )
 
 
-def _compare_slice(shard: Shard, gradient: Tensor, whole: Tensor, by_norm: bool) -> _Slice:
-    """One rank's slice of one gradient beside the reference's."""
+def _compare_slice(
+    shard: Shard, gradient: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
+) -> _Slice:
     expected = shard.cut(whole).double()
     found = gradient.double()
     difference = found - expected
-    if by_norm:
+    if dtype == "bf16":
         error, scale = float(difference.norm()), float(expected.norm())
     else:
         error, scale = float(difference.abs().max()), float(whole.double().abs().max())
     if error != 0.0:
         error = error / scale if scale else math.inf
+    numbers = torch.arange(found.numel(), device=found.device, dtype=torch.float64)
+    prints = [found.flatten() @ torch.cos(step * numbers) for step in (1.0, 2.3)]
     products = (found * expected, expected.square(), found.square())
     product, square, own_square = (float(each.sum()) for each in products)
-    return math.inf if math.isnan(error) else error, shard.name, product, square, own_square
+    return _Slice(
+        name=shard.name,
+        index=shard.index,
+        rank=dist.get_rank(),
+        place=place,
+        error=math.inf if math.isnan(error) else error,
+        product=product,
+        square=square,
+        own_square=own_square,
+        prints=(float(prints[0]), float(prints[1])),
+    )
+
+
+def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
+    """The factor that brings the reference nearest to what was found, and how far it then is."""
+    common, squared = sum(each.product for each in slices), sum(each.square for each in slices)
+    own = sum(each.own_square for each in slices)
+    ratio = common / (squared or 1.0)
+    rest = math.sqrt(max(own - ratio * common, 0.0)) if math.isfinite(own) else math.inf
+    return ratio, rest / ((abs(ratio) * math.sqrt(squared)) or 1.0)
+
+
+def _replicas(
+    slices: Sequence[_Slice], tolerance: float
+) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
+    """The largest error between copies of a slice, the axes over which copies disagree, and the names of those."""
+
+    def spread(copies: Sequence[_Slice]) -> float:
+        scale = math.sqrt(copies[0].square)
+        widths = [
+            max(values) - min(values) for values in zip(*(c.prints for c in copies), strict=True)
+        ]
+        if max(widths) == 0.0:
+            return 0.0
+        error = max(widths) / scale if scale else math.inf
+        return math.inf if math.isnan(error) else error
+
+    everywhere = [(copies, spread(copies)) for copies in _grouped(slices, *range(len(AXES)))]
+    names = tuple(sorted({copies[0].name for copies, error in everywhere if error > tolerance}))
+    disagreeing = [each for each in slices if each.name in names]
+    axes = tuple(
+        axis
+        for number, axis in enumerate(AXES)
+        if any(spread(copies) > tolerance for copies in _grouped(disagreeing, number))
+    )
+    return max(error for _, error in everywhere), axes, names
+
+
+def _grouped(slices: Sequence[_Slice], *ignored: int) -> Iterator[list[_Slice]]:
+    """The slices of one part of one parameter, on ranks that differ along the ignored axes alone."""
+
+    def key(each: _Slice) -> tuple[Any, ...]:
+        place = (c for number, c in enumerate(each.place) if number not in ignored)
+        return each.name, each.index, *place
+
+    for _, copies in itertools.groupby(sorted(slices, key=key), key):
+        yield list(copies)

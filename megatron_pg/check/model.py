@@ -32,11 +32,17 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         **(options.parallel_sizes if sharded else UNSHARDED),
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size if sharded else 1,
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def tied_model(**keywords: Any) -> GPTModel:
+    """A GPTModel whose output layer is its embedding, with learned positions: what `GPTModel` alone does not show."""
+    changes = {"position_embedding_type": "learned_absolute"}
+    return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
 
 
 class LogitTable(torch.nn.Module):
@@ -91,12 +97,15 @@ def model_config(
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes if sharded else UNSHARDED
     # As few heads and layers as the sharding can split.
-    num_query_groups = max(2, options.tensor_model_parallel_size)
+    tensor_size = options.tensor_model_parallel_size
+    num_query_groups = max(2, tensor_size)
+    if options.cp_comm_type == "a2a":
+        num_query_groups = max(2, tensor_size * options.context_parallel_size)
     # The least that fused attention takes, and less where everything is slow.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
         **sizes,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size if sharded else 1,
         sequence_parallel=options.sequence_parallel and sharded,
         num_layers=options.num_layers or max(2, options.num_chunks),
         hidden_size=2 * num_query_groups * head_size,
@@ -113,8 +122,11 @@ def model_config(
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,
+        gradient_accumulation_fusion=options.gradient_accumulation_fusion and sharded,
         finalize_model_grads_func=finalize_model_grads,
     )
+    if options.cp_comm_type is not None and sharded:
+        fields["cp_comm_type"] = options.cp_comm_type
     if options.num_experts is not None:
         fields |= _expert_fields(options.num_experts, dtype)
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
@@ -129,12 +141,19 @@ def model_config(
 def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "num_moe_experts": num_experts,
-        # All of them: where rounding decides between two experts, no gradient is close to another.
-        "moe_router_topk": num_experts,
-        "moe_router_load_balancing_type": "none",
+        # In bf16 all of them: where rounding decides between two experts, no gradient is close to another.
+        "moe_router_topk": num_experts - has_auxiliary_loss(num_experts, dtype),
+        # Of coefficient 0 but for the row of that name.
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
         "add_bias_linear": False,
     }
+
+
+def has_auxiliary_loss(num_experts: int | None, dtype: torch.dtype) -> bool:
+    """Whether a token leaves out an expert, without which an auxiliary loss is a constant."""
+    return num_experts is not None and num_experts > 2 and dtype != torch.bfloat16
 
 
 def build_chunks(
@@ -167,7 +186,9 @@ def build_chunks(
             transformer_layer_spec=spec,
             # The samples' ids, and as many more as give every tensor-parallel rank the same number.
             vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
-            max_sequence_length=256,
+            max_sequence_length=max(
+                256, 2 * options.context_parallel_size * options.tokens_per_chunk
+            ),
             pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
@@ -189,10 +210,13 @@ def build_model(
     overlap_grad_reduce: bool = False,
     **changes: Any,
 ) -> list[DistributedDataParallel]:
-    """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is."""
+    """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is.
+
+    With `overlap_grad_reduce`, here or in the options, the caller sets `config.no_sync_func`.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
-        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_grad_reduce=overlap_grad_reduce or options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
 
 VOCAB_SIZE = 16
+LEAN_PERIOD = 16
+"""Of so many ids the first half lean one way and the others the other (`set_parameters`)."""
+ADAM_EPSILON = 0.1
 DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
 CUSTOM = "custom"
@@ -42,6 +46,8 @@ class CheckOptions:
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
     context_parallel_size: Annotated[int, COUNT] = 1
     expert_model_parallel_size: Annotated[int, COUNT] = 1
+    expert_tensor_parallel_size: Annotated[int, COUNT] = 1
+    """Megatron's own default is the tensor-parallel size."""
     num_layers: Annotated[int | None, COUNT] = None
     """Unset: 2, or the pipeline's number of chunks where that is more."""
     num_experts: Annotated[int | None, COUNT] = None
@@ -50,6 +56,12 @@ class CheckOptions:
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
     """DDP's; per-token rows are left out, which Megatron excludes with it."""
+    overlap_grad_reduce: bool = False
+    """DDP reduces a bucket as soon as backward has filled it."""
+    gradient_accumulation_fusion: bool = False
+    """Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's extension."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
+    """How Transformer Engine's attention exchanges keys and values; unset: Megatron's default."""
     fused_lm_head: bool = False
     """The end-to-end rows through the fused output layer; needs megatron-core 0.18."""
     custom_pg_loss_reducer_function_path: str | None = None
@@ -79,10 +91,30 @@ class CheckOptions:
         """Model chunks of the whole pipeline."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's: no multiple of the tensor-parallel size, and sixteen ids or so for each of its ranks."""
+        return LEAN_PERIOD * max(4, self.tensor_model_parallel_size) - 3
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Columns of the output layer: as many more as give every tensor-parallel rank the same number."""
+        return -(-(self.vocab_size + 1) // self.tensor_model_parallel_size) * (
+            self.tensor_model_parallel_size
+        )
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """Of the longest sequences, in each of a context-parallel rank's two chunks: more than a tile of attention."""
+        # Of 128 tokens on a GPU, and of 64 at most on a CPU.
+        return 130 if self.device == "cuda" else max(33, 70 // self.context_parallel_size)
+
     def num_microbatches(self, data_rank: int) -> int:
-        """The M of a data-parallel rank, whose last one is empty: five or six by turns."""
+        """The M of a data-parallel rank: five or six by turns, more where so many only fill the pipeline."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
-        count = 5 + (data_rank % 2 if self.expert_model_parallel_size == 1 else 0)
+        count = max(5, self.pipeline_model_parallel_size + 2) + (
+            data_rank % 2 if self.expert_model_parallel_size == 1 else 0
+        )
         # Interleaved pipelines ask for multiples.
         is_interleaved = self.virtual_pipeline_model_parallel_size is not None
         multiple = self.pipeline_model_parallel_size if is_interleaved else 1
@@ -93,9 +125,11 @@ UNSHARDED = CheckOptions().parallel_sizes
 """The sizes of a model that is whole on every rank."""
 
 
-def config_of(aggregation: str, options: CheckOptions) -> PolicyLossConfig:
-    """PPO with a KL and an entropy term, whose outer counts differ from the policy-gradient term's."""
-    values: dict[str, Any] = {"loss_aggregation": aggregation}
+def config_of(
+    aggregation: str, options: CheckOptions, policy_loss: str = "ppo"
+) -> PolicyLossConfig:
+    """A KL and an entropy term beside the loss, whose outer counts differ from the policy-gradient term's."""
+    values: dict[str, Any] = {"loss_aggregation": aggregation, "policy_loss": policy_loss}
     if aggregation == "constant":
         values["loss_aggregation_divisor"] = DIVISOR
     if aggregation == CUSTOM:
@@ -145,6 +179,14 @@ def has_transformer_engine() -> bool:
     return True
 
 
+def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
+    """Whether weight gradients can be added up inside a GEMM here."""
+    if options.device == "cpu":
+        return False
+    extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    return options.transformer_impl == "transformer_engine" or extension is not None
+
+
 def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
     """Sizes that do not go together, or not with the number of processes."""
     tensor_size = options.tensor_model_parallel_size
@@ -155,7 +197,9 @@ def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str
         "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
             options.model_parallel_size
         ),
-        "expert-model-parallel-size * --pipeline-model-parallel-size": expert_size * pipeline_size,
+        "expert-model-parallel-size * --pipeline-model-parallel-size * --expert-tensor-parallel-size": (
+            expert_size * pipeline_size * options.expert_tensor_parallel_size
+        ),
     }
     for flags, size in sizes.items():
         if world_size % size:
@@ -172,8 +216,10 @@ def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str
             f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size {pipeline_size}: both "
             "must be above 1; leave it out for a pipeline that is not interleaved"
         )
-    if experts is None and expert_size > 1:
-        yield f"--expert-model-parallel-size {expert_size} needs --num-experts, a multiple of it"
+    if experts is None:
+        for flag, size in (("model", expert_size), ("tensor", options.expert_tensor_parallel_size)):
+            if size > 1:
+                yield f"--expert-{flag}-parallel-size {size} needs --num-experts"
     if experts is not None and (experts < 2 or experts % expert_size):
         yield (
             f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at least 2 experts, and a "
@@ -197,6 +243,13 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
             yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
         elif not has_transformer_engine():
             yield "--transformer-impl transformer_engine: it cannot be imported; use local"
+    elif options.cp_comm_type is not None:
+        yield f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs --transformer-impl of that name"
+    if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):
+        yield (
+            "--gradient-accumulation-fusion needs a GPU and Transformer Engine, or Apex's fused_weight_gradient_mlp_cuda; "
+            "drop it"
+        )
     if options.fused_lm_head and not supports_output_processor():
         yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
     for field in CUSTOM_PATHS:

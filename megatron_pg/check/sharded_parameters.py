@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_pg.check.options import LEAN_PERIOD
 from megatron_pg.megatron.groups import unwrapped
 
 COMMON, LEAN, PULL = 0, 1, 2
@@ -35,12 +36,18 @@ class Shard:
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
     """Every parameter of one unwrapped chunk with its place in the whole model."""
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in model.named_parameters():
-        is_cut = getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name
-        cut = (int(getattr(parameter, "partition_dim", 0)), rank, size) if is_cut else (0, 0, 1)
-        yield Shard(_whole_name(model, name), *cut), parameter
+        dimension, rank, size = 0, 0, 1
+        if ".experts." in name:
+            # Of one expert: the first layer is cut by rows, the second by columns.
+            size = parallel_state.get_expert_tensor_parallel_world_size()
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            dimension = int("linear_fc2" in name)
+        elif getattr(parameter, "tensor_model_parallel", False):
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            dimension = int(getattr(parameter, "partition_dim", 0))
+        yield Shard(_whole_name(model, name), dimension, rank, size), parameter
 
 
 def _whole_name(model: Any, name: str) -> str:
@@ -69,8 +76,9 @@ def set_parameters(model: Any) -> None:
     So every sharding of the model is the same function, without a checkpoint. It is one whose gradients float32 can
     tell to a few parts in ten million at any depth: layers add little to the residual stream, so that every
     parameter's gradient is judged by its own size; all rows of the embedding share a direction, and in it and in the
-    output layer the lower half of the ids leans one way and the upper half the other, so that a step whose responses
-    have ids of the lower half pulls every parameter one way at every token instead of cancelling.
+    output layer eight ids lean one way and the next eight the other, so that a step whose responses have ids of the
+    first kind (`LEAN_PERIOD`) pulls every parameter one way at every token instead of cancelling. Sixteen ids or more
+    of a tensor-parallel rank are of both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -83,7 +91,13 @@ def set_parameters(model: Any) -> None:
             if "final" in shard.name and model.share_embeddings_and_output_weights:
                 whole *= 0.1 / math.sqrt(whole.shape[0])  # the embedding is no small output layer
         elif "embedding" in shard.name:
-            whole += 2.0 * _direction(COMMON, whole.shape[1]) + _leaning(whole, LEAN)
+            common, lean = 2.0 * _direction(COMMON, whole.shape[1]), _leaning(whole, LEAN)
+            is_learned = getattr(model, "position_embedding_type", "") == "learned_absolute"
+            if model.share_embeddings_and_output_weights and is_learned:
+                # What all rows of a tied output layer share cancels in its softmax and costs digits: positions have it.
+                whole += common if "position" in shard.name else lean
+            else:
+                whole += common + lean
         elif "output_layer" in shard.name:
             whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
         elif whole.dim() == 1:
@@ -114,10 +128,10 @@ def set_parameters(model: Any) -> None:
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:
-    """One direction [columns] for the rows of the lower half of the vocabulary, its opposite for the others."""
-    is_lower = torch.arange(whole.shape[0]).unsqueeze(1) < whole.shape[0] // 2
+    """One direction [columns] for the first half of the rows of each period, its opposite for the others."""
+    is_first = torch.arange(whole.shape[0]).unsqueeze(1) % LEAN_PERIOD < LEAN_PERIOD // 2
     lean = _direction(seed, whole.shape[1])
-    return torch.where(is_lower, lean, -lean)
+    return torch.where(is_first, lean, -lean)
 
 
 def _direction(seed: int, size: int) -> Tensor:
@@ -133,12 +147,43 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
 
 
+def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
+    """This rank's slices of the parameters."""
+    for chunk in chunks:
+        for shard, parameter in shards(unwrapped(chunk)):
+            yield shard, parameter.detach()
+
+
+@torch.no_grad()
+def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
+    """Which elements of `gradient_slices` this rank's distributed optimizer updates; none without it."""
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        return []
+    owned = []
+    for chunk in chunks:
+        buckets = [(bucket, ranks) for ranks, buckets in _buckets(chunk) for bucket in buckets]
+        kept = [bucket.grad_data.clone() for bucket, _ in buckets]
+        for bucket, ranks in buckets:
+            bucket.grad_data.zero_()
+            bucket.grad_data.chunk(ranks.size())[ranks.rank()].fill_(1.0)
+        parameters = [parameter for _, parameter in shards(unwrapped(chunk))]
+        owned += [each.main_grad.bool() for each in parameters]  # type: ignore[attr-defined]
+        for (bucket, _), gradients in zip(buckets, kept, strict=True):
+            bucket.grad_data.copy_(gradients)
+    return owned
+
+
 def _complete_reduce_scatter(chunk: Any) -> None:
     """Fetches the rest of a DDP chunk's gradients where the distributed optimizer has reduced each rank's part alone."""
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
-    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-        ranks = group.intra_distributed_optimizer_instance_group
-        for bucket in group.buckets:
+    for ranks, buckets in _buckets(chunk):
+        for bucket in buckets:
             local = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, local, group=ranks)
+
+
+def _buckets(chunk: Any) -> Iterator[tuple[dist.ProcessGroup, Sequence[Any]]]:
+    """A DDP chunk's buckets, with the group that the distributed optimizer shares them out to."""
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        yield group.intra_distributed_optimizer_instance_group, group.buckets

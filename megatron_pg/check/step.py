@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from megatron_pg.check.cases import GRADIENT, Case, cases_of
 from megatron_pg.check.compare import Row, Step, compare
-from megatron_pg.check.model import LogitTable, build_model, initialize_groups, model_config
-from megatron_pg.check.options import CUSTOM, CUSTOM_PATHS, VOCAB_SIZE, CheckOptions, config_of
-from megatron_pg.check.reference import Expected, WholeModel
+from megatron_pg.check.model import (
+    LogitTable,
+    build_model,
+    initialize_groups,
+    model_config,
+    tied_model,
+)
+from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
+from megatron_pg.check.reference import Expected, ScoredSamples, WholeModel
+from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
+from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
@@ -25,68 +36,155 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
-LENGTHS = ((3, 5), (2, 2), (2, 8), (2, 1), (1, 6), (2, 4), (1, 9), (3, 3), (1, 4), (2, 5))
-"""(prompt, response) tokens of the samples, over and over. Short, and twenty of them to a data-parallel rank: float32
-loses least where a GEMM sums over few tokens and every gradient is the mean of many."""
-SAMPLES_PER_RANK = 20
-
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "end to end": GPTModel,
+    "tied": tied_model,
     "loss only": LogitTable,
 }
-"""`end to end` is a GPT model in the dtype asked for; `loss only` has float32 logits for parameters."""
+"""`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
+learned positions; `loss only` has float32 logits for parameters."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row to be: what is run, on which model."""
+
+    model: str
+    case: Case
+    aggregation: str
+    per_token: bool
 
 
 def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
     # The table has logits for parameters, and no output layer that could be fused.
-    names = [name for name in MODELS if name == "end to end" or not options.fused_lm_head]
+    names = [name for name in MODELS if name != "loss only" or not options.fused_lm_head]
     is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
     aggregations = [*AGGREGATIONS, *[CUSTOM] * is_custom]
+    modes = [False] if options.average_in_collective else [False, True]
+    runs = {
+        name: [
+            Run(name, case, aggregation, per_token)
+            for per_token in modes
+            for case, aggregation in cases_of(name, options, aggregations, per_token)
+        ]
+        for name in names
+    }
     initialize_groups(options, sharded=False)
-    references = {name: _reference(options, name, aggregations) for name in names}
+    references = {name: _references(_options_of(options, name), runs[name]) for name in names}
     initialize_groups(options)
     groups = ParallelGroups.from_parallel_state()
     rows = []
     for name in names:
-        model_options, (samples, expected) = _options_of(options, name), references[name]
-        for per_token in [False] if options.average_in_collective else [False, True]:
-            config = model_config(model_options, calculate_per_token_loss=per_token)
-            model = build_model(model_options, config, MODELS[name])
-            for aggregation in aggregations:
-                metrics = train_step(model, model_options, groups, samples, aggregation)
-                step = Step(
-                    model=name,
-                    aggregation=aggregation,
-                    calculate_per_token_loss=per_token,
-                    dtype=model_options.dtype,
-                    loss=metrics["loss"],
-                    # Only a custom reducer, which weighs the tokens by itself, has none.
-                    checksum=metrics.get(CHECKSUM, 1.0 if aggregation == CUSTOM else math.nan),
-                )
-                rows.append(compare(step, model, expected[aggregation]))
+        model: list[Any] = []
+        for run, (samples, expected) in zip(runs[name], references[name], strict=True):
+            model_options = _options_of(options, name)
+            if not model or model[0].config.calculate_per_token_loss != run.per_token:
+                model = _build(model_options, run)
+            rows.append(_row(run, model, model_options, groups, samples, expected))
     return rows
 
 
 def _options_of(options: CheckOptions, model: str) -> CheckOptions:
-    """The table of logits is float32 and has no experts."""
+    """The table of logits is float32 and has no experts; nor has the tied model."""
     if model == "end to end":
         return options
-    plain = replace(options, num_experts=None, expert_model_parallel_size=1)
-    return replace(plain, dtype="fp32", transformer_impl="local")
+    plain = replace(
+        options, num_experts=None, expert_model_parallel_size=1, expert_tensor_parallel_size=1
+    )
+    return plain if model == "tied" else replace(plain, dtype="fp32", transformer_impl="local")
 
 
-def _reference(
-    options: CheckOptions, name: str, aggregations: Sequence[str]
-) -> tuple[list[Sample], dict[str, Expected]]:
-    """The samples, and what their step should give under each aggregation."""
-    model = WholeModel(_options_of(options, name), MODELS[name])
-    samples = make_samples(dist.get_world_size() // options.model_parallel_size)
-    log_probs = model.log_probs(samples)
-    # One rank's numbers, so that the samples are the same to the last bit everywhere.
-    dist.broadcast_object_list(log_probs, src=0)
-    samples = with_log_probs(samples, log_probs)
-    return samples, {each: model.expected(samples, each) for each in aggregations}
+def _references(
+    options: CheckOptions, runs: Sequence[Run]
+) -> list[tuple[Sequence[Sample], Expected]]:
+    """The samples of each run of a model, and what their step should give."""
+    model = WholeModel(options, MODELS[runs[0].model])
+    data_size = dist.get_world_size() // options.model_parallel_size
+    steps: dict[bool, ScoredSamples] = {}
+    known: dict[tuple[object, ...], Expected] = {}
+    found = []
+    for run in runs:
+        case = run.case
+        if case.is_even not in steps:
+            make = make_even_samples if case.is_even else make_samples
+            steps[case.is_even] = model.score(make(options, data_size))
+        step = steps[case.is_even]
+        # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
+        key = (run.aggregation, case.policy_loss, case.is_even, case.is_even and run.per_token)
+        if key not in known:
+            packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
+            with _changed(model.config, case if case.is_even else GRADIENT):
+                known[key] = model.expected(step, run.aggregation, case.policy_loss, packs)
+        expected = known[key].after_update() if case.updates else known[key]
+        found.append((step.samples, expected))
+    return found
+
+
+def _packs(
+    options: CheckOptions, samples: Sequence[Sample], data_size: int, per_token: bool
+) -> list[tuple[list[int], float]]:
+    """The micro-batches of all data-parallel ranks, and what the auxiliary loss of each weighs in the step."""
+    total = sum(sample.total_length for sample in samples)
+    packs = []
+    for rank in range(data_size):
+        count = options.num_microbatches(rank)
+        for indices in cut_evenly(range(rank, len(samples), data_size), count):
+            tokens = sum(samples[index].total_length for index in indices)
+            packs.append((indices, tokens / total if per_token else 1 / (data_size * count)))
+    return packs
+
+
+def _build(options: CheckOptions, run: Run) -> list[Any]:
+    """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
+    config = model_config(options, calculate_per_token_loss=run.per_token)
+    vocab_size = options.padded_vocab_size
+    chunks: list[Any] = build_model(options, config, MODELS[run.model], vocab_size=vocab_size)
+    if options.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return chunks
+
+
+@contextlib.contextmanager
+def _changed(config: Any, case: Case) -> Iterator[None]:
+    """The model's configuration has the settings of a case meanwhile."""
+    before = {name: getattr(config, name) for name in case.settings}
+    for name, value in case.settings.items():
+        setattr(config, name, value)
+    yield
+    for name, value in before.items():
+        setattr(config, name, value)
+
+
+def _row(
+    run: Run,
+    chunks: Sequence[Any],
+    options: CheckOptions,
+    groups: ParallelGroups,
+    samples: Sequence[Sample],
+    expected: Expected,
+) -> Row:
+    """Runs a step and compares it."""
+    case = run.case
+    config = config_of(run.aggregation, options, case.policy_loss)
+    with _changed(chunks[0].config, case):
+        metrics = train_step(chunks, options, groups, samples, config, case.is_even)
+    step = Step(
+        model=run.model,
+        aggregation=run.aggregation,
+        calculate_per_token_loss=run.per_token,
+        dtype=options.dtype,
+        loss=metrics["loss"],
+        # Only a custom reducer, which weighs the tokens by itself, has none.
+        checksum=metrics.get(CHECKSUM, 1.0 if run.aggregation == CUSTOM else math.nan),
+        what=case.name,
+    )
+    if case.updates:
+        norm = update(chunks, options, clip=0.5 * (expected.norm or 0.0))
+        return compare(replace(step, gradient_norm=norm), parameter_slices(chunks), expected)
+    slices = ((shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks))
+    return compare(step, slices, expected, owned_elements(chunks))
 
 
 def train_step(
@@ -94,14 +192,19 @@ def train_step(
     options: CheckOptions,
     groups: ParallelGroups,
     samples: Sequence[Sample],
-    aggregation: str,
+    config: PolicyLossConfig,
+    is_even: bool = False,
 ) -> dict[str, float]:
-    """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers."""
+    """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers.
+
+    Even samples are cut into micro-batches without an empty one, and need no padding.
+    """
     data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
-    micro_batches = cut(mine, options.num_microbatches(data_rank))
-    config = replace(config_of(aggregation, options), fused_lm_head=options.fused_lm_head)
-    totals = step_totals(mine, data_parallel_group=groups.data, allow_different_prompts=True)
+    micro_batches = (cut_evenly if is_even else cut)(mine, options.num_microbatches(data_rank))
+    totals = step_totals(mine, data_parallel_group=groups.data)
+    if is_even:
+        totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     # Sequence parallelism splits a rank's tokens once more.
     multiple = cp_size * groups.tensor_size if options.sequence_parallel else 1
     packed = [
@@ -109,68 +212,35 @@ def train_step(
         for each in micro_batches
     ]
     batches = [batch.to(options.device) for batch in packed]
-    step = PolicyStep(config, totals=totals, num_microbatches=len(batches), model=chunks)
+    step = PolicyStep(
+        replace(config, fused_lm_head=options.fused_lm_head),
+        totals=totals,
+        num_microbatches=len(batches),
+        model=chunks,
+        vocab_size=options.vocab_size,
+    )
     for chunk in chunks:
         chunk.zero_grad_buffer()
     return step.metrics(run_micro_batches(step.head, batches, chunks))
 
 
-def make_samples(data_parallel_size: int) -> list[Sample]:
-    """All samples of the step: ragged, partly masked, one fully masked, groups spread over the ranks.
+def update(chunks: Sequence[Any], options: CheckOptions, clip: float) -> float:
+    """The optimizer's first step from parameters that are zero; returns the gradient norm that it reports.
 
-    Their number grows with the data-parallel size no further than the reference stays cheap; beyond, ranks hold
-    fewer. Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
+    From zero, what a parameter becomes is its update, to the last digit.
     """
-    generator = torch.Generator().manual_seed(20)
-
-    def tokens(highest: int, count: int) -> Tensor:
-        return torch.randint(highest, (count,), generator=generator)
-
-    samples = []
-    count = max(SAMPLES_PER_RANK * min(data_parallel_size, 4), data_parallel_size)
-    for index in range(count):
-        prompt_length, response_length = LENGTHS[index % len(LENGTHS)]
-        mask = torch.rand(response_length, generator=generator) < 0.7
-        mask[0] = True
-        is_last = index == count - 1
-        samples.append(
-            Sample(
-                # Responses have ids of the lower half alone: the tokens then pull the model one way, where gradients
-                # of tokens drawn from all ids would cancel, and leave float32 few digits of what is left.
-                tokens=torch.cat(
-                    (tokens(VOCAB_SIZE, prompt_length), tokens(VOCAB_SIZE // 2, response_length))
-                ),
-                response_length=response_length,
-                loss_mask=mask if index % 8 != 5 or is_last else torch.zeros(response_length),
-                # Of one sign, for the same reason.
-                advantages=0.5 + torch.rand(response_length, generator=generator),
-                group_index=0 if is_last else index % 4,
-                # The first and the last are one rollout: on two data-parallel ranks or, on one, in two micro-batches.
-                rollout_id=0 if is_last else index,
-                name=f"sample {index}",
-                id_source="check",
-            )
-        )
-    return samples
-
-
-def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
-    """The samples with old and reference log-probs near the model's: inside the clip range, not on its edge."""
-    generator = torch.Generator().manual_seed(21)
-
-    def near(values: Tensor) -> Tensor:
-        return values + 0.2 * torch.rand(values.shape, generator=generator) - 0.1
-
-    return [
-        replace(sample, old_log_probs=near(values), ref_log_probs=near(values))
-        for sample, values in zip(samples, log_probs, strict=True)
-    ]
-
-
-def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """The micro-batches of a data-parallel rank's samples, of uneven sizes, the last one empty."""
-    micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches)]
-    for place, sample in enumerate(samples):
-        # The first takes the last one's share too; on a rank of few samples others are empty as well.
-        micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
-    return micro_batches
+    with torch.no_grad():
+        for _, parameter in parameter_slices(chunks):
+            parameter.zero_()
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1.0,
+        adam_eps=ADAM_EPSILON,
+        weight_decay=0.0,
+        clip_grad=clip,
+        bf16=options.dtype == "bf16",
+        params_dtype=torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+    )
+    _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()
+    return float(norm)

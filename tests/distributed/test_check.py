@@ -103,10 +103,23 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     report = json.loads(done.stdout)
     assert report["passed"] is True
     assert report["world_size"] == processes
-    assert len(report["rows"]) == 16
+    assert len(report["rows"]) == 24
     for row in report["rows"]:
         assert row["passed"] and row["diagnosis"] == ""
         assert 0.0 < row["gradient_error"] <= row["tolerance"] == 1e-6
+        assert row["replica_error"] <= row["tolerance"]
+        assert (row["gradient_norm"] is not None) == (row["what"] == "update")
+    rows = {(row["model"], row["what"]) for row in report["rows"]}
+    assert rows == {
+        *(
+            ("end to end", what)
+            for what in ("gradient", "gspo", "loss scale", "recompute", "update")
+        ),
+        *(("tied", what) for what in ("gradient", "update")),
+        *(("loss only", what) for what in ("gradient", "gspo")),
+    }
+    assert report["not_checked"]["auxiliary loss"] == "needs --num-experts 3 or more"
+    assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
     assert {row["aggregation"] for row in report["rows"]} == {
         *("sample_mean", "prompt_mean", "token_mean", "constant")
     }
@@ -129,25 +142,51 @@ def test_fused_head_passes(flags: list[str]) -> None:
     report = json.loads(ranks[0][1])
     assert report["passed"] is True
     assert report["accelerations"]["fused output layer"] == "checked"
-    assert [row["model"] for row in report["rows"]] == ["end to end"] * 8
+    assert [row["model"] for row in report["rows"]] == ["end to end"] * 12 + ["tied"] * 3
+    assert report["not_checked"]["loss-only rows"] == "--fused-lm-head"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            *("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"),
+            "--overlap-grad-reduce",
+        ],
+        ["--num-experts", "4", "--expert-model-parallel-size", "2"],
+        [
+            *("--num-experts", "4", "--expert-tensor-parallel-size", "2", "--sequence-parallel"),
+            *("--tensor-model-parallel-size", "2"),
+        ],
+        ["--dtype", "bf16", "--context-parallel-size", "2"],
+    ],
+    ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16"],
+)
+def test_other_shardings_pass(flags: list[str]) -> None:
+    ranks = run_ranks(run_check_command, 2, free_port(), None, ["--json", *flags])
+    report = json.loads(ranks[0][1])
+    assert report["passed"] is True, ranks[0][1]
+    found = {row["what"] for row in report["rows"]}
+    assert ("auxiliary loss" in found) == ("--num-experts" in flags)
 
 
 def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
     """(aggregation, passed, diagnosis) of the loss-only rows under each mutant; every rank runs it."""
     from megatron_pg.check import step as run
+    from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.report import diagnosis
 
     from .mutants import MUTANTS
-    from .wrong_check import replace_loss
+    from .wrong_check import loss_alone, replace_loss
 
     options, _ = parse_options(["--device", "cpu", *flags])
-    del run.MODELS["end to end"]
+    loss_alone(run)
     found = []
     for name in names:
         replace_loss(run, MUTANTS[name].loss)
         rows = run.run_check(options)
-        found.append([(r.aggregation, r.passed, diagnosis(r, options, 2)) for r in rows])
+        words = zip(rows, diagnoses(rows, options, 2), strict=True)
+        found.append([(r.aggregation, r.passed, said) for r, said in words if r.what == "gradient"])
     return found
 
 
@@ -212,7 +251,8 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert [status for status, _, _ in ranks] == [1, 1]
     report = ranks[0][1]
     assert report.count("gradient is 2 times the reference: 2 = CP") == 8, ranks[0][2]
-    assert report.rstrip().endswith("FAIL: 8 rows (8 rows)")
+    assert report.count("follows the gradient rows") == 1
+    assert report.rstrip().endswith("FAIL: 9 rows (9 rows)")
     assert ranks[1][1] == ""
 
 
@@ -256,8 +296,8 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
+    from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.report import diagnosis
     from megatron_pg.check.step import run_check
 
     found = []
@@ -266,8 +306,11 @@ def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, 
         paths = ["--custom-pg-loss-reducer-function-path", f"{module}:{reducer}"]
         paths += ["--custom-policy-loss-path", f"{module}.squared_log_probs"]
         options, _ = parse_options(["--device", "cpu", *paths, *flags])
-        rows = [row for row in run_check(options) if row.aggregation == "custom"]
-        found.append([(r.passed, diagnosis(r, options, 2), r.gradient_error) for r in rows])
+        rows = run_check(options)
+        words = zip(rows, diagnoses(rows, options, 2), strict=True)
+        found.append(
+            [(r.passed, said, r.gradient_error) for r, said in words if r.aggregation == "custom"]
+        )
     return found
 
 
@@ -293,7 +336,9 @@ def part_in_a_thousand() -> dict[str, float]:
     from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options
 
-    del run.MODELS["end to end"]
+    from .wrong_check import loss_alone
+
+    loss_alone(run)
     options, _ = parse_options(["--device", "cpu"])
     right, right_step, found = run.config_of, run.train_step, {}
     for term in ("kl_loss_coef", "entropy_coef"):
@@ -325,7 +370,7 @@ def test_nan_on_one_rank_is_reported_by_all() -> None:
     assert [status for status, _, _ in ranks] == [1, 1]
     report = json.loads(ranks[0][1])
     assert report["passed"] is False
-    assert len(report["rows"]) == 8
+    assert len(report["rows"]) == 9
     for row in report["rows"]:
         assert row["loss"] is None and row["gradient_error"] is None
         assert row["diagnosis"].startswith("not finite in ")

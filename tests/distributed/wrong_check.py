@@ -74,9 +74,9 @@ def squared_log_probs(config: Any, batch: Any, log_probs: Any) -> Any:
 def rank_raises_in_reducer(run: Any) -> None:
     right = run.config_of
 
-    def config_of(aggregation: str, options: Any) -> PolicyLossConfig:
+    def config_of(*args: Any) -> PolicyLossConfig:
         return replace(
-            right(aggregation, options),
+            right(*args),
             loss_aggregation="sample_mean",
             loss_aggregation_divisor=None,
             custom_pg_loss_reducer_function_path=f"{__name__}:reducer_that_raises",
@@ -111,6 +111,11 @@ def rank_raises_while_others_wait(run: Any) -> None:
     run.train_step = train_step
 
 
+def loss_alone(run: Any) -> None:
+    """Leaves the loss-only rows."""
+    run.MODELS = {"loss only": run.MODELS["loss only"]}
+
+
 def replace_loss(run: Any, loss: Any) -> None:
     """Has the steps of a check take `loss` for their own."""
     right = run.PolicyStep
@@ -119,7 +124,9 @@ def replace_loss(run: Any, loss: Any) -> None:
         def head(self, batch: PackedBatch) -> Any:
             count = self.num_microbatches
             wrong = loss(self.config, batch, self.totals, num_microbatches=count, model=self.model)
-            return replace(super().head(batch), loss_func=wrong)
+            # Without the columns that pad the vocabulary.
+            columns = self.vocab_size
+            return replace(super().head(batch), loss_func=lambda out: wrong(out[..., :columns]))
 
     run.PolicyStep = Wrong
 
@@ -147,7 +154,7 @@ def check(mistake: str, flags: Sequence[str]) -> int:
     from megatron_pg.check import main
     from megatron_pg.check import step as run
 
-    del run.MODELS["end to end"]
+    loss_alone(run)
     MISTAKES[mistake](run)
     return main(["--device", "cpu", *flags])
 

@@ -1,0 +1,136 @@
+"""The rows of a check, as a table: what each runs beside the plain step, on which model, and what is not checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion
+from megatron_pg.config import versions
+
+LOSS_SCALE = 2.0**16
+AUXILIARY_COEFFICIENT = 0.5
+CASE_AGGREGATION = "prompt_mean"
+"""Of the rows that are made once."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of step."""
+
+    name: str
+    models: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model's configuration while it runs."""
+    policy_loss: str = "ppo"
+    loss_scale: float = 1.0
+    """What the gradients are divided by before they are compared."""
+    is_even: bool = False
+    """On samples that need no padding (`make_even_samples`), with the auxiliary loss in the reference."""
+    updates: bool = False
+    """Followed by an optimizer step: its parameters and its gradient norm are what is compared."""
+    lacks: Callable[[CheckOptions], str] = lambda options: ""
+    """Why it cannot be run under some options; "" where it can."""
+
+
+def _auxiliary_lacks(options: CheckOptions) -> str:
+    if options.num_experts is None or options.num_experts < 3:
+        return "needs --num-experts 3 or more"
+    if options.dtype == "bf16":
+        return "rounding decides between experts in bf16, use --dtype fp32"
+    is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
+    return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
+
+
+GRADIENT = Case("gradient", ("end to end", "tied", "loss only"))
+CASES: Sequence[Case] = (
+    GRADIENT,
+    # Sums over a whole sequence, which context-parallel ranks share.
+    Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
+    # As fp16 has it.
+    Case(
+        "loss scale",
+        ("end to end",),
+        settings={"grad_scale_func": lambda loss: loss * LOSS_SCALE},
+        loss_scale=LOSS_SCALE,
+    ),
+    Case(
+        "recompute",
+        ("end to end",),
+        settings={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    Case(
+        "auxiliary loss",
+        ("end to end",),
+        settings={"moe_aux_loss_coeff": AUXILIARY_COEFFICIENT},
+        is_even=True,
+        lacks=_auxiliary_lacks,
+    ),
+    # The last: it leaves other parameters behind.
+    Case("update", ("end to end", "tied"), updates=True),
+)
+
+
+def cases_of(
+    model: str, options: CheckOptions, aggregations: Sequence[str], per_token: bool
+) -> Iterator[tuple[Case, str]]:
+    """The rows of a model in one loss mode, and the aggregation of each, in their order."""
+    for case in CASES:
+        if model not in case.models or case.lacks(options):
+            continue
+        if case is GRADIENT and model != "tied":
+            yield from ((case, aggregation) for aggregation in aggregations)
+        elif case is GRADIENT or not per_token or _has_both_modes(case, options):
+            yield case, CASE_AGGREGATION
+
+
+def _has_both_modes(case: Case, options: CheckOptions) -> bool:
+    """Whether a case is another thing where Megatron divides by tokens, and is served there."""
+    # Before it is right, Megatron counts the tokens that a rank holds after sequence parallelism has split them too.
+    is_split = options.context_parallel_size > 1 or options.sequence_parallel
+    is_right = versions.per_token_moe_under_context_parallel_is_right()
+    return case.is_even and (is_right or not is_split)
+
+
+def not_checked(options: CheckOptions) -> dict[str, str]:
+    """What this check does not look at, and what would have to be otherwise."""
+    has_engine = options.transformer_impl == "transformer_engine"
+    has_fusion = has_gradient_accumulation_fusion(options)
+    has_processor = versions.supports_output_processor()
+    engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
+    apex = "needs a GPU and Transformer Engine or Apex"
+    may_choose = options.context_parallel_size == 1 or options.cp_comm_type is not None
+    auxiliary = _auxiliary_lacks(options)
+    table = {
+        "Transformer Engine's attention": (has_engine, engine),
+        "--dtype bf16": (options.dtype == "bf16", not_asked),
+        "--cp-comm-type": (may_choose, "Megatron's default is checked" if has_engine else engine),
+        "--gradient-accumulation-fusion": (
+            options.gradient_accumulation_fusion,
+            not_asked if has_fusion else apex,
+        ),
+        "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
+        "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),
+        "--fused-lm-head": (
+            options.fused_lm_head,
+            not_asked if has_processor else "needs megatron-core 0.18",
+        ),
+        "experts": (options.num_experts is not None, "needs --num-experts"),
+        "auxiliary loss": (not auxiliary, auxiliary),
+        "auxiliary loss, per token": (
+            bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),
+            "needs megatron-core 0.19 under context or sequence parallelism",
+        ),
+        "per-token rows": (not options.average_in_collective, "--average-in-collective"),
+        "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
+        "norms of queries and keys": (
+            False,
+            "their gradients cancel to more digits than float32 has",
+        ),
+    }
+    return {name: why for name, (is_checked, why) in table.items() if not is_checked}

@@ -1,0 +1,285 @@
+"""What failed rows look like in words: a table, read from the top, whose first line that fits a row is its diagnosis.
+
+A row is judged among all rows: what passes elsewhere says what is not to blame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_pg.check.compare import Row
+from megatron_pg.check.finding import Finding, instead, named
+from megatron_pg.check.options import CheckOptions
+
+
+def diagnoses(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
+    """The likely mistake behind each failed row; "" for one that passed."""
+    data_size = world_size // options.model_parallel_size
+    findings = [Finding(row, rows, options, data_size) for row in rows]
+    return ["" if each.row.passed else _words(each) for each in findings]
+
+
+def _words(finding: Finding) -> str:
+    found = next(words(finding) for fits, words in DIAGNOSES if fits(finding))
+    row = finding.row
+    if not row.samples_counted_once:
+        found += (
+            f"; the weights that reached the loss are {row.checksum:.4g} times those of the step's totals "
+            "(aggregation_checksum)"
+        )
+    return found
+
+
+def _is_not_finite(f: Finding) -> bool:
+    return not math.isfinite(f.row.gradient_error) or not math.isfinite(f.row.common_ratio)
+
+
+def _follows(f: Finding) -> bool:
+    gradient = f.same(f.row.model)
+    return f.row.what != "gradient" and gradient is not None and not gradient.passed
+
+
+def _reported_loss(f: Finding) -> str:
+    return "gradients agree; the reported loss is " + instead(f.row.loss, f.row.reference_loss)
+
+
+def _gradient_norm(f: Finding) -> str:
+    found, expected = f.row.gradient_norm or 0.0, f.row.reference_norm or 1.0
+    axes = {"TP": "tensor-parallel", "PP": "pipeline", "EP": "expert-parallel"}
+    ranks = " and ".join(name for axis, name in axes.items() if f.sizes[axis] > 1)
+    cause = f"it is not summed over the {ranks or 'data-parallel'} ranks"
+    if found > expected:
+        cause = "parameters are counted twice (replicas, tied weights)"
+    norm = f"the gradient norm that the optimizer clips by is {instead(found, expected)}"
+    return f"gradients agree; {norm}: {cause}"
+
+
+def _update(f: Finding) -> str:
+    row = f.row
+    what = "differ"
+    if f.have_factor:
+        is_zero = abs(row.wrong_ratio) <= f.slack
+        what = "were not updated" if is_zero else f"are {row.wrong_ratio:.4g} times the reference"
+    cause = "the learning rate, or another setting" if f.has_factor else "the optimizer's step"
+    if row.replica_axes:
+        what += f", and not the same on the {' and '.join(row.replica_axes)} ranks"
+    if f.options.use_distributed_optimizer:
+        cause += ", or the all-gather of parameters after it (without --use-distributed-optimizer)"
+    names = f"{named(row.wrong)}{f.where()}"
+    return f"gradients agree; after one optimizer step {names} {what}: {cause}"
+
+
+def _replicas(f: Finding) -> str:
+    row = f.row
+    where = [REDUCTIONS[axis] for axis in row.replica_axes] or ["some group"]
+    sharded = (
+        ", or the reduce-scatter of the distributed optimizer (without --use-distributed-optimizer)"
+    )
+    sharded *= f.options.use_distributed_optimizer
+    return (
+        f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}{f.where()}; a reduction over "
+        f"that group is missing{sharded}{f.mode()}"
+    )
+
+
+def _case(f: Finding) -> str:
+    ratio = f"gradients {f.times()}, " if f.row.what == "loss scale" else ""
+    return f"this row alone, {ratio}{CASES[f.row.what]}"
+
+
+def _factor(f: Finding) -> str:
+    ratio = f.row.common_ratio
+    in_model = f.row.model != "loss only" and f.passes("loss only")
+    where = "; the loss-only rows pass: it arises in the model, or in what reduces it" * in_model
+    return f"gradient is {ratio:.4g} times the reference{f.factors(ratio)}{where}{f.mode()}"
+
+
+def _is_about_micro_batches(f: Finding) -> bool:
+    few, many = f.micro_batches[0], f.micro_batches[-1]
+    return not f.is_part and (
+        few < f.row.common_ratio < many or 1 / many < f.row.common_ratio < 1 / few
+    )
+
+
+def _about_micro_batches(f: Finding) -> str:
+    few, many = f.micro_batches[0], f.micro_batches[-1]
+    name = "M" if f.row.common_ratio > 1 else "1/M"
+    return (
+        f"gradient is about {f.row.common_ratio:.4g} times the reference: {name}, the data-parallel ranks having "
+        f"{few} and {many} micro-batches{f.mode()}"
+    )
+
+
+def _backward(f: Finding) -> str:
+    flags = ("overlap_grad_reduce", "use_distributed_optimizer")
+    chosen = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(f.options, flag)]
+    reduction = (
+        f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
+        if chosen
+        else ""
+    )
+    return (
+        "the reported loss and the weights of its tokens are right and their gradient is not: the backward of a "
+        f"micro-batch is missing or done twice (the schedule){reduction}{_at(f)}{f.mode()}"
+    )
+
+
+def _wrong_weights(f: Finding) -> str:
+    return (
+        f"no common factor, {f.row.worst_parameter} is {f.row.worst_ratio:.4g} times the reference: tokens have wrong "
+        "weights, as from the totals of a micro-batch, of a rank or of a context-parallel shard, or the window is "
+        f"misplaced{f.mode()}"
+    )
+
+
+def _stage(f: Finding) -> str:
+    cause = "the backward of a micro-batch is missing or done twice there, or what the next stage sends back is wrong"
+    if f.have_factor:
+        cause = "the gradient that the next stage sends back, or that stage's own scaling"
+    if f.have_factor and f.mode() and f.row.calculate_per_token_loss:
+        cause = "the token count, which the last stage broadcasts over the pipeline"
+    return f"the loss-only rows pass, and gradients {f.times()}{f.where()} ({named(f.row.wrong)}): {cause}{f.mode()}"
+
+
+def _kind(f: Finding) -> str:
+    """What the wrong parameters have in common; "" for nothing."""
+    kinds = [words for part, words in KINDS if all(part in name for name in f.row.wrong)]
+    if not kinds and f.have_factor:
+        chunks = ", or in another chunk of the virtual pipeline"
+        chunks *= f.options.virtual_pipeline_model_parallel_size is not None
+        kinds = [f"they are reduced, or scaled, over another group than the others{chunks}"]
+    return kinds[0] if kinds else ""
+
+
+def _part(f: Finding) -> str:
+    row = f.row
+    return (
+        f"{len(row.wrong)} of {row.num_parameters} gradients {f.times()}{f.where()} ({named(row.wrong)}): {_kind(f)}"
+        f"{f.mode()}"
+    )
+
+
+def _model(f: Finding) -> str:
+    known = "the loss-only rows pass, so the loss is right"
+    if f.same("loss only") is None:
+        known = "there are no loss-only rows to judge the loss by (run it again without --fused-lm-head)"
+    side = (
+        "backward, or what hardly moves the loss in its forward," * f.row.loss_agrees or "forward"
+    )
+    suspects = [words for words, applies in SUSPECTS if applies(f)]
+    return f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {', or at '.join(suspects)}{f.mode()}"
+
+
+def _at(f: Finding) -> str:
+    return f", {where.strip()}" if (where := f.where()) else ""
+
+
+DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] = (
+    (_is_not_finite, lambda f: f"not finite in {f.row.worst_parameter} on rank {f.row.worst_rank}"),
+    (
+        lambda f: f.is_left_over,
+        lambda f: (
+            "the first step of each model passes and those after it fail: gradients of the step before are left over "
+            "(zero_grad_buffer)"
+        ),
+    ),
+    (_follows, lambda f: "follows the gradient rows of this model and loss mode"),
+    (lambda f: f.row.gradients_agree and not f.row.loss_agrees, _reported_loss),
+    (lambda f: not f.row.norm_agrees, _gradient_norm),
+    (lambda f: f.row.gradients_agree, lambda f: "gradients agree"),
+    (lambda f: f.row.what == "update", _update),
+    (lambda f: f.row.replica_error > f.row.tolerance, _replicas),
+    (lambda f: f.row.what in CASES, _case),
+    (lambda f: f.has_factor, _factor),
+    (
+        lambda f: f.row.gradient_error <= 5 * f.row.tolerance,
+        lambda f: (
+            f"off by {f.row.gradient_error:.2g} and by no factor, {f.worst()}: rounding, or a mistake that small"
+        ),
+    ),
+    (_is_about_micro_batches, _about_micro_batches),
+    (
+        lambda f: (
+            f.loss_only is not None and f.loss_only.loss_agrees and f.loss_only.samples_counted_once
+        ),
+        _backward,
+    ),
+    (lambda f: f.loss_only is not None, _wrong_weights),
+    (lambda f: f.row.loss_agrees and " stage " in f.where(), _stage),
+    (lambda f: f.row.loss_agrees and f.is_part and bool(_kind(f)), _part),
+    (lambda f: True, _model),
+)
+"""Whether a diagnosis fits, and its words."""
+
+REDUCTIONS = {
+    "TP": "tensor-parallel ranks (finalize_model_grads, of norms and biases under --sequence-parallel)",
+    "CP": "context-parallel ranks (DDP reduces over them and the data-parallel ones together)",
+    "DP": "data-parallel ranks (DDP)",
+    "PP": "pipeline stages (finalize_model_grads, of tied embeddings)",
+}
+CASES: Mapping[str, str] = {
+    "gspo": "so a sum over a whole sequence is wrong: it takes the tokens of all context-parallel ranks",
+    "loss scale": "so the loss scale of fp16 (config.grad_scale_func) is lost, applied twice, or on some gradients only",
+    "recompute": "so activations are not recomputed as they were",
+    "auxiliary loss": (
+        "so the auxiliary loss of the experts is wrong: its coefficient, its scale (1 / M, or tokens), or the ranks that "
+        "its counts are summed over"
+    ),
+}
+"""What it says that a row fails alone."""
+KINDS = (
+    (
+        ".experts.",
+        "experts have a data-parallel group of their own, and are divided by the size of the whole one",
+    ),
+    ("router", "the router: its auxiliary loss, or its sum over tensor-parallel ranks"),
+    ("position_embeddings", "the position ids, or that embedding's reduction"),
+    (
+        "word_embeddings",
+        "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
+    ),
+    ("output_layer", "the output layer's vocabulary shards"),
+    (
+        "norm",
+        "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
+    ),
+    ("bias", "biases, which one tensor-parallel rank of several adds"),
+    ("linear_qkv", "attention: what it sends back to queries, keys and values"),
+)
+"""What all wrong parameters have in their names, and what that says."""
+SUSPECTS: Sequence[tuple[str, Callable[[Finding], bool]]] = (
+    (
+        "rotary positions (the tied model has learned ones, and passes)",
+        lambda f: f.row.model == "end to end" and f.passes("tied"),
+    ),
+    (
+        "position ids, or the tied weight (the end-to-end model has neither, and passes)",
+        lambda f: f.row.model == "tied" and f.passes("end to end"),
+    ),
+    (
+        "experts, and the exchange of tokens (without --num-experts)",
+        lambda f: f.row.model == "end to end" and f.options.num_experts is not None,
+    ),
+    ("the fused output layer (without --fused-lm-head)", lambda f: f.options.fused_lm_head),
+    (
+        "attention over several ranks (--context-parallel-size 1)",
+        lambda f: f.options.context_parallel_size > 1,
+    ),
+    (
+        "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+        "(--tensor-model-parallel-size 1)",
+        lambda f: f.options.tensor_model_parallel_size > 1,
+    ),
+    (
+        "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)",
+        lambda f: f.options.pipeline_model_parallel_size > 1,
+    ),
+    (
+        "DDP's reduction (without --use-distributed-optimizer)",
+        lambda f: f.options.use_distributed_optimizer,
+    ),
+    ("bf16 (--dtype fp32)", lambda f: f.row.dtype == "bf16"),
+    ("attention over a pack of sequences (whatever the flags)", lambda f: True),
+)
+"""What may be wrong in a model, with the flag that takes it out of the next check."""

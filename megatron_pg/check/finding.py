@@ -1,0 +1,191 @@
+"""A failed row among the others of its check: what can be asked of it, and its numbers in words."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_pg.check.cases import LOSS_SCALE
+from megatron_pg.check.compare import AXES, Row
+from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.samples import make_samples
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A failed row, the other rows, and what was asked for."""
+
+    row: Row
+    rows: Sequence[Row]
+    options: CheckOptions
+    data_size: int
+
+    def same(self, model: str) -> Row | None:
+        """The gradient row of a model in this one's loss mode and, where there is one, aggregation."""
+        found = [
+            row
+            for row in self.rows
+            if (row.model, row.calculate_per_token_loss, row.what)
+            == (model, self.row.calculate_per_token_loss, "gradient")
+        ]
+        found.sort(key=lambda row: (row.aggregation != self.row.aggregation, row.passed))
+        return found[0] if found else None
+
+    def passes(self, model: str) -> bool:
+        """Whether there are rows of a model, and all pass."""
+        found = [each.passed for each in self.rows if each.model == model]
+        return bool(found) and all(found)
+
+    @property
+    def loss_only(self) -> Row | None:
+        """The loss-only row of the same step, where it fails too: it knows nothing of the model."""
+        found = self.same("loss only")
+        return None if found is None or found.passed else found
+
+    @property
+    def slack(self) -> float:
+        """How far a ratio may be from the number that it is."""
+        return min(10 * self.row.tolerance, 0.05)
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether all gradients are one number other than 1 times the reference's."""
+        row = self.row
+        return row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some gradients are right."""
+        return 0 < len(self.row.wrong) < self.row.num_parameters
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The different M of the data-parallel ranks."""
+        return sorted({self.options.num_microbatches(rank) for rank in range(self.data_size)})
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By their short names."""
+        options, counts = self.options, self.micro_batches
+        return {
+            "CP": options.context_parallel_size,
+            "DP": self.data_size,
+            "M": counts[0] if len(counts) == 1 else 1,
+            "TP": options.tensor_model_parallel_size,
+            "PP": options.pipeline_model_parallel_size,
+            "EP": options.expert_model_parallel_size,
+        }
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the first row of every built model passes, and all that come after it fail."""
+        built = [
+            [row.passed for row in rows]
+            for _, rows in itertools.groupby(
+                self.rows, lambda row: (row.model, row.calculate_per_token_loss)
+            )
+        ]
+        later = list(itertools.chain(*(passed[1:] for passed in built)))
+        return all(passed[0] for passed in built) and len(later) > 2 and not any(later)
+
+    def mode(self) -> str:
+        """What it says that one loss mode fails alone."""
+        gradients = [row for row in self.rows if row.what == "gradient"]
+        failed = {row.calculate_per_token_loss for row in gradients if not row.passed}
+        if len(failed) != 1 or len({row.calculate_per_token_loss for row in gradients}) == 1:
+            return ""
+        if self.row.calculate_per_token_loss:
+            return (
+                "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by, and at "
+                "DDP's scaling, 1 in this mode"
+            )
+        return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
+
+    def where(self) -> str:
+        """The pipeline stages or the ranks, where only some have wrong gradients."""
+        row, stages = self.row, self.options.pipeline_model_parallel_size
+        if 0 < len(row.wrong_stages) < stages:
+            return f" on pipeline stage {_some(row.wrong_stages)} alone"
+        if 0 < len(row.wrong_ranks) < self.data_size * self.options.model_parallel_size:
+            return f" on rank {_some(row.wrong_ranks)} alone"
+        return ""
+
+    def worst(self) -> str:
+        """The worst gradient, and its rank along the axes whose ranks hold other slices."""
+        of_axis = dict(zip(AXES, self.row.worst_place, strict=True))
+        places = [
+            f"{name} {of_axis[axis]}"
+            for axis, name in (("TP", "tensor-parallel rank"), ("PP", "pipeline stage"))
+            if self.sizes[axis] > 1
+        ]
+        on = f" on {', '.join(places)}" if places else ""
+        return f"worst in {self.row.worst_parameter}{on}"
+
+    def factors(self, ratio: float) -> str:
+        """The sizes or counts whose product, or its inverse, a ratio is: ": 2 = CP or 2 = DP"; "" if there are none."""
+        sizes = {name: size for name, size in self.sizes.items() if size > 1}
+        for count in (1, 2, 3):
+            products = {
+                " * ".join(chosen): math.prod(sizes[name] for name in chosen)
+                for chosen in itertools.combinations(sizes, count)
+            }
+            if matches := self._matches(ratio, products):
+                return matches
+        return self._matches(ratio, self._counts())
+
+    def _matches(self, ratio: float, numbers: Mapping[str, float]) -> str:
+        found = []
+        for name, number in numbers.items():
+            if math.isclose(ratio, number, rel_tol=self.slack):
+                found.append(f"{number:.6g} = {name}")
+            if math.isclose(ratio * number, 1.0, rel_tol=self.slack):
+                found.append(f"1/{number:.6g} = 1/{f'({name})' if ' ' in name else name}")
+        return f": {' or '.join(found)}" if found else ""
+
+    def _counts(self) -> dict[str, float]:
+        """What a denominator may be: the counts of the step, and what its ranks have of T."""
+        samples = make_samples(self.options, self.data_size)
+        active = [sample.num_active_tokens for sample in samples]
+        total, tokens = sum(active), sum(sample.total_length for sample in samples)
+        of_ranks = {
+            f"T over that of data-parallel rank {rank}": total / sum(active[rank :: self.data_size])
+            for rank in range(min(self.data_size, 8) if self.data_size > 1 else 0)
+        }
+        return {
+            "T": total,
+            "N": len({sample.rollout_id for sample in samples}),
+            "P": len({sample.group_index for sample in samples}),
+            "the loss scale": LOSS_SCALE,
+            "all tokens over T": tokens / total,
+            **of_ranks,
+        }
+
+    @property
+    def have_factor(self) -> bool:
+        """Whether the wrong gradients are one number other than 1 times the reference's."""
+        row = self.row
+        return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
+
+    def times(self) -> str:
+        """ "are 2 times the reference: 2 = CP", of the wrong gradients; "differ" where they have no common factor."""
+        ratio = self.row.wrong_ratio
+        if not self.have_factor:
+            return "differ"
+        return f"are {ratio:.4g} times the reference{self.factors(ratio)}"
+
+
+def named(names: Sequence[str]) -> str:
+    """A few of the names."""
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+def instead(found: float, expected: float) -> str:
+    """ "2 and not 1 (2 times)"."""
+    ratio = found / expected if expected else math.nan
+    return f"{found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + " ..." * (len(numbers) > 4)

@@ -1,0 +1,223 @@
+"""Runs `megatron-pg check` under each breakage of Megatron, and says which are missed or misnamed.
+
+In CI one aggregation of each row is run (test_breakages.py). All rows, of all groups or of one, with the words that were
+found beside those that failed:
+
+    python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of its name"] [--words]
+
+On the GPUs of a job of as many processes as the group has:
+
+    torchrun --nproc-per-node 2 -m tests.distributed.break_check --group "TP2 SP" --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pg.check.job import Launch, joined, prepare
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+
+from .breakage import FAMILY, GROUPS, Breakage
+from .launch import run_ranks
+
+UNBROKEN = "unbroken"
+
+
+@dataclass(frozen=True)
+class Found:
+    """One row of a check."""
+
+    label: str
+    passed: bool
+    words: str
+
+
+def rows_of_breakages(
+    flags: Sequence[str], group: str | None = None, part: str = "", *, everything: bool = False
+) -> dict[str, list[Found]]:
+    """The rows of a check without a breakage, and under each of a group's; every rank of its processes calls it.
+
+    Args:
+        flags: of `megatron-pg check`.
+        group: None for the check without a breakage alone.
+        part: of the names of the breakages.
+        everything: whether to run all aggregations.
+    """
+    if "cuda" not in flags:
+        enable_cpu_runtime()
+    from megatron_pg.check import step as run
+    from megatron_pg.check.options import parse_options
+
+    options, _ = parse_options(flags)
+    names = [each.name for each in family() if each.group == group and part in each.name]
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        # No breakage changes them.
+        patch.setattr(run, "_references", remembered_references(run._references))
+        patch.setattr(run, "initialize_groups", remembered(run.initialize_groups))
+        if not everything:
+            patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
+        found[UNBROKEN] = described(run.run_check(options), options)
+        for name in names:
+            with pytest.MonkeyPatch.context() as broken:
+                if not everything:
+                    run_what_concerns(FAMILY[name], run, broken)
+                FAMILY[name].apply(broken)
+                found[name] = described(run.run_check(options), options)
+    return found
+
+
+def run_what_concerns(breakage: Breakage, run: Any, patch: pytest.MonkeyPatch) -> None:
+    """Leaves out the rows of a check that a breakage does not concern."""
+    cases_of = run.cases_of
+
+    def concerned(model: str, *rest: Any) -> list[Any]:
+        return [each for each in cases_of(model, *rest) if breakage.concerns(model, each[0].name)]
+
+    models = {
+        name: each for name, each in run.MODELS.items() if breakage.concerns(name, "gradient")
+    }
+    patch.setattr(run, "MODELS", models)
+    patch.setattr(run, "cases_of", concerned)
+
+
+def family() -> list[Breakage]:
+    """All breakages; it imports Megatron."""
+    from . import breakages_of_models, breakages_of_steps  # noqa: F401
+
+    return list(FAMILY.values())
+
+
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called once with the same arguments."""
+    known: dict[str, Any] = {}
+
+    def recall(*args: Any, **keywords: Any) -> Any:
+        key = repr((args, keywords))
+        if key not in known:
+            known[key] = function(*args, **keywords)
+        return known[key]
+
+    return recall
+
+
+def remembered_references(references: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The references of runs, each computed once."""
+    known: dict[str, Any] = {}
+
+    def recall(options: Any, runs: Sequence[Any]) -> list[Any]:
+        missing = [run for run in runs if repr((options, run)) not in known]
+        if missing:
+            for run, reference in zip(missing, references(options, missing), strict=True):
+                known[repr((options, run))] = reference
+        return [known[repr((options, run))] for run in runs]
+
+    return recall
+
+
+def described(rows: Sequence[Any], options: Any) -> list[Found]:
+    from megatron_pg.check.report import diagnoses
+
+    words = diagnoses(rows, options, dist.get_world_size())
+    return [Found(label(row), row.passed, said) for row, said in zip(rows, words, strict=True)]
+
+
+def label(row: Any) -> str:
+    mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
+    return f"{row.model} {row.what} {row.aggregation} {mode}"
+
+
+def problems_of(breakage: Breakage, rows: Sequence[Found]) -> list[str]:
+    """What is missed or misnamed; nothing where the check is right about the breakage."""
+    problems = []
+    failed = [row for row in rows if not row.passed]
+    words = "\n".join(row.words for row in failed)
+    if not any(re.search(breakage.fails, row.label) for row in failed):
+        problems.append(f"missed: no row of {breakage.fails!r} fails")
+    wrong = [row.label for row in failed if re.search(breakage.passes, row.label)]
+    problems += [f"{each!r} fails, which it does not concern" for each in wrong]
+    if failed:
+        problems += [
+            f"misnamed: {pattern!r} is not said"
+            for pattern in breakage.says
+            if not re.search(pattern, words, re.IGNORECASE)
+        ]
+    untrue = [*breakage.never, r"\b1 times the reference"]
+    # The loss is right where the rows of the loss alone are.
+    if not any("loss only" in row.label for row in failed):
+        untrue.append("tokens have wrong weights")
+    # Which of equal ones is no cause.
+    if "replicas disagree" not in words:
+        untrue.append(r"(data|context)-parallel rank \d")
+    problems += [
+        f"misnamed: {pattern!r} is said" for pattern in untrue if re.search(pattern, words)
+    ]
+    return problems
+
+
+def problems_in(found: Mapping[str, Sequence[Found]]) -> list[str]:
+    """All problems of what `rows_of_breakages` has found, one a line."""
+    lines = [
+        f"{UNBROKEN}: {row.label} fails: {row.words}" for row in found[UNBROKEN] if not row.passed
+    ]
+    for name, rows in found.items():
+        if name != UNBROKEN:
+            lines += [f"{name}: {problem}" for problem in problems_of(FAMILY[name], rows)]
+    return lines
+
+
+def problems_of_group(flags: Sequence[str], group: str | None) -> tuple[int, list[str]]:
+    """How many breakages were run, and their problems; a rank of `run_ranks`."""
+    found = rows_of_breakages(flags, group)
+    return len(found) - 1, problems_in(found)
+
+
+def full_group(flags: Sequence[str], group: str, part: str, everything: bool, words: bool) -> int:
+    """The number of problems of a group, printed by rank 0."""
+    found = rows_of_breakages(flags, group, part, everything=everything)
+    problems = problems_in(found)
+    if dist.get_rank() == 0:
+        for name, rows in found.items() if words else ():
+            print(f"\n{group}: {name}")
+            for row in rows:
+                print(f"    {row.label}: {'PASS' if row.passed else row.words}")
+        print(f"\n{group}: {len(found) - 1} breakages, {len(problems)} problems")
+        print(*problems, sep="\n", flush=True)
+    return len(problems)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.distributed.break_check")
+    parser.add_argument("--group", choices=GROUPS, action="append")
+    parser.add_argument("--breakage", default="")
+    parser.add_argument("--words", action="store_true", help="Print what is said of failed rows.")
+    parser.add_argument("--one-aggregation", action="store_true", help="As in CI.")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args(arguments)
+    problems = 0
+    launch = Launch.from_environment()
+    if "WORLD_SIZE" in os.environ:
+        prepare(launch, args.device)
+    for group in args.group or GROUPS:
+        processes, flags = GROUPS[group]
+        task = (["--device", args.device, *flags.split()], group, args.breakage)
+        rest = (not args.one_aggregation, args.words)
+        if "WORLD_SIZE" in os.environ:
+            with joined(launch, args.device):
+                problems += full_group(*task, *rest)
+        else:
+            problems += run_ranks(full_group, processes, *task, *rest, timeout=3600.0)[0]
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""What a way of breaking Megatron is: its patches, the flags it is run under, what must fail and what must be said."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+Patch = pytest.MonkeyPatch
+Break = Callable[[Patch], None]
+
+GROUPS: dict[str, tuple[int, str]] = {
+    "DP2": (2, ""),
+    "CP2": (2, "--context-parallel-size 2"),
+    "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
+    "EP2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
+    "CP2 experts": (2, "--num-experts 4 --context-parallel-size 2"),
+    "DP2 distributed optimizer": (2, "--use-distributed-optimizer"),
+    "DP2 overlap": (2, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "bf16": (1, "--dtype bf16"),
+}
+"""Processes and flags of `megatron-pg check`. All breakages of a group run in one process group."""
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One row of the family."""
+
+    name: str
+    """The mistake in words."""
+    group: str
+    fails: str
+    """A regular expression: some row whose label it matches must fail. A label is `model what aggregation per token` or
+    `... per micro-batch`."""
+    says: tuple[str, ...]
+    """Regular expressions, each of which must be found in the words beside the failed rows."""
+    never: tuple[str, ...]
+    """Regular expressions that must not be found there."""
+    passes: str
+    """A regular expression: every row whose label it matches must pass."""
+    apply: Break
+    """Patches Megatron in this process."""
+
+    def concerns(self, model: str, case: str) -> bool:
+        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it."""
+        named = {*self.fails.split("|"), *self.passes.split("|")}
+        return {model, case} <= {"end to end", "loss only", "gradient", *named}
+
+
+FAMILY: dict[str, Breakage] = {}
+
+
+def breakage(
+    group: str,
+    *says: str,
+    fails: str = "end to end",
+    passes: str = "^$",
+    never: tuple[str, ...] = (),
+) -> Callable[[Break], Break]:
+    """Adds a function to the family; its name is the mistake. The arguments are the fields of `Breakage`."""
+
+    def add(apply: Break) -> Break:
+        name = apply.__name__.replace("_", " ")
+        if name in FAMILY or group not in GROUPS:
+            raise ValueError(f"{name!r} of {group!r}: named twice, or of no group")
+        FAMILY[name] = Breakage(name, group, fails, says, never, passes, apply)
+        return apply
+
+    return add
+
+
+def wrap(patch: Patch, owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Has `wrong(right, *arguments)` run in the place of a function."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **keywords: wrong(right, *args, **keywords))
+
+
+def nothing(patch: Patch, owner: Any, name: str) -> None:
+    """Has a function do nothing."""
+    patch.setattr(owner, name, lambda *args, **keywords: None)
+
+
+def with_argument(
+    patch: Patch, owner: Any, name: str, argument: str, change: Callable[[Any], Any]
+) -> None:
+    """Has a function called with another value of one argument."""
+    right = getattr(owner, name)
+    signature = inspect.signature(right)
+
+    def wrong(*args: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*args, **keywords)
+        bound.apply_defaults()
+        bound.arguments[argument] = change(bound.arguments[argument])
+        return right(*bound.args, **bound.kwargs)
+
+    patch.setattr(owner, name, wrong)

@@ -1,0 +1,367 @@
+"""Megatron broken after the model: schedules, DDP, finalisation of gradients, the optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from .breakage import Patch, breakage, nothing, with_argument, wrap
+
+# The package's attribute of this name is the function.
+finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+BucketGroup = param_and_grad_buffer._ParamAndGradBucketGroup
+
+PER_TOKEN, PER_MICRO_BATCH = "per token", "per micro-batch"
+REPLICAS_OF_DATA = "replicas disagree.*data-parallel"
+TOKEN_COUNT = "num_tokens|token count"
+BACKWARD = "backward of a micro-batch"
+LATER = "gspo|loss scale|recompute|update"
+"""Of each model, the rows after its first step."""
+
+
+def each_backward(patch: Patch, wrong: Callable[..., Any]) -> None:
+    """Has `wrong(backward, number, last, input_tensor)` run for each micro-batch's backward on this stage."""
+    seen = {"number": 0, "count": 0}
+
+    def forward_step(right, forward_step_func, data, model, count, *args, **keywords):  # type: ignore[no-untyped-def]
+        seen["count"] = count
+        return right(forward_step_func, data, model, count, *args, **keywords)
+
+    def backward_step(right, input_tensor, *args):  # type: ignore[no-untyped-def]
+        number = seen["number"]
+        seen["number"] = (number + 1) % seen["count"]
+        return wrong(lambda: right(input_tensor, *args), number, seen["count"] - 1, input_tensor)
+
+    wrap(patch, schedules, "forward_step", forward_step)
+    wrap(patch, schedules, "backward_step", backward_step)
+
+
+def skip_backward(patch: Patch, is_skipped: Callable[[int, int], bool]) -> None:
+    """Leaves out the backward of micro-batches by (number, last); the stage before gets zeros."""
+
+    def wrong(backward: Any, number: int, last: int, input_tensor: Any) -> Any:
+        if not is_skipped(number, last):
+            return backward()
+        inputs = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        zeros = [None if each is None else torch.zeros_like(each) for each in inputs]
+        return zeros if isinstance(input_tensor, list) else zeros[0]
+
+    each_backward(patch, wrong)
+
+
+def on_stage(stage: int) -> bool:
+    return parallel_state.get_pipeline_model_parallel_rank() == stage
+
+
+@breakage("DP2", "micro-batch", "backward")
+def last_backward_is_skipped(patch: Patch) -> None:
+    skip_backward(patch, lambda number, last: number == last)
+
+
+@breakage("DP2", "micro-batch", "backward")
+def first_backward_is_skipped(patch: Patch) -> None:
+    skip_backward(patch, lambda number, last: number == 0)
+
+
+@breakage("DP2", "micro-batch", "backward")
+def middle_backward_is_skipped(patch: Patch) -> None:
+    skip_backward(patch, lambda number, last: number == 1)
+
+
+@breakage("PP2", "micro-batch", "backward")
+def last_backward_is_skipped_on_the_first_stage(patch: Patch) -> None:
+    skip_backward(patch, lambda number, last: number == last and on_stage(0))
+
+
+@breakage("PP2", "micro-batch", "backward")
+def last_backward_is_skipped_on_the_last_stage(patch: Patch) -> None:
+    skip_backward(patch, lambda number, last: number == last and on_stage(1))
+
+
+@breakage("DP2", r"\bM\b", fails=PER_MICRO_BATCH, passes=PER_TOKEN)
+def schedule_does_not_divide_by_the_number_of_micro_batches(patch: Patch) -> None:
+    with_argument(patch, schedules, "forward_step_calc_loss", "num_microbatches", lambda count: 1)
+
+
+@breakage("CP2", "1/2 = 1/CP", fails=PER_MICRO_BATCH, passes=PER_TOKEN)
+def schedule_without_the_context_parallel_factor(patch: Patch) -> None:
+    with_argument(patch, schedules, "forward_step_calc_loss", "cp_group_size", lambda size: 1)
+
+
+@breakage("DP2", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def tokens_of_the_last_micro_batch_alone_are_counted(patch: Patch) -> None:
+    def forward_step(right, *args, current_microbatch=None, **keywords):  # type: ignore[no-untyped-def]
+        output, num_tokens = right(*args, current_microbatch=current_microbatch, **keywords)
+        return output, num_tokens * int(current_microbatch == args[3] - 1)
+
+    wrap(patch, schedules, "forward_step", forward_step)
+
+
+def is_num_tokens(tensor: Tensor) -> bool:
+    """Of what the ranks exchange only the schedule's count is a 0-d int32."""
+    return tensor.dtype == torch.int32 and tensor.dim() == 0
+
+
+def count_reduced_over(patch: Patch, group_of: Callable[[], Any] | None) -> None:
+    """Has the token count reduced over another group, or over none."""
+
+    def all_reduce(right, tensor, *args, **keywords):  # type: ignore[no-untyped-def]
+        if is_num_tokens(tensor):
+            if group_of is None:
+                return None
+            keywords["group"] = group_of()
+        return right(tensor, *args, **keywords)
+
+    wrap(patch, dist, "all_reduce", all_reduce)
+
+
+@breakage("DP2", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def token_count_is_not_reduced_over_data_parallelism(patch: Patch) -> None:
+    count_reduced_over(patch, None)
+
+
+@breakage("CP2", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def token_count_is_not_reduced_over_context_parallelism(patch: Patch) -> None:
+    count_reduced_over(patch, parallel_state.get_data_parallel_group)
+
+
+@breakage("PP2", "stage 0", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH, never=(BACKWARD,))
+def token_count_is_not_sent_to_the_first_stage(patch: Patch) -> None:
+    def broadcast(right, tensor, *args, **keywords):  # type: ignore[no-untyped-def]
+        return None if is_num_tokens(tensor) else right(tensor, *args, **keywords)
+
+    wrap(patch, dist, "broadcast", broadcast)
+
+
+@breakage("DP2", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def gradients_are_not_divided_by_the_token_count(patch: Patch) -> None:
+    nothing(patch, DistributedDataParallel, "scale_gradients")
+
+
+@breakage("PP2 VPP2", "chunk", TOKEN_COUNT, fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def second_chunk_is_not_divided_by_the_token_count(patch: Patch) -> None:
+    def scale_gradients(right, chunk, scaling):  # type: ignore[no-untyped-def]
+        if not getattr(chunk.module, "vp_stage", 0):
+            right(chunk, scaling)
+
+    wrap(patch, DistributedDataParallel, "scale_gradients", scale_gradients)
+
+
+def each_bucket_reduction(patch: Patch, spoil: Callable[[Any, Tensor, Tensor], None]) -> None:
+    """Has `spoil(bucket_group, reduced, own)` change each bucket after its reduction; own is this rank's share."""
+
+    def start_grad_sync(right, group, *args, **keywords):  # type: ignore[no-untyped-def]
+        own = [bucket.grad_data * bucket.gradient_scaling_factor for bucket in group.buckets]
+        right(group, *args, **keywords)
+        for bucket, share in zip(group.buckets, own, strict=True):
+            spoil(group, bucket.grad_data, share)
+
+    wrap(patch, BucketGroup, "start_grad_sync", start_grad_sync)
+
+
+@breakage("DP2", REPLICAS_OF_DATA)
+def gradients_are_not_reduced(patch: Patch) -> None:
+    each_bucket_reduction(patch, lambda group, reduced, own: reduced.copy_(own))
+
+
+@breakage("DP2", REPLICAS_OF_DATA)
+def one_part_of_the_gradients_is_not_reduced(patch: Patch) -> None:
+    def spoil(group: Any, reduced: Tensor, own: Tensor) -> None:
+        part = slice(reduced.numel() // 4, reduced.numel() // 2)
+        reduced[part] = own[part]
+
+    each_bucket_reduction(patch, spoil)
+
+
+@breakage("CP2", "replicas disagree.*context-parallel")
+def gradients_are_reduced_without_context_parallelism(patch: Patch) -> None:
+    def start_grad_sync(right, group, *args, **keywords):  # type: ignore[no-untyped-def]
+        group.data_parallel_group = parallel_state.get_data_parallel_group()
+        return right(group, *args, **keywords)
+
+    wrap(patch, BucketGroup, "start_grad_sync", start_grad_sync)
+
+
+@breakage("DP2 distributed optimizer", "reduc", "--use-distributed-optimizer", never=(BACKWARD,))
+def reduce_scatter_drops_the_second_shard(patch: Patch) -> None:
+    def spoil(group: Any, reduced: Tensor, own: Tensor) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if rank == 1:
+            reduced.chunk(size)[rank].copy_(own.chunk(size)[rank])
+
+    each_bucket_reduction(patch, spoil)
+
+
+@breakage("DP2 overlap", "--overlap-grad-reduce", fails=LATER)
+def overlapped_reduction_starts_a_micro_batch_early(patch: Patch) -> None:
+    def register_grad_ready(right, group, *args, **keywords):  # type: ignore[no-untyped-def]
+        if not group.is_first_batch:  # which counts the parameters
+            group.is_last_microbatch = True
+        return right(group, *args, **keywords)
+
+    wrap(patch, BucketGroup, "register_grad_ready", register_grad_ready)
+
+
+def bucket_factors(
+    patch: Patch, change: Callable[[Any, float], float], buffers: str = "buffers"
+) -> None:
+    """Has DDP scale its buckets by `change(config, factor)`."""
+
+    def init(right, ddp, config, *args, **keywords):  # type: ignore[no-untyped-def]
+        right(ddp, config, *args, **keywords)
+        for buffer in getattr(ddp, buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = change(config, bucket.gradient_scaling_factor)
+
+    wrap(patch, DistributedDataParallel, "__init__", init)
+
+
+@breakage("DP2", "1/2 = 1/DP", "DDP", fails=PER_TOKEN, passes=PER_MICRO_BATCH)
+def gradients_are_averaged_in_per_token_mode(patch: Patch) -> None:
+    bucket_factors(patch, lambda config, factor: 0.5)
+
+
+@breakage("DP2", "2 = DP", fails=PER_MICRO_BATCH, passes=PER_TOKEN)
+def gradients_are_summed_in_the_other_mode(patch: Patch) -> None:
+    bucket_factors(patch, lambda config, factor: 1.0)
+
+
+@breakage("EP2", "expert", "2 = ", fails="end to end", passes=PER_TOKEN)
+def gradients_of_experts_are_not_scaled(patch: Patch) -> None:
+    bucket_factors(patch, lambda config, factor: 1.0, "expert_parallel_buffers")
+
+
+@breakage("DP2", "step before", "zero_grad", fails=LATER)
+def gradients_of_the_step_before_are_kept(patch: Patch) -> None:
+    nothing(patch, param_and_grad_buffer._ParamAndGradBuffer, "reset")
+
+
+@breakage("bf16", "bf16", passes="loss only|fp32")
+def gradients_of_bf16_are_not_accumulated(patch: Patch) -> None:
+    def make(right, ddp, parameter):  # type: ignore[no-untyped-def]
+        hook = right(ddp, parameter)
+
+        def wrong(*unused: Any) -> None:
+            if parameter.dtype == torch.bfloat16:
+                parameter.main_grad.zero_()
+            hook(*unused)
+
+        return wrong
+
+    wrap(patch, DistributedDataParallel, "_make_backward_post_hook", make)
+
+
+@breakage("TP2 SP", "replicas disagree.*tensor-parallel", "norm", passes="loss only")
+def sequence_parallel_gradients_are_not_reduced(patch: Patch) -> None:
+    nothing(patch, finalization, "_allreduce_non_tensor_model_parallel_grads")
+
+
+@breakage("TP2 SP", "replicas disagree.*tensor-parallel", "bias", passes="loss only")
+def sequence_parallel_biases_are_not_reduced(patch: Patch) -> None:
+    def reduce(right, model, *args, **keywords):  # type: ignore[no-untyped-def]
+        biases = [
+            parameter
+            for chunk in model
+            for name, parameter in chunk.named_parameters()
+            if name.endswith(("linear_proj.bias", "linear_fc2.bias"))
+        ]
+        for bias in biases:
+            bias.sequence_parallel = False
+        right(model, *args, **keywords)
+        for bias in biases:
+            bias.sequence_parallel = True
+
+    wrap(patch, finalization, "_allreduce_non_tensor_model_parallel_grads", reduce)
+
+
+@breakage("PP2", "replicas disagree", "tied|embedding", fails="tied", passes="loss only|end to end")
+def tied_embeddings_are_not_reduced(patch: Patch) -> None:
+    nothing(patch, finalization, "_allreduce_word_embedding_grads")
+
+
+def norm_of_this_rank_alone(patch: Patch) -> None:
+    """Has the gradient norm reduced over one rank, where the data-parallel group has but one."""
+
+    def get_grad_norm_fp32(right, gradients, *args, **keywords):  # type: ignore[no-untyped-def]
+        keywords["grad_stats_parallel_group"] = parallel_state.get_data_parallel_group()
+        return right(gradients, *args, **keywords)
+
+    wrap(patch, optimizers, "get_grad_norm_fp32", get_grad_norm_fp32)
+
+
+@breakage("TP2 SP", "gradient norm", "tensor-parallel", fails="update", never=("twice",))
+def gradient_norm_is_not_reduced_over_tensor_parallelism(patch: Patch) -> None:
+    norm_of_this_rank_alone(patch)
+
+
+@breakage("PP2", "gradient norm", "pipeline", fails="update", never=("twice",))
+def gradient_norm_is_not_reduced_over_the_pipeline(patch: Patch) -> None:
+    norm_of_this_rank_alone(patch)
+
+
+@breakage("TP2 SP", "gradient norm", "replica", "twice", fails="update", never=("not summed",))
+def gradient_norm_counts_replicas_twice(patch: Patch) -> None:
+    patch.setattr(
+        tensor_parallel, "param_is_not_tensor_parallel_duplicate", lambda *args, **keywords: True
+    )
+
+
+def each_optimizer_step(patch: Patch, wrong: Callable[..., Any]) -> None:
+    """Has `wrong(step, groups)` run in the place of each update; groups are torch's parameter groups."""
+
+    def step_with_ready_grads(right, owner):  # type: ignore[no-untyped-def]
+        return wrong(lambda: right(owner), owner.optimizer.param_groups)
+
+    for owner in (optimizers.FP32Optimizer, optimizers.MixedPrecisionOptimizer):
+        wrap(patch, owner, "step_with_ready_grads", step_with_ready_grads)
+
+
+@breakage("DP2", "2 times", "learning rate", fails="update", never=("= DP",))
+def learning_rate_is_doubled(patch: Patch) -> None:
+    def wrong(step: Any, groups: Any) -> Any:
+        for group in groups:
+            group["lr"] *= 2.0
+        result = step()
+        for group in groups:
+            group["lr"] /= 2.0
+        return result
+
+    each_optimizer_step(patch, wrong)
+
+
+@breakage("DP2", "not updated|skipped|did not (move|change)", fails="update")
+def optimizer_skips_a_parameter(patch: Patch) -> None:
+    def wrong(step: Any, groups: Any) -> Any:
+        parameter = groups[0]["params"][0]
+        before = parameter.detach().clone()
+        result = step()
+        parameter.data.copy_(before)
+        return result
+
+    each_optimizer_step(patch, wrong)
+
+
+@breakage("DP2 distributed optimizer", "update|gather", fails="update")
+def parameters_are_not_gathered_after_the_update(patch: Patch) -> None:
+    nothing(patch, BucketGroup, "start_param_sync")
+
+
+@breakage("DP2", "loss scale", fails="loss scale", passes="gradient")
+def schedule_ignores_the_loss_scale(patch: Patch) -> None:
+    def backward_step(right, input_tensor, output_tensor, gradient, config):  # type: ignore[no-untyped-def]
+        scale, config.grad_scale_func = config.grad_scale_func, None
+        try:
+            return right(input_tensor, output_tensor, gradient, config)
+        finally:
+            config.grad_scale_func = scale
+
+    wrap(patch, schedules, "backward_step", backward_step)

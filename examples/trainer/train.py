@@ -1,0 +1,134 @@
+"""Megatron's own training loop, with steps of rollouts in place of its batches."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from megatron.core.enums import ModelType
+from megatron.core.utils import get_model_config
+from megatron.training import training
+
+from megatron_pg import PolicyLossConfig, accepted_samples
+from megatron_pg.megatron.groups import ParallelGroups
+
+from .arguments import parse_arguments
+from .checkpoint import claim_save_folder, loading, rollout_states, saving, stored_arguments
+from .errors import agreed, mendable, plain_errors
+from .initialize import start_megatron
+from .log import MetricsLog
+from .model import provide_model
+from .resumption import refuse_other_settings
+from .rollouts import FileSteps
+from .step import RolloutStep
+
+
+class Run:
+    """A run, fresh or gone on with; every rank makes one.
+
+    Args:
+        args: validated.
+        config: the policy loss.
+    """
+
+    def __init__(self, args: argparse.Namespace, config: PolicyLossConfig) -> None:
+        self._args, self._config = args, config
+        microbatches = start_megatron(args)
+        groups = ParallelGroups.from_parallel_state()
+        claim_save_folder(args)
+        with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
+            self._rollouts = FileSteps(args, config, groups)
+        stored = stored_arguments(args)
+        with mendable():
+            if stored is not None:
+                refuse_other_settings(args, stored)
+                self._rollouts.restore(rollout_states(stored))
+        self._rollout_step = RolloutStep(args, config, groups, microbatches)
+        self._train_step: Callable[..., tuple[Any, ...]] = training.train_step
+        self._save_all = saving(
+            training.save_checkpoint, args, groups, self._rollouts.state, self._flush
+        )
+        self._last_saved = 0
+
+    def train(self) -> None:
+        """Train until `--train-iters`, the end of the rollouts, or where Megatron's flags end the process."""
+        with mock.patch.multiple(
+            training,
+            train_step=self._step,
+            save_checkpoint=self._save,
+            load_checkpoint=loading(training.load_checkpoint),
+        ):
+            model, *updates = training.setup_model_and_optimizer(
+                model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
+            )
+            self._last_saved = self._args.iteration
+            self._log = MetricsLog(self._args)
+            config = get_model_config(model[0])
+            iteration, flops = training.train(
+                None, model, *updates, None, None, None, config, {}, None
+            )
+            if self._args.save and iteration > self._last_saved:
+                training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
+        self._flush()
+
+    def _step(
+        self,
+        _forward_step: None,
+        _data_iterator: None,
+        model: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        model_config: Any,
+        forward_backward: Callable[..., Any],
+        **named: Any,
+    ) -> tuple[Any, ...]:
+        """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""
+        started = time.monotonic()
+        done: int = named["iteration"]
+        with mendable():
+            collected = self._rollouts.step(done)
+            if collected is None:
+                should_save = bool(self._args.save) and done > self._last_saved
+                return {}, 0, should_save, True, 0, None, None, 0
+            samples = accepted_samples(self._config, collected[0])
+            plan = self._rollout_step.plan(samples, model_config)
+        # Where no token is active, nothing is updated.
+        result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
+        metrics: dict[str, float] = {}
+        if plan.totals.num_active_tokens > 0:
+            result, metrics = self._rollout_step.train(
+                self._train_step,
+                samples,
+                plan,
+                model,
+                optimizer,
+                scheduler,
+                model_config,
+                forward_backward,
+                **named,
+            )
+        rate = optimizer.param_groups[0]["lr"]
+        seconds = time.monotonic() - started
+        self._log.step(
+            done + 1, {**collected[1], **metrics, "learning_rate": rate, "seconds": seconds}
+        )
+        return result
+
+    def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
+        self._save_all(iteration, *rest, **named)
+        self._last_saved = iteration
+
+    def _flush(self) -> None:
+        self._log.flush()
+
+
+@plain_errors()
+def main() -> None:
+    """Parse the flags, and train or print the plan."""
+    with mendable():
+        args = parse_arguments()
+        config = PolicyLossConfig.from_args(args)
+    Run(args, config).train()

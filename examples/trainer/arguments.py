@@ -92,6 +92,8 @@ def _settle(args: argparse.Namespace) -> None:
     args.micro_batch_size = 1
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
+    if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
+        args.num_query_groups = args.num_attention_heads
     # Of Apex, or of a Transformer Engine that is new enough.
     args.gradient_accumulation_fusion = _is_installed("fused_weight_gradient_mlp_cuda")
     if args.moe_token_dispatcher_type == "allgather":

@@ -31,7 +31,7 @@ from megatron_pg.rollout_files import RewardedSample, RolloutPosition
 from megatron_pg.step import CollectorState
 from megatron_pg.step.agreement import gather
 
-from .errors import agreed, alone
+from .errors import RunError, agreed, alone
 
 STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
 """What torch.load may build of a place in the rollouts, beside tensors and plain values."""
@@ -200,7 +200,12 @@ def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, in
             return load(model, optimizer, *rest, **named)
         _begin_moments(optimizer)
         with alone("--load cannot be read"), _steps_of_torch_adam(optimizer):
-            return load(model, optimizer, *rest, **named)
+            try:
+                return load(model, optimizer, *rest, **named)
+            except AssertionError as error:  # of a comparison, the same on all ranks
+                raise RunError(
+                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this run)"
+                ) from error
 
     return load_all
 

@@ -1,0 +1,1 @@
+"""Training of real models on Megatron's own parts: `examples/trainer/`."""

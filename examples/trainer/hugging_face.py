@@ -1,0 +1,274 @@
+"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor.
+
+A rank reads the rows or columns that it holds; on the way back rank 0 has one file of the result in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import unwrap_model
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .hugging_face_config import WeightsError, differences, read_config
+
+WHOLE, ROWS, COLUMNS = None, 0, 1
+MAPPING: dict[str, tuple[Any, ...]] = {
+    "embedding.word_embeddings.weight": (ROWS, "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": (WHOLE, "model.norm.weight"),
+    "output_layer.weight": (ROWS, "lm_head.weight"),
+    # Below decoder.layers.N and model.layers.N. Transformer Engine has norms inside the linear layers.
+    "input_layernorm.weight": (WHOLE, "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": (WHOLE, "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": (ROWS, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": (ROWS, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": (WHOLE, "self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": (WHOLE, "self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": (COLUMNS, "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": (WHOLE, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": (WHOLE, "post_attention_layernorm.weight"),
+    "mlp.router.weight": (WHOLE, "mlp.gate.weight"),
+    "mlp.linear_fc1.weight": (ROWS, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": (COLUMNS, "mlp.down_proj.weight"),
+    # Below mlp.experts.local_experts.E or, in Transformer Engine's groups, weightE; and below mlp.experts.E.
+    "mlp.experts.linear_fc1.weight": (ROWS, "gate_proj.weight", "up_proj.weight"),
+    "mlp.experts.linear_fc2.weight": (COLUMNS, "down_proj.weight"),
+}
+"""Megatron's parameter: what of it tensor parallelism cuts, and the tensors of `transformers` in it."""
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Slice `index` of `count` along `dimension`: of one tensor of a folder, or of some whose rows alternate."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dimension: int
+    index: int
+    count: int
+    groups: int
+    """How often they alternate in the whole: q, k and v in each query group, gate and up in each slice."""
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, tensors: dict[str, Any]) -> Tensor:
+        """The parameter, of no more of the tensors than it takes; without the rows that pad a vocabulary."""
+        parts = [tensors[name].get_slice(name) for name in self.names]
+        if len(parts) > 1 and self.groups % self.count:  # more ranks than query groups
+            return _join([part[:] for part in parts], self.groups).chunk(self.count)[self.index]
+        slices = []
+        for part, shape in zip(parts, self.shapes, strict=True):
+            size, whole = self.local_shape[self.dimension], shape[self.dimension]
+            size = size if len(parts) == 1 else whole // self.count
+            start, stop = (min(place * size, whole) for place in (self.index, self.index + 1))
+            slices.append(part[start:stop] if self.dimension == ROWS else part[:, start:stop])
+        return slices[0] if len(slices) == 1 else _join(slices, self.groups // self.count)
+
+    def whole(self, slices: list[Tensor]) -> dict[str, Tensor]:
+        """The tensors by name, of all slices in order."""
+        joined = torch.cat(slices, self.dimension)
+        if len(self.names) == 1:
+            return {self.names[0]: joined[: self.shapes[0][0]].contiguous()}
+        rows = joined.reshape(self.groups, -1, *joined.shape[1:])
+        parts = rows.split([shape[0] // self.groups for shape in self.shapes], 1)
+        return {n: part.flatten(0, 1) for n, part in zip(self.names, parts, strict=True)}
+
+
+def _join(parts: list[Tensor], groups: int) -> Tensor:
+    return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+
+def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Gives the model the weights of a folder; every rank of the world calls it, before an optimizer copies them.
+
+    Args:
+        chunks: this rank's chunks of a GPTModel, wrapped (DDP, Float16Module) or not, at any TP, PP, VPP and EP.
+        folder: config.json and safetensors files of any dtype, readable on every rank.
+
+    Raises:
+        WeightsError: on every rank, before anything is changed: a tensor is missing, left over, of another shape or
+            unreadable, or the model is not the folder's.
+    """
+    config, tensors, problems = read_config(folder), {}, []
+    for file in sorted(Path(folder).glob("model*.safetensors")):
+        try:
+            opened = safe_open(file, "pt")
+            tensors |= dict.fromkeys(opened.keys(), opened)
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{file} cannot be read ({error}): copy it anew")
+    pieces = _pieces(chunks, config, problems)
+    needed = {n: s for piece, _ in pieces for n, s in zip(piece.names, piece.shapes, strict=True)}
+    for name, shape in needed.items():
+        found = tuple(tensors[name].get_slice(name).get_shape()) if name in tensors else "missing"
+        if found != shape:
+            problems.append(f"{name} in {folder} is {found}, and the model needs {shape}")
+    known = set().union(*_agree(problems, set(needed)))
+    # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
+    known |= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    left = [n for n in tensors if n not in known and not n.endswith("rotary_emb.inv_freq")]
+    _agree([f"{name} in {folder} has no place in the model" for name in left], None)
+    with torch.no_grad():
+        for piece, parameter in pieces:
+            value = piece.read(tensors)
+            parameter[: len(value)].copy_(value)
+            parameter[len(value) :].zero_()
+
+
+def save_hugging_face(
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    source: str | Path,
+    file_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes the model as a folder that `transformers` loads; every rank of the world calls it.
+
+    Args:
+        chunks: as in `load_hugging_face`; the weights are written in their dtype.
+        folder: a new one on rank 0's disk, which has its name once it is whole (`.partial` follows it until then).
+        source: the folder whose config.json and tokenizer are carried over.
+        file_bytes: at which a safetensors file is full; with a second one comes an index.
+
+    Raises:
+        WeightsError: on every rank: `folder` exists, or the model is not that of `source`.
+    """
+    folder, is_writer, problems = Path(folder), dist.get_rank() == 0, []
+    pieces = _pieces(chunks, read_config(source), problems)
+    if is_writer and folder.exists():
+        problems.append(f"{folder} exists: remove it or name another")
+    holders: dict[tuple[str, ...], dict[int, tuple[int, Piece]]] = {}
+    for rank, held in enumerate(_agree(problems, [piece for piece, _ in pieces])):
+        for piece in held:
+            holders.setdefault(piece.names, {}).setdefault(piece.index, (rank, piece))
+    mine = {piece.names: parameter.detach() for piece, parameter in pieces}
+    partial = folder.with_name(f"{folder.name}.partial")
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    for count, (names, slices) in enumerate(holders.items(), 1):
+        tensors |= _gather(slices, mine.get(names), pieces[0][1].device)
+        is_full = sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes
+        if is_writer and (is_full or count == len(holders)):
+            file = f"model-{len(set(files.values())) + 1:05}.safetensors"
+            partial.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, partial / file, {"format": "pt"})
+            files |= dict.fromkeys(tensors, file)
+            tensors = {}
+    if is_writer:
+        _add_the_rest(partial, Path(source), files, pieces[0][0].dtype)
+        partial.rename(folder)
+    dist.barrier()
+
+
+def _add_the_rest(folder: Path, source: Path, files: dict[str, str], dtype: torch.dtype) -> None:
+    """The config, the tokenizer, and the index where there are several files of weights."""
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[1]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if len(set(files.values())) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _gather(
+    slices: dict[int, tuple[int, Piece]], parameter: Tensor | None, device: torch.device
+) -> dict[str, Tensor]:
+    """The whole tensors on rank 0, nothing elsewhere; `parameter` is this rank's slice, if it has one."""
+    received = []
+    for _, (holder, piece) in sorted(slices.items()):
+        if dist.get_rank() == 0:
+            if holder != 0:
+                parameter = torch.empty(piece.local_shape, dtype=piece.dtype, device=device)
+                dist.recv(parameter, holder)
+            received.append(parameter.cpu())
+        elif dist.get_rank() == holder:
+            dist.send(parameter.contiguous(), 0)
+    return piece.whole(received) if received else {}
+
+
+def _agree(problems: list[str], mine: Any) -> list[Any]:
+    """What every rank has, by rank; the problems of any are raised on all."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problems, mine))
+    found = dict.fromkeys(problem for each, _ in everyone for problem in each)
+    if found:
+        raise WeightsError("\n".join([*found][:12]))
+    return [each for _, each in everyone]
+
+
+def _pieces(
+    chunks: Sequence[torch.nn.Module], config: dict[str, Any], problems: list[str]
+) -> list[tuple[Piece, Tensor]]:
+    """Every parameter of this rank, and the piece of a folder's tensors that it is."""
+    found = []
+    for model in unwrap_model(list(chunks)):
+        problems += differences(model, config)
+        settings = model.config
+        for name, parameter in model.named_parameters():
+            key, above = _place(model, name)
+            if key not in MAPPING:
+                problems.append(
+                    f"{name} of the model: a folder of this architecture has nothing like it"
+                )
+                continue
+            cut, *names = MAPPING[key]
+            axis = "expert_tensor_parallel" if "experts" in key else "tensor_model_parallel"
+            rank_and_size = [getattr(mpu, f"get_{axis}_{of}")() for of in ("rank", "world_size")]
+            index, count = (0, 1) if cut is WHOLE else rank_and_size
+            whole = list(parameter.shape)
+            whole[cut or 0] *= count
+            if not above and cut == ROWS:  # the embedding or the output layer: without padding
+                whole[0] = min(whole[0], config["vocab_size"])
+            groups = settings.num_query_groups if len(names) == 3 else count
+            shares = (
+                (settings.num_attention_heads, groups, groups)
+                if len(names) == 3
+                else [1] * len(names)
+            )
+            found.append(
+                (
+                    Piece(
+                        tuple(above + each for each in names),
+                        tuple((whole[0] * share // sum(shares), *whole[1:]) for share in shares),
+                        cut or 0,
+                        index,
+                        count,
+                        groups,
+                        tuple(parameter.shape),
+                        parameter.dtype,
+                    ),
+                    parameter,
+                )
+            )
+    return found
+
+
+def _place(model: Any, name: str) -> tuple[str, str]:
+    """The key in `MAPPING` of a parameter, and what stands before its names in a folder."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        name = "embedding.word_embeddings.weight"  # the copy of the last pipeline stage
+    if not (layer := LAYER.match(name)):
+        return name, ""
+    number = model.decoder.layers[int(layer[1])].layer_number - 1
+    above, name = f"model.layers.{number}.", name[layer.end() :]
+    if expert := EXPERT.fullmatch(name):
+        local = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+        number = mpu.get_expert_model_parallel_rank() * local + int(expert[1] or expert[3])
+        above, name = f"{above}mlp.experts.{number}.", f"mlp.experts.{expert[2]}"
+    return name, above

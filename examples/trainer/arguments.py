@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import sys
 import traceback
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -16,6 +18,7 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 
+from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import refuse_combinations, refuse_flags
 
 SAMPLE_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
@@ -44,7 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         parsers.append(_add_flags(parser))
         return parser
 
-    args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+    with _flags_of_hugging_face():
+        args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args)
@@ -70,6 +74,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
     )
+    add(
+        "--hf-model",
+        metavar="FOLDER",
+        help="Hugging Face weights (Llama, Qwen2, Qwen3, Qwen3-MoE) to begin with; they say what the model is too",
+    )
+    add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
+    add(
+        "--ref-load",
+        metavar="FOLDER",
+        help="reference policy of the KL term, where rollouts have no ref_log_probs: a checkpoint of Megatron, or "
+        "Hugging Face weights",
+    )
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -87,9 +103,21 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
+@contextlib.contextmanager
+def _flags_of_hugging_face() -> Iterator[None]:
+    """The flags that --hf-model means, before those of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hf-model")
+    folder = parser.parse_known_args()[0].hf_model
+    meant = [] if folder is None else megatron_arguments_of(read_config(folder))
+    with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
+        yield
+
+
 def _settle(args: argparse.Namespace) -> None:
     """What is no choice here: one pack a micro-batch, and what needs a device or a package that is not there."""
     args.micro_batch_size = 1
+    args.seq_length = args.seq_length or args.max_position_embeddings
     args.do_train, args.do_valid, args.do_test = True, False, False
     args.rerun_mode = "disabled"
     if not args.group_query_attention:  # Megatron sets it so when it makes the model's config

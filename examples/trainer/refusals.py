@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 STEP = "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch tokens; drop it"
 SAMPLES = "steps are counted here, not samples: give the flag of the same name that counts iterations"
@@ -114,6 +115,11 @@ def refuse_combinations(args: argparse.Namespace) -> None:
     }.items():
         if not getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is missing: {why}")
+    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
+        raise ValueError(
+            f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
+            "--hf-model, and a name that is free"
+        )
     if args.ckpt_format != "torch_dist":
         raise NotImplementedError(
             f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist"

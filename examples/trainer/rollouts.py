@@ -26,7 +26,7 @@ class FileSteps:
 
     Args:
         args: validated.
-        config: the policy loss; what it needs of a sample, every row must have.
+        config: the policy loss; what it needs of a sample, every row must have, but for log-probs that are computed.
         groups: this rank's.
 
     Raises:
@@ -48,7 +48,11 @@ class FileSteps:
             data_parallel_rank=groups.data_rank,
             data_parallel_size=groups.data_size,
             on_bad_row=planning.on_bad_row,
-            required_fields=config.required_sample_fields,
+            required_fields=[
+                name
+                for name in config.required_sample_fields
+                if name != "old_log_probs" and not (name == "ref_log_probs" and args.ref_load)
+            ],
             vocab_size=args.vocab_size,
         )
         self._collector = StepCollector(

@@ -10,7 +10,7 @@ from unittest import mock
 
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
-from megatron.training import training
+from megatron.training import checkpointing, training
 
 from megatron_pg import PolicyLossConfig, accepted_samples
 from megatron_pg.megatron.groups import ParallelGroups
@@ -18,11 +18,13 @@ from megatron_pg.megatron.groups import ParallelGroups
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, rollout_states, saving, stored_arguments
 from .errors import agreed, mendable, plain_errors
+from .hugging_face import load_hugging_face, save_hugging_face
 from .initialize import start_megatron
 from .log import MetricsLog
 from .model import provide_model
 from .resumption import refuse_other_settings
 from .rollouts import FileSteps
+from .scoring import Scoring
 from .step import RolloutStep
 
 
@@ -37,7 +39,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, config: PolicyLossConfig) -> None:
         self._args, self._config = args, config
         microbatches = start_megatron(args)
-        groups = ParallelGroups.from_parallel_state()
+        self._groups = groups = ParallelGroups.from_parallel_state()
         claim_save_folder(args)
         with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
             self._rollouts = FileSteps(args, config, groups)
@@ -51,10 +53,11 @@ class Run:
         self._save_all = saving(
             training.save_checkpoint, args, groups, self._rollouts.state, self._flush
         )
-        self._last_saved = 0
+        self._last_saved, self._is_exhausted = 0, False
 
     def train(self) -> None:
         """Train until `--train-iters`, the end of the rollouts, or where Megatron's flags end the process."""
+        args = self._args
         with mock.patch.multiple(
             training,
             train_step=self._step,
@@ -64,15 +67,28 @@ class Run:
             model, *updates = training.setup_model_and_optimizer(
                 model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
             )
-            self._last_saved = self._args.iteration
-            self._log = MetricsLog(self._args)
+            with mendable():
+                if args.hf_model and not _has_checkpoint(args):
+                    load_hugging_face(model, args.hf_model)
+                    updates[0].reload_model_params()
+                self._scoring = Scoring(args, self._config, self._groups)
+            self._last_saved = args.iteration
+            self._log = MetricsLog(args)
             config = get_model_config(model[0])
-            iteration, flops = training.train(
-                None, model, *updates, None, None, None, config, {}, None
-            )
-            if self._args.save and iteration > self._last_saved:
-                training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
+            try:
+                iteration, flops = training.train(
+                    None, model, *updates, None, None, None, config, {}, None
+                )
+            except SystemExit:  # an exit by a flag, unless the rollouts were exhausted
+                if not self._is_exhausted:
+                    raise
+            else:
+                if args.save and iteration > self._last_saved:
+                    training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
         self._flush()
+        if args.save_hf:
+            with mendable():
+                save_hugging_face(model, args.save_hf, args.hf_model)
 
     def _step(
         self,
@@ -86,20 +102,24 @@ class Run:
         **named: Any,
     ) -> tuple[Any, ...]:
         """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""
-        started = time.monotonic()
+        times = [time.monotonic()]
         done: int = named["iteration"]
         with mendable():
             collected = self._rollouts.step(done)
             if collected is None:
+                self._is_exhausted = True
                 should_save = bool(self._args.save) and done > self._last_saved
                 return {}, 0, should_save, True, 0, None, None, 0
-            samples = accepted_samples(self._config, collected[0])
+            times.append(time.monotonic())
+            samples = self._scoring.filled(collected[0], model)
+            times.append(time.monotonic())
+            samples = list(accepted_samples(self._config, samples))
             plan = self._rollout_step.plan(samples, model_config)
         # Where no token is active, nothing is updated.
         result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float | None] = dict(collected[1])
         if plan.totals.num_active_tokens > 0:
-            result, metrics = self._rollout_step.train(
+            result, of_loss = self._rollout_step.train(
                 self._train_step,
                 samples,
                 plan,
@@ -110,11 +130,12 @@ class Run:
                 forward_backward,
                 **named,
             )
-        rate = optimizer.param_groups[0]["lr"]
-        seconds = time.monotonic() - started
-        self._log.step(
-            done + 1, {**collected[1], **metrics, "learning_rate": rate, "seconds": seconds}
-        )
+            metrics |= of_loss
+        metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
+        times.append(time.monotonic())
+        for phase, begin, end in zip(PHASES, times, times[1:], strict=True):
+            metrics[f"seconds_{phase}"] = end - begin
+        self._log.step(done + 1, metrics)
         return result
 
     def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
@@ -123,6 +144,16 @@ class Run:
 
     def _flush(self) -> None:
         self._log.flush()
+
+
+PHASES = ("rollouts", "scoring", "training")
+"""Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
+
+
+def _has_checkpoint(args: argparse.Namespace) -> bool:
+    return args.pretrained_checkpoint or (
+        args.load and checkpointing.checkpoint_exists(args.load)
+    )
 
 
 @plain_errors()

@@ -14,7 +14,7 @@ import pytest
 from megatron_pg.config.versions import has_megatron_training
 
 from .rollout_run import write_rollouts
-from .trainer_run import WHOLE_GROUPS, copy_after_step, run, steps_of
+from .trainer_run import TIMES, WHOLE_GROUPS, copy_after_step, run, steps_of
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
@@ -36,7 +36,7 @@ SHARDINGS = {
     "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
-UNLIKE = {"seconds", "skipped_rows"}
+UNLIKE = {*TIMES, "skipped_rows"}
 """How far ahead of a step the files are read depends on the number of data-parallel ranks."""
 
 

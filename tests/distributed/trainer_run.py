@@ -25,6 +25,7 @@ FLAGS = (
     "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
+TIMES = ("seconds_rollouts", "seconds_scoring", "seconds_training")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -139,4 +140,4 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without their times."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [{**json.loads(line), "seconds": None} for line in lines if line.endswith("\n")]
+    return [json.loads(line) | dict.fromkeys(TIMES) for line in lines if line.endswith("\n")]

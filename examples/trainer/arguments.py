@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import json
 import sys
 import traceback
 from collections.abc import Iterator
@@ -86,6 +87,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="reference policy of the KL term, where rollouts have no ref_log_probs: a checkpoint of Megatron, or "
         "Hugging Face weights",
     )
+    add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
+    add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")
+    add("--system-prompt", help="before every question")
+    add("--prompts-per-step", type=int, default=16, help="questions of a step of --task")
+    add("--samples-per-prompt", type=int, default=8, help="answers to each")
+    add("--max-response-tokens", type=int, default=128, help="of an answer, at most")
+    add("--held-out-tasks", type=int, default=64, help="scored before and after, never trained on")
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long

@@ -10,13 +10,13 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-METRICS = "metrics.jsonl"
+METRICS, HELD_OUT = "metrics.jsonl", "held_out.jsonl"
 
 
 class MetricsLog:
@@ -58,6 +58,18 @@ class MetricsLog:
         if number % self._args.log_interval == 0:
             texts = (f"{name} {value:.6g}" for name, value in known.items())
             print(f" step {number}: " + " | ".join(texts), flush=True)
+
+    def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
+        """Log the score of the held-out tasks after step `number`, and a few answers to them."""
+        if not self._writes:
+            return
+        print(f" held-out tasks after step {number}: {score:.3f}", *map(repr, answers), sep="\n   ")
+        if self._args.save:
+            line = {"step": number, "score": score, "answers": answers}
+            with (Path(self._args.save) / HELD_OUT).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if writer := get_tensorboard_writer():
+            writer.add_scalar("held_out", score, number)
 
     def flush(self) -> None:
         """Bring everything to the disk; a checkpoint must not be ahead of the metrics."""

@@ -107,9 +107,17 @@ def refuse_combinations(args: argparse.Namespace) -> None:
     Raises:
         ValueError, NotImplementedError: naming the flag and what to do.
     """
+    if bool(args.rollout_files) == bool(args.task):
+        raise ValueError("what to train on: give one of --rollout-files and --task")
+    if args.task:
+        _refuse_what_the_sampler_cannot(args)
+    own = (
+        {"hf_model": "its tokenizer and chat template make the prompts"}
+        if args.task
+        else {"docs_per_step": "the documents (rollouts) of a step"}
+    )
     for name, why in {
-        "rollout_files": "what to train on",
-        "docs_per_step": "the documents (rollouts) of a step",
+        **own,
         "vocab_size": "token ids are below it",
         "train_iters": "steps, at most",
     }.items():
@@ -147,4 +155,22 @@ def refuse_combinations(args: argparse.Namespace) -> None:
             f"{args.world_size} processes cannot be split in groups of tensor x pipeline x context = {model_ranks}: "
             "change --nproc-per-node of torchrun, --tensor-model-parallel-size, --pipeline-model-parallel-size or "
             "--context-parallel-size"
+        )
+
+
+def _refuse_what_the_sampler_cannot(args: argparse.Namespace) -> None:
+    """It generates with the model that is trained, whole on each tensor-parallel group, one token at a time."""
+    if args.docs_per_step is not None:
+        raise ValueError("--docs-per-step is about --rollout-files: give --prompts-per-step")
+    for name, why in {
+        "pipeline_model_parallel_size": "the sampler has the whole model",
+        "expert_model_parallel_size": "ranks generate answers of different lengths, and experts would wait",
+    }.items():
+        if getattr(args, name) > 1:
+            raise NotImplementedError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} with --task: {why}; train from --rollout-files"
+            )
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        raise NotImplementedError(
+            "--sequence-parallel with --task: one token at a time cannot be shared out; drop it"
         )

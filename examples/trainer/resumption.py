@@ -61,6 +61,13 @@ OPTIMIZER = (
     "adam_beta2",
     "adam_eps",
     "vocab_size",
+    "seed",
+    "task",
+    "task_settings",
+    "system_prompt",
+    "prompts_per_step",
+    "samples_per_prompt",
+    "max_response_tokens",
 )
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
 """Settings of planning that change the order of sums alone; the files are compared by their contents."""

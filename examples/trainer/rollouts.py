@@ -64,6 +64,9 @@ class FileSteps:
             data_parallel_group=groups.data,
         )
 
+    def attach(self, model: Sequence[Any]) -> None:
+        """Nothing here needs the model."""
+
     def step(self, iteration: int) -> Step | None:
         """The step that comes next, None at the end of the files; every rank must call it.
 

@@ -16,7 +16,6 @@ from megatron_pg.megatron import compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
-from .hugging_face import load_hugging_face
 from .model import provide_model
 
 
@@ -83,6 +82,8 @@ def load_reference(args: argparse.Namespace) -> list[Any]:
     for chunk in chunks:
         chunk.requires_grad_(False)
     if is_hugging_face:
+        from .hugging_face import load_hugging_face  # needs safetensors
+
         load_hugging_face(chunks, args.ref_load)
     else:
         with _weights_alone(args):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,6 @@ from megatron_pg.megatron.groups import ParallelGroups
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, rollout_states, saving, stored_arguments
 from .errors import agreed, mendable, plain_errors
-from .hugging_face import load_hugging_face, save_hugging_face
 from .initialize import start_megatron
 from .log import MetricsLog
 from .model import provide_model
@@ -42,7 +42,7 @@ class Run:
         self._groups = groups = ParallelGroups.from_parallel_state()
         claim_save_folder(args)
         with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
-            self._rollouts = FileSteps(args, config, groups)
+            self._rollouts = _rollouts_of(args, config, groups)
         stored = stored_arguments(args)
         with mendable():
             if stored is not None:
@@ -69,12 +69,18 @@ class Run:
             )
             with mendable():
                 if args.hf_model and not _has_checkpoint(args):
+                    from .hugging_face import load_hugging_face  # needs safetensors
+
                     load_hugging_face(model, args.hf_model)
                     updates[0].reload_model_params()
                 self._scoring = Scoring(args, self._config, self._groups)
             self._last_saved = args.iteration
             self._log = MetricsLog(args)
+            self._rollouts.attach(model)
+            if args.iteration == 0:
+                self._score_held_out(0)
             config = get_model_config(model[0])
+            iteration = args.train_iters
             try:
                 iteration, flops = training.train(
                     None, model, *updates, None, None, None, config, {}, None
@@ -85,8 +91,11 @@ class Run:
             else:
                 if args.save and iteration > self._last_saved:
                     training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
+            self._score_held_out(iteration)
         self._flush()
         if args.save_hf:
+            from .hugging_face import save_hugging_face
+
             with mendable():
                 save_hugging_face(model, args.save_hf, args.hf_model)
 
@@ -133,10 +142,16 @@ class Run:
             metrics |= of_loss
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
-        for phase, begin, end in zip(PHASES, times, times[1:], strict=True):
+        for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
         self._log.step(done + 1, metrics)
         return result
+
+    def _score_held_out(self, iteration: int) -> None:
+        if isinstance(self._rollouts, FileSteps):
+            return
+        score, answers = self._rollouts.held_out()
+        self._log.held_out(iteration, score, answers)
 
     def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
         self._save_all(iteration, *rest, **named)
@@ -148,6 +163,16 @@ class Run:
 
 PHASES = ("rollouts", "scoring", "training")
 """Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
+
+
+def _rollouts_of(
+    args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
+) -> Any:
+    if args.rollout_files:
+        return FileSteps(args, config, groups)
+    from .tasks import TaskSteps  # needs reasoning-gym and transformers
+
+    return TaskSteps(args, config, groups)
 
 
 def _has_checkpoint(args: argparse.Namespace) -> bool:

@@ -18,10 +18,13 @@ import torch
 from .launch import fork_server
 from .rollout_run import TIMEOUT_SECONDS, VOCABULARY, output_of, wait
 
+MODEL = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 "
+    f"--vocab-size {VOCABULARY} "
+)
 FLAGS = (
-    "--device cpu --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --seed 1 --lr 1e-2 "
-    f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16 --max-tokens-per-microbatch 64 "
+    "--device cpu --seed 1 --lr 1e-2 --make-vocab-size-divisible-by 16 --max-tokens-per-microbatch 64 "
     "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
 )
 WHOLE_GROUPS = "--keep-prompt-groups "
@@ -35,13 +38,14 @@ def start(
     flags: str,
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
 ) -> list[BaseProcess]:
     """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
 
     They are forked from a process that has imported everything, so that a start costs about a second.
 
     Args:
-        flags: after FLAGS, so that a later one wins.
+        flags: after FLAGS and `model`, so that a later one wins.
         prepare: called with the rank, in its process, before the program.
     """
     context = fork_server()
@@ -55,7 +59,7 @@ def start(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     own = f"--rollout-files {rollouts} --save {folder} --load {folder} "
-    arguments = (FLAGS + own + flags).split()
+    arguments = (FLAGS + model + own + flags).split()
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         places = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -91,9 +95,10 @@ def run(
     flags: str,
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
 ) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(rollouts, folder, flags, world_size, prepare))
+    codes = wait(start(rollouts, folder, flags, world_size, prepare, model))
     output = output_of(folder).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output

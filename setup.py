@@ -8,6 +8,7 @@ HERE = Path(__file__).parent
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
 EXAMPLES = [
+    "filelock>=3.12",
     "matplotlib>=3.8",
     "psutil>=5.9",  # for megatron.core.dist_checkpointing
     "pyarrow>=15",
@@ -15,6 +16,7 @@ EXAMPLES = [
     "rich>=13",
     "tensorboard>=2.15",
 ]
+MODELS = ["gguf>=0.17", "safetensors>=0.5", "tokenizers>=0.20", "transformers>=5"]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
     "build>=1.2",
@@ -44,6 +46,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.11"],
         "docs": DOCS,
         "examples": MEGATRON + EXAMPLES,
+        "models": MEGATRON + EXAMPLES + MODELS,
         "test": MEGATRON + EXAMPLES + DOCS + TEST,
     },
 )

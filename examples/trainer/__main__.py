@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # the folder is run as a script; its modules are a package
+sys.path[0] = str(
+    Path(__file__).parents[1]
+)  # the folder is run as a script; its modules are a package
 
 from trainer.train import main  # noqa: E402
 

@@ -167,4 +167,4 @@ def _validate_as_megatron_does(args: argparse.Namespace) -> None:
             megatron.validate_args(args)
         except AssertionError as error:
             condition = traceback.extract_tb(error.__traceback__)[-1].line
-            raise ValueError(f"Megatron refuses these flags: {error or condition}") from error
+            raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error

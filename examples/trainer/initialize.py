@@ -20,11 +20,7 @@ from megatron.training.global_vars import set_global_variables
 
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
-TALKATIVE = (
-    "models.gpt.gpt_model",
-    "rerun_state_machine",
-    "dist_checkpointing.strategies.torch",
-)
+TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
 """Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
 
 

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 STEP = "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch tokens; drop it"
-SAMPLES = "steps are counted here, not samples: give the flag of the same name that counts iterations"
+SAMPLES = (
+    "steps are counted here, not samples: give the flag of the same name that counts iterations"
+)
 SHAPES = "its buffers have one size and micro-batches differ in length; drop it"
 WHOLE = "a checkpoint that holds no place in the rollouts cannot be gone on from; drop it"
 

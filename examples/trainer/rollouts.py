@@ -21,6 +21,12 @@ Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
 
 
+def required_fields(args: argparse.Namespace, config: PolicyLossConfig) -> list[str]:
+    """What the policy loss needs of every row: all but the log-probs that a model here can say."""
+    computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
+    return [name for name in config.required_sample_fields if name not in computed]
+
+
 class FileSteps:
     """The steps of `--rollout-files`, each of `--docs-per-step` rollouts.
 
@@ -48,11 +54,7 @@ class FileSteps:
             data_parallel_rank=groups.data_rank,
             data_parallel_size=groups.data_size,
             on_bad_row=planning.on_bad_row,
-            required_fields=[
-                name
-                for name in config.required_sample_fields
-                if name != "old_log_probs" and not (name == "ref_log_probs" and args.ref_load)
-            ],
+            required_fields=required_fields(args, config),
             vocab_size=args.vocab_size,
         )
         self._collector = StepCollector(

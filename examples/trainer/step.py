@@ -103,14 +103,7 @@ class RolloutStep:
         _count_tokens(samples)
         by_iteration = SimpleNamespace(step=lambda increment: scheduler.step(increment=1))
         result = train_step(
-            forward_step,
-            None,
-            model,
-            optimizer,
-            by_iteration,
-            model_config,
-            run_schedule,
-            **named,
+            forward_step, None, model, optimizer, by_iteration, model_config, run_schedule, **named
         )
         return result, {**step.metrics(reported), "grad_norm": result[5]}
 

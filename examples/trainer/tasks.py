@@ -143,7 +143,9 @@ class TaskSteps:
         responses = self._sampler.sample(
             prompts, copies, temperature=self._config.rollout_temperature, generator=generator
         )
-        asked = [(i, prompt) for i, prompt in zip(mine, prompts, strict=True) for _ in range(copies)]
+        asked = [
+            (i, prompt) for i, prompt in zip(mine, prompts, strict=True) for _ in range(copies)
+        ]
         rollouts = [
             (prompt, index, self._score(entries[index], response), response)
             for (index, prompt), response in zip(asked, responses, strict=True)

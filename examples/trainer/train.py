@@ -18,6 +18,7 @@ from megatron_pg.megatron.groups import ParallelGroups
 
 from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, rollout_states, saving, stored_arguments
+from .dry_run import print_plan
 from .errors import agreed, mendable, plain_errors
 from .initialize import start_megatron
 from .log import MetricsLog
@@ -165,9 +166,7 @@ PHASES = ("rollouts", "scoring", "training")
 """Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
 
 
-def _rollouts_of(
-    args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
-) -> Any:
+def _rollouts_of(args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> Any:
     if args.rollout_files:
         return FileSteps(args, config, groups)
     from .tasks import TaskSteps  # needs reasoning-gym and transformers
@@ -176,9 +175,7 @@ def _rollouts_of(
 
 
 def _has_checkpoint(args: argparse.Namespace) -> bool:
-    return args.pretrained_checkpoint or (
-        args.load and checkpointing.checkpoint_exists(args.load)
-    )
+    return args.pretrained_checkpoint or (args.load and checkpointing.checkpoint_exists(args.load))
 
 
 @plain_errors()
@@ -187,4 +184,7 @@ def main() -> None:
     with mendable():
         args = parse_arguments()
         config = PolicyLossConfig.from_args(args)
+        if args.dry_run:
+            print_plan(args, config)
+            return
     Run(args, config).train()

@@ -1,6 +1,6 @@
 """Kills examples/trainer at random moments, starts it again, and compares its metrics with an uninterrupted run's.
 
-    python -m tests.distributed.trainer_kill_runs --moments 10 --seed 0
+python -m tests.distributed.trainer_kill_runs --moments 10 --seed 0
 """
 
 from __future__ import annotations

@@ -33,19 +33,21 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def start(
-    rollouts: Path,
+    rollouts: Path | None,
     folder: Path,
     flags: str,
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
     model: str = MODEL,
+    base: str = FLAGS,
 ) -> list[BaseProcess]:
     """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
 
     They are forked from a process that has imported everything, so that a start costs about a second.
 
     Args:
-        flags: after FLAGS and `model`, so that a later one wins.
+        rollouts: None where `flags` say what to train on.
+        flags: after `base` and `model`, so that a later one wins.
         prepare: called with the rank, in its process, before the program.
     """
     context = fork_server()
@@ -58,8 +60,9 @@ def start(
         "MASTER_PORT": str(port),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    own = f"--rollout-files {rollouts} --save {folder} --load {folder} "
-    arguments = (FLAGS + model + own + flags).split()
+    files = "" if rollouts is None else f"--rollout-files {rollouts} "
+    own = f"--save {folder} --load {folder} "
+    arguments = (base + model + files + own + flags).split()
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         places = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -90,15 +93,16 @@ def _run_rank(
 
 
 def run(
-    rollouts: Path,
+    rollouts: Path | None,
     folder: Path,
     flags: str,
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
     model: str = MODEL,
+    base: str = FLAGS,
 ) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(rollouts, folder, flags, world_size, prepare, model))
+    codes = wait(start(rollouts, folder, flags, world_size, prepare, model, base))
     output = output_of(folder).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output

@@ -3,77 +3,51 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-STEP = "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch tokens; drop it"
-SAMPLES = (
-    "steps are counted here, not samples: give the flag of the same name that counts iterations"
-)
-SHAPES = "its buffers have one size and micro-batches differ in length; drop it"
-WHOLE = "a checkpoint that holds no place in the rollouts cannot be gone on from; drop it"
+FILES = "samples come from --rollout-files or --task; drop it"
+GPT = "the model is a GPTModel; drop it"
+DDP = "the model is wrapped in DDP; use --use-distributed-optimizer"
+ABSENT = "nothing here would start it; drop it"
 
 GROUPS = {
     "rl": "Megatron's own RL loop is not run; the flags of this program are in the groups 'policy loss', 'planning' and "
     "'trainer' of --help",
-    "data and dataloader": "samples come from --rollout-files; drop it",
-    "tokenizer": "samples come from --rollout-files, as tokens; drop it",
-    "validation": "there is no validation set; drop it",
     "sft": "for supervised fine-tuning give --policy-loss sft and --rollout-files",
-    "inference": "no inference engine is started; drop it",
-    "rerun engine": "steps are not run twice; drop it",
-    "straggler": "no straggler detector is started; drop it",
-    "workload inspector": "no inspector is started; drop it",
     "In-process restart": "a run that was ended is started anew, with --load; drop it",
     "one logger": "metrics go to --tensorboard-dir and --wandb-project; drop it",
-    "ft_package": "its heartbeats are not sent; drop it",
     "autoresume": "use --exit-signal-handler and --exit-duration-in-mins",
-    "fault injector": "faults are not injected; drop it",
-    "Logits Distillation": "logits are neither written nor read; drop it",
-    "biencoder": "the model is a GPTModel; drop it",
-    "vision": "the model is a GPTModel; drop it",
-    "heterogeneous architecture": "all layers are alike; drop it",
-    "experimental_attention_variant": "the model is a GPTModel with its usual attention; drop it",
-    "kitchen": "its quantization is not set up; drop it",
+    "validation": "there is no validation set; drop it",
     "msc": "checkpoints and rollouts are files; drop it",
+    **dict.fromkeys(("data and dataloader", "tokenizer"), FILES),
+    **dict.fromkeys(("biencoder", "vision", "heterogeneous architecture"), GPT),
+    **dict.fromkeys(("experimental_attention_variant", "kitchen"), GPT),
+    **dict.fromkeys(("inference", "rerun engine", "straggler", "workload inspector"), ABSENT),
+    **dict.fromkeys(("ft_package", "fault injector", "Logits Distillation"), ABSENT),
 }
 """Groups of Megatron's flags, by their titles in --help."""
 
 KEPT = ("seq_length", "vocab_size", "make_vocab_size_divisible_by")
 """Flags of those groups that are read."""
 
-FLAGS = {
-    "micro_batch_size": STEP,
-    "global_batch_size": STEP,
-    "rampup_batch_size": STEP,
-    "step_batch_size_schedule": STEP,
-    "decrease_batch_size_if_needed": STEP,
-    "train_samples": SAMPLES,
-    "lr_decay_samples": SAMPLES,
-    "lr_warmup_samples": SAMPLES,
-    "lr_wsd_decay_samples": SAMPLES,
-    "iterations_to_skip": "take those rollouts out of the files; drop it",
-    "dataloader_type": "samples come from --rollout-files, in their order; drop it",
-    "exit_signal_handler_for_dataloader": "there are no dataloader workers; give --exit-signal-handler",
-    "mtp_num_layers": "no layers for multi-token prediction are built; drop it",
-    "hybrid_layer_pattern": "the model is a GPTModel; drop it",
-    "hybrid_override_pattern": "the model is a GPTModel; drop it",
-    "encoder_num_layers": "the model is a GPTModel; give --num-layers",
-    "spec": "the layers are those of --transformer-impl; drop it",
-    "yaml_cfg": "settings are flags here; drop it",
-    "moe_use_upcycling": "make the experts' checkpoint first, and give it by --load; drop it",
-    "use_megatron_fsdp": "the model is wrapped in DDP; use --use-distributed-optimizer",
-    "use_torch_fsdp2": "the model is wrapped in DDP; use --use-distributed-optimizer",
-    "cuda_graph_impl": SHAPES,
-    "enable_cuda_graph": SHAPES,
-    "external_cuda_graph": SHAPES,
-    "optimizer_cuda_graph": SHAPES,
-    "tp_comm_overlap": SHAPES,
-    "hybrid_context_parallel": "every sample is split over all context-parallel ranks; drop it",
-    "non_persistent_save_interval": WHOLE,
-    "no_save_optim": WHOLE,
-    "override_ckpt_iteration": WHOLE,
-    "ckpt_convert_format": "convert checkpoints with Megatron's tools; drop it",
+REASONS = {
+    "a step holds --docs-per-step rollouts, in micro-batches of --max-tokens-per-microbatch tokens; drop it": """
+        micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed""",
+    "steps are counted here, not samples: give the flag of the same name that counts iterations": """
+        train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples""",
+    "its buffers have one size and micro-batches differ in length; drop it": """
+        cuda_graph_impl enable_cuda_graph external_cuda_graph optimizer_cuda_graph tp_comm_overlap""",
+    "a checkpoint that holds no place in the rollouts cannot be gone on from; drop it": """
+        non_persistent_save_interval no_save_optim override_ckpt_iteration""",
+    FILES: "dataloader_type iterations_to_skip exit_signal_handler_for_dataloader",
+    GPT: "mtp_num_layers hybrid_layer_pattern hybrid_override_pattern encoder_num_layers spec",
+    DDP: "use_megatron_fsdp use_torch_fsdp2",
+    "every sample is split over all context-parallel ranks; drop it": "hybrid_context_parallel",
+    "make the checkpoint first with Megatron's tools; drop it": "moe_use_upcycling ckpt_convert_format",
+    "settings are flags here; drop it": "yaml_cfg",
 }
+FLAGS = {name: reason for reason, names in REASONS.items() for name in names.split()}
 """Further flags, by the attribute that they store to, and what to do."""
 
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -107,72 +81,66 @@ def refuse_combinations(args: argparse.Namespace) -> None:
     """Raises unless this program can run these arguments.
 
     Raises:
-        ValueError, NotImplementedError: naming the flag and what to do.
+        ValueError: naming the flag and what to do.
     """
-    if bool(args.rollout_files) == bool(args.task):
-        raise ValueError("what to train on: give one of --rollout-files and --task")
-    if args.task:
-        _refuse_what_the_sampler_cannot(args)
-    own = (
-        {"hf_model": "its tokenizer and chat template make the prompts"}
-        if args.task
-        else {"docs_per_step": "the documents (rollouts) of a step"}
-    )
-    for name, why in {
-        **own,
-        "vocab_size": "token ids are below it",
-        "train_iters": "steps, at most",
-    }.items():
-        if not getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} is missing: {why}")
-    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
-        raise ValueError(
-            f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
-            "--hf-model, and a name that is free"
-        )
-    if args.ckpt_format != "torch_dist":
-        raise NotImplementedError(
-            f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist"
-        )
-    if args.position_embedding_type not in POSITIONS:
-        raise NotImplementedError(
-            f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}"
-        )
-    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
-        raise NotImplementedError(
-            "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu"
-        )
-    if args.lr_warmup_iters and args.lr_warmup_iters >= args.train_iters:
-        raise ValueError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
-            "would not get to --lr; give fewer"
-        )
     model_ranks = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    if args.world_size % model_ranks:
-        raise ValueError(
+    for is_wrong, message in (
+        (
+            bool(args.rollout_files) == bool(args.task),
+            "what to train on: give one of --rollout-files and --task",
+        ),
+        (
+            args.rollout_files and not args.docs_per_step,
+            "--docs-per-step is missing: the documents (rollouts) of a step",
+        ),
+        (not args.vocab_size, "--vocab-size is missing: token ids are below it"),
+        (not args.train_iters, "--train-iters is missing: steps, at most"),
+        *(_of_tasks(args) if args.task else ()),
+        (
+            args.save_hf and (not args.hf_model or Path(args.save_hf).exists()),
+            f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
+            "--hf-model, and a name that is free",
+        ),
+        (
+            args.ckpt_format != "torch_dist",
+            f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist",
+        ),
+        (
+            args.position_embedding_type not in POSITIONS,
+            f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}",
+        ),
+        (
+            args.device == "cpu" and (args.attention_dropout or args.hidden_dropout),
+            "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu",
+        ),
+        (
+            args.lr_warmup_iters and args.lr_warmup_iters >= (args.train_iters or 0),
+            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
+            "would not get to --lr; give fewer",
+        ),
+        (
+            args.world_size % model_ranks,
             f"{args.world_size} processes cannot be split in groups of tensor x pipeline x context = {model_ranks}: "
             "change --nproc-per-node of torchrun, --tensor-model-parallel-size, --pipeline-model-parallel-size or "
-            "--context-parallel-size"
-        )
+            "--context-parallel-size",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
 
 
-def _refuse_what_the_sampler_cannot(args: argparse.Namespace) -> None:
-    """It generates with the model that is trained, whole on each tensor-parallel group, one token at a time."""
-    if args.docs_per_step is not None:
-        raise ValueError("--docs-per-step is about --rollout-files: give --prompts-per-step")
-    for name, why in {
-        "pipeline_model_parallel_size": "the sampler has the whole model",
-        "expert_model_parallel_size": "ranks generate answers of different lengths, and experts would wait",
-    }.items():
-        if getattr(args, name) > 1:
-            raise NotImplementedError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} with --task: {why}; train from --rollout-files"
-            )
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        raise NotImplementedError(
-            "--sequence-parallel with --task: one token at a time cannot be shared out; drop it"
-        )
+def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """The sampler has the model that is trained, whole on each tensor-parallel group, one token at a time."""
+    yield (
+        not args.hf_model,
+        "--task needs --hf-model: its tokenizer and chat template make the prompts",
+    )
+    yield args.docs_per_step is not None, "--docs-per-step with --task: give --prompts-per-step"
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel"):
+        flag = f"--{name.replace('_', '-')}"
+        message = f"{flag} with --task: every tensor-parallel group generates with the whole model, a token at a time"
+        yield getattr(args, name) > 1 or getattr(args, name) is True, f"{message}; drop it"

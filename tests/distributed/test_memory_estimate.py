@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from megatron_pg.config.versions import has_megatron_training
 
 if not has_megatron_training():

@@ -22,7 +22,7 @@ GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
 
 REFUSED = {
     "--train-data-path x": "--train-data-path: samples come from --rollout-files",
-    "--mock-data": "--mock-data: samples come from --rollout-files",
+    "--mock-data": "--mock-data: samples come from",
     "--tokenizer-type NullTokenizer": "--tokenizer-type: samples come from --rollout-files",
     "--grpo-group-size 4": "--grpo-group-size: Megatron's own RL loop is not run",
     "--perform-rl-step": "--perform-rl-step: Megatron's own RL loop is not run",
@@ -31,7 +31,7 @@ REFUSED = {
     "--global-batch-size 8": "--global-batch-size: a step holds --docs-per-step rollouts",
     "--micro-batch-size 4": "--micro-batch-size: a step holds --docs-per-step rollouts",
     "--train-samples 8": "--train-samples: steps are counted here, not samples",
-    "--mtp-num-layers 1": "--mtp-num-layers: no layers for multi-token prediction",
+    "--mtp-num-layers 1": "--mtp-num-layers: the model is a GPTModel",
     "--use-megatron-fsdp": "--use-megatron-fsdp: the model is wrapped in DDP",
     "--non-persistent-save-interval 3": "cannot be gone on from",
     "--no-save-optim": "cannot be gone on from",

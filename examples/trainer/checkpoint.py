@@ -52,9 +52,6 @@ def claim_save_folder(args: argparse.Namespace) -> None:
     with agreed("--save"):
         if args.save and args.rank == 0:
             _claim(Path(args.save), args)
-    with agreed("--load"):
-        if args.load and args.rank == 0:
-            _mend_tracker(Path(args.load))
 
 
 def _claim(folder: Path, args: argparse.Namespace) -> None:
@@ -67,6 +64,7 @@ def _claim(folder: Path, args: argparse.Namespace) -> None:
             f"another run is writing to {folder}: stop it, or give another folder"
         ) from error
     _locks.append(lock)
+    _mend_tracker(folder)
     goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
     if (folder / TRACKER).exists() and not goes_on:
         raise ValueError(
@@ -99,8 +97,7 @@ def _folder_of(folder: Path, iteration: int) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Another program's checkpoint may be of another format: it is Megatron's to judge."""
-    return (path / LAST_WRITTEN).exists() or any(path.glob("mp_rank_*"))
+    return (path / LAST_WRITTEN).exists()
 
 
 def stored_arguments(args: argparse.Namespace) -> argparse.Namespace | None:

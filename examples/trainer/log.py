@@ -79,6 +79,12 @@ class MetricsLog:
         if self._writes and (writer := get_tensorboard_writer()):
             writer.flush()
 
+    def close(self) -> None:
+        """The last thing of a run that ended by itself."""
+        self.flush()
+        if self._writes and (wandb := get_wandb_writer()):
+            wandb.finish()
+
 
 def _cut_back(path: Path, step: int) -> None:
     """Keep the lines up to `step`; one that a killed run has half written is no line."""

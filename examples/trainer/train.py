@@ -92,8 +92,9 @@ class Run:
             else:
                 if args.save and iteration > self._last_saved:
                     training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
+                    training.maybe_finalize_async_save(blocking=True, terminate=True)
             self._score_held_out(iteration)
-        self._flush()
+        self._log.close()
         if args.save_hf:
             from .hugging_face import save_hugging_face
 

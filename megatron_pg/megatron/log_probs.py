@@ -77,16 +77,19 @@ def compute_log_probs(
         numbers a response token, over context parallelism and over the pipeline, and one copy to the host.
 
     Raises:
-        ValueError: on all ranks, where one has it: a sample longer than the budget, or with a response token outside the
-            vocabulary, by name; or the model is not on this rank's device.
+        ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
+            is named, is longer than the budget or has a response token outside the vocabulary.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if config.fused_lm_head:
         require_output_processor(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
-    device = _device_of(chunks, groups)
-    bare, _ = compute_and_gather(lambda: _bare(samples, chunks[0], vocab_size), len, groups.data)
+    (device, bare), _ = compute_and_gather(
+        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size)),
+        lambda _: None,
+        groups.data,
+    )
     cp_rank, cp_size = groups.context_rank, groups.context_size
     multiple = _pad_to_multiple(chunks, groups)
     plan = plan_step(
@@ -117,16 +120,19 @@ def compute_log_probs(
 def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
     """The device of all parameters, which has to be the one that this rank's process groups work on."""
     found = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
-    expected = torch.device("cpu")
-    if dist.get_backend(groups.pipeline) == "nccl":
-        expected = torch.device("cuda", torch.cuda.current_device())
-    if found != {expected}:
-        names = " and ".join(sorted(map(str, found))) or "no device"
-        raise ValueError(
-            f"the model's parameters are on {names} and this rank works on {expected}: move the whole model there before "
-            "it is scored (a reference model that was offloaded has to come back first)"
-        )
-    return expected
+    possible = []
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        possible.append(torch.device("cuda", torch.cuda.current_device()))
+    if dist.get_backend(groups.pipeline) != "nccl":
+        possible.append(torch.device("cpu"))
+    for device in possible:
+        if found == {device}:
+            return device
+    raise ValueError(
+        f"the model's parameters are on {' and '.join(sorted(map(str, found))) or 'no device'} and this rank works on "
+        f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is scored (a reference model "
+        "that was offloaded has to come back first)"
+    )
 
 
 def _bare(samples: Sequence[Sample], chunk: Any, vocab_size: int | None) -> list[Sample]:

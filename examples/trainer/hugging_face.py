@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .hugging_face_names import (
+from .hugging_face_config import (
     MAPPING,
     ROWS,
     WHOLE,

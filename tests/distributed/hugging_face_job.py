@@ -82,7 +82,7 @@ def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
 
 
 def vocabulary_size(source: Path) -> int:
-    from trainer.hugging_face_names import read_config
+    from trainer.hugging_face_config import read_config
 
     return int(read_config(source)["vocab_size"])
 
@@ -90,7 +90,7 @@ def vocabulary_size(source: Path) -> int:
 def parse(sharding: Sharding, job: Job) -> Any:
     """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
     from megatron.training import arguments
-    from trainer.hugging_face_names import megatron_arguments_of, read_config
+    from trainer.hugging_face_config import megatron_arguments_of, read_config
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP
     sizes = {
@@ -217,7 +217,7 @@ def train_step(
 def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
     """What loading says of broken folders and of models that are not theirs, by name."""
     from trainer.hugging_face import load_hugging_face
-    from trainer.hugging_face_names import WeightsError
+    from trainer.hugging_face_config import WeightsError
 
     said = {}
     for name, job in jobs.items():
@@ -234,7 +234,7 @@ def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
 
 def save_errors(job: Job, existing: Path) -> str:
     from trainer.hugging_face import save_hugging_face
-    from trainer.hugging_face_names import WeightsError
+    from trainer.hugging_face_config import WeightsError
 
     try:
         save_hugging_face(build(Sharding(pipeline=2), job), existing, job.source)

@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
 def test_a_config_that_no_flags_mean_is_refused(
     changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from trainer.hugging_face_names import WeightsError, read_config
+    from trainer.hugging_face_config import WeightsError, read_config
 
     config = json.loads((folder_of("llama") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
@@ -310,7 +310,7 @@ def test_a_config_that_no_flags_mean_is_refused(
 
 def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
-    from trainer.hugging_face_names import megatron_arguments_of, read_config
+    from trainer.hugging_face_config import megatron_arguments_of, read_config
 
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ MUST_BE: dict[str, Any] = {
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
+    "quantization_config": None,
 }
 """Fields for whose other values there is no flag here; absent or null is right."""
 
@@ -184,3 +187,7 @@ def place_of(model: Any, name: str) -> tuple[str, str]:
         number = mpu.get_expert_model_parallel_rank() * local + int(expert[1] or expert[3])
         above, name = f"{above}mlp.experts.{number}.", f"mlp.experts.{expert[2]}"
     return name, above
+
+
+if __name__ == "__main__":
+    print(shlex.join(megatron_arguments_of(read_config(sys.argv[1]))))

@@ -295,6 +295,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
         ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),
         ({"attention_bias": True}, "attention_bias True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
 def test_a_config_that_no_flags_mean_is_refused(
@@ -344,3 +345,17 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
         "--moe-layer-freq [1,1,1] --group-query-attention --swiglu --disable-bias-linear --qk-layernorm "
         "--untie-embeddings-and-output-weights"
     )
+
+
+def test_the_page_has_every_name() -> None:
+    from trainer.hugging_face_config import ARCHITECTURES, MAPPING
+
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    names = {name for _, *names in MAPPING.values() for name in names}
+    dense = {key for key in MAPPING if "experts" not in key}
+    experts = MAPPING.keys() - dense
+    experts = {key.replace("experts.", "experts.local_experts.E.") for key in experts} | {
+        f"{key}E" for key in experts
+    }
+    for name in (*ARCHITECTURES, *dense, *experts, *names):
+        assert f"`{name}`" in page, name

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from .hugging_face_config import (
     MAPPING,
-    ROWS,
-    WHOLE,
     WeightsError,
+    carry_over,
     differences,
     place_of,
     read_config,
@@ -55,7 +54,7 @@ class Piece:
             whole = shape[self.dimension]
             size = self.local_shape[self.dimension] * whole // total
             start, stop = (min(place * size, whole) for place in (self.index, self.index + 1))
-            slices.append(part[start:stop] if self.dimension == ROWS else part[:, start:stop])
+            slices.append(part[start:stop] if self.dimension == 0 else part[:, start:stop])
         return slices[0] if len(slices) == 1 else _join(slices, self.groups // self.count)
 
     def whole(self, slices: list[Tensor]) -> dict[str, Tensor]:
@@ -148,24 +147,14 @@ def save_hugging_face(
             files |= dict.fromkeys(tensors, file)
             tensors = {}
     if is_writer:
-        _add_the_rest(partial, Path(source), files, pieces[0][0].dtype)
+        if file == "model-00001.safetensors":
+            (partial / file).rename(partial / "model.safetensors")
+        else:
+            index = {"metadata": {}, "weight_map": files}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        carry_over(source, partial, pieces[0][0].dtype)
         partial.rename(folder)
     dist.barrier()
-
-
-def _add_the_rest(folder: Path, source: Path, files: dict[str, str], dtype: torch.dtype) -> None:
-    """The config, the tokenizer, and the index where there are several files of weights."""
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[1]
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    if len(set(files.values())) == 1:
-        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
-    else:
-        index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(index)
 
 
 def _gather(
@@ -211,14 +200,14 @@ def _pieces(
                 problems.append(f"{name} of the model has no place in a Hugging Face folder")
                 continue
             cut, *names = MAPPING[key]
-            index, count = (0, 1) if cut is WHOLE else expert if "experts" in key else tensor
+            index, count = (0, 1) if cut is None else expert if "experts" in key else tensor
             whole = list(parameter.shape)
-            whole[cut or ROWS] *= count
-            if not above and cut == ROWS:  # the embedding or the output layer: without padding
+            whole[cut or 0] *= count
+            if not above and cut == 0:  # the embedding or the output layer: without padding
                 whole[0] = min(whole[0], config["vocab_size"])
             shares, groups = ((heads, kv, kv), kv) if len(names) == 3 else ([1] * len(names), count)
             shapes = tuple((whole[0] * share // sum(shares), *whole[1:]) for share in shares)
             names, local = tuple(above + each for each in names), tuple(parameter.shape)
-            piece = Piece(names, shapes, cut or ROWS, index, count, groups, local, parameter.dtype)
+            piece = Piece(names, shapes, cut or 0, index, count, groups, local, parameter.dtype)
             found.append((piece, parameter))
     return found

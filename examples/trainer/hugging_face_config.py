@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state as mpu
 
 ARCHITECTURES: dict[str, list[str]] = {
@@ -100,6 +102,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         found = ", ".join(f"{name} {config[name]!r}" for name in wrong)
         raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
     return config
+
+
+def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copies the config, with the weights' new dtype, the tokenizer and other text files into a folder of weights."""
+    for file in Path(source).iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[1]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:

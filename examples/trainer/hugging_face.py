@@ -6,7 +6,6 @@ A rank reads the rows or columns that it holds; on the way back rank 0 has one f
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,33 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .hugging_face_config import WeightsError, differences, read_config
-
-WHOLE, ROWS, COLUMNS = None, 0, 1
-MAPPING: dict[str, tuple[Any, ...]] = {
-    "embedding.word_embeddings.weight": (ROWS, "model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": (WHOLE, "model.norm.weight"),
-    "output_layer.weight": (ROWS, "lm_head.weight"),
-    # Below decoder.layers.N and model.layers.N. Transformer Engine has norms inside the linear layers.
-    "input_layernorm.weight": (WHOLE, "input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": (WHOLE, "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": (ROWS, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": (ROWS, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
-    "self_attention.q_layernorm.weight": (WHOLE, "self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": (WHOLE, "self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": (COLUMNS, "self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": (WHOLE, "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": (WHOLE, "post_attention_layernorm.weight"),
-    "mlp.router.weight": (WHOLE, "mlp.gate.weight"),
-    "mlp.linear_fc1.weight": (ROWS, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": (COLUMNS, "mlp.down_proj.weight"),
-    # Below mlp.experts.local_experts.E or, in Transformer Engine's groups, weightE; and below mlp.experts.E.
-    "mlp.experts.linear_fc1.weight": (ROWS, "gate_proj.weight", "up_proj.weight"),
-    "mlp.experts.linear_fc2.weight": (COLUMNS, "down_proj.weight"),
-}
-"""Megatron's parameter: what of it tensor parallelism cuts, and the tensors of `transformers` in it."""
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+from .hugging_face_config import (
+    MAPPING,
+    WeightsError,
+    carry_over,
+    differences,
+    place_of,
+    read_config,
+)
 
 
 @dataclass(frozen=True)
@@ -69,12 +49,12 @@ class Piece:
         parts = [tensors[name].get_slice(name) for name in self.names]
         if len(parts) > 1 and self.groups % self.count:  # more ranks than query groups
             return _join([part[:] for part in parts], self.groups).chunk(self.count)[self.index]
-        slices = []
+        slices, total = [], sum(shape[self.dimension] for shape in self.shapes)
         for part, shape in zip(parts, self.shapes, strict=True):
-            size, whole = self.local_shape[self.dimension], shape[self.dimension]
-            size = size if len(parts) == 1 else whole // self.count
+            whole = shape[self.dimension]
+            size = self.local_shape[self.dimension] * whole // total
             start, stop = (min(place * size, whole) for place in (self.index, self.index + 1))
-            slices.append(part[start:stop] if self.dimension == ROWS else part[:, start:stop])
+            slices.append(part[start:stop] if self.dimension == 0 else part[:, start:stop])
         return slices[0] if len(slices) == 1 else _join(slices, self.groups // self.count)
 
     def whole(self, slices: list[Tensor]) -> dict[str, Tensor]:
@@ -154,52 +134,44 @@ def save_hugging_face(
             holders.setdefault(piece.names, {}).setdefault(piece.index, (rank, piece))
     mine = {piece.names: parameter.detach() for piece, parameter in pieces}
     partial = folder.with_name(f"{folder.name}.partial")
-    tensors: dict[str, Tensor] = {}
-    files: dict[str, str] = {}
+    if is_writer:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        partial.mkdir(parents=True)
+    tensors, files = {}, {}
     for count, (names, slices) in enumerate(holders.items(), 1):
         tensors |= _gather(slices, mine.get(names), pieces[0][1].device)
         is_full = sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes
         if is_writer and (is_full or count == len(holders)):
             file = f"model-{len(set(files.values())) + 1:05}.safetensors"
-            partial.mkdir(parents=True, exist_ok=True)
             save_file(tensors, partial / file, {"format": "pt"})
             files |= dict.fromkeys(tensors, file)
             tensors = {}
     if is_writer:
-        _add_the_rest(partial, Path(source), files, pieces[0][0].dtype)
+        if file == "model-00001.safetensors":
+            (partial / file).rename(partial / "model.safetensors")
+        else:
+            index = {"metadata": {}, "weight_map": files}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        carry_over(source, partial, pieces[0][0].dtype)
         partial.rename(folder)
     dist.barrier()
-
-
-def _add_the_rest(folder: Path, source: Path, files: dict[str, str], dtype: torch.dtype) -> None:
-    """The config, the tokenizer, and the index where there are several files of weights."""
-    for file in source.iterdir():
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[1]
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    if len(set(files.values())) == 1:
-        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
-    else:
-        index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(index)
 
 
 def _gather(
     slices: dict[int, tuple[int, Piece]], parameter: Tensor | None, device: torch.device
 ) -> dict[str, Tensor]:
     """The whole tensors on rank 0, nothing elsewhere; `parameter` is this rank's slice, if it has one."""
-    received = []
+    received, rank = [], dist.get_rank()
     for _, (holder, piece) in sorted(slices.items()):
-        if dist.get_rank() == 0:
+        if rank == 0:
+            part = parameter
             if holder != 0:
-                parameter = torch.empty(piece.local_shape, dtype=piece.dtype, device=device)
-                dist.recv(parameter, holder)
-            received.append(parameter.cpu())
-        elif dist.get_rank() == holder:
+                part = torch.empty(piece.local_shape, dtype=piece.dtype, device=device)
+                dist.recv(part, holder)
+            received.append(part.cpu())
+        elif rank == holder:
             dist.send(parameter.contiguous(), 0)
-    return piece.whole(received) if received else {}
+    return piece.whole(received) if rank == 0 else {}
 
 
 def _agree(problems: list[str], mine: Any) -> list[Any]:
@@ -216,59 +188,26 @@ def _pieces(
     chunks: Sequence[torch.nn.Module], config: dict[str, Any], problems: list[str]
 ) -> list[tuple[Piece, Tensor]]:
     """Every parameter of this rank, and the piece of a folder's tensors that it is."""
+    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    expert = (mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size())
     found = []
     for model in unwrap_model(list(chunks)):
         problems += differences(model, config)
-        settings = model.config
+        heads, kv = model.config.num_attention_heads, model.config.num_query_groups
         for name, parameter in model.named_parameters():
-            key, above = _place(model, name)
+            key, above = place_of(model, name)
             if key not in MAPPING:
-                problems.append(
-                    f"{name} of the model: a folder of this architecture has nothing like it"
-                )
+                problems.append(f"{name} of the model has no place in a Hugging Face folder")
                 continue
             cut, *names = MAPPING[key]
-            axis = "expert_tensor_parallel" if "experts" in key else "tensor_model_parallel"
-            rank_and_size = [getattr(mpu, f"get_{axis}_{of}")() for of in ("rank", "world_size")]
-            index, count = (0, 1) if cut is WHOLE else rank_and_size
+            index, count = (0, 1) if cut is None else expert if "experts" in key else tensor
             whole = list(parameter.shape)
             whole[cut or 0] *= count
-            if not above and cut == ROWS:  # the embedding or the output layer: without padding
+            if not above and cut == 0:  # the embedding or the output layer: without padding
                 whole[0] = min(whole[0], config["vocab_size"])
-            groups = settings.num_query_groups if len(names) == 3 else count
-            shares = (
-                (settings.num_attention_heads, groups, groups)
-                if len(names) == 3
-                else [1] * len(names)
-            )
-            found.append(
-                (
-                    Piece(
-                        tuple(above + each for each in names),
-                        tuple((whole[0] * share // sum(shares), *whole[1:]) for share in shares),
-                        cut or 0,
-                        index,
-                        count,
-                        groups,
-                        tuple(parameter.shape),
-                        parameter.dtype,
-                    ),
-                    parameter,
-                )
-            )
+            shares, groups = ((heads, kv, kv), kv) if len(names) == 3 else ([1] * len(names), count)
+            shapes = tuple((whole[0] * share // sum(shares), *whole[1:]) for share in shares)
+            names, local = tuple(above + each for each in names), tuple(parameter.shape)
+            piece = Piece(names, shapes, cut or 0, index, count, groups, local, parameter.dtype)
+            found.append((piece, parameter))
     return found
-
-
-def _place(model: Any, name: str) -> tuple[str, str]:
-    """The key in `MAPPING` of a parameter, and what stands before its names in a folder."""
-    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-        name = "embedding.word_embeddings.weight"  # the copy of the last pipeline stage
-    if not (layer := LAYER.match(name)):
-        return name, ""
-    number = model.decoder.layers[int(layer[1])].layer_number - 1
-    above, name = f"model.layers.{number}.", name[layer.end() :]
-    if expert := EXPERT.fullmatch(name):
-        local = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-        number = mpu.get_expert_model_parallel_rank() * local + int(expert[1] or expert[3])
-        above, name = f"{above}mlp.experts.{number}.", f"mlp.experts.{expert[2]}"
-    return name, above

@@ -1,10 +1,17 @@
-"""What the config.json of a Hugging Face folder means in Megatron's flags."""
+"""What a Hugging Face folder says, in Megatron's words: config.json in flags, tensors in parameters."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
 
 ARCHITECTURES: dict[str, list[str]] = {
     "LlamaForCausalLM": [],
@@ -12,7 +19,33 @@ ARCHITECTURES: dict[str, list[str]] = {
     "Qwen3ForCausalLM": ["--qk-layernorm"],
     "Qwen3MoeForCausalLM": ["--qk-layernorm"],
 }
-"""Those that `hugging_face.MAPPING` covers, and the flags that the name alone means."""
+"""The flags that the name alone means."""
+
+WHOLE, ROWS, COLUMNS = None, 0, 1
+MAPPING: dict[str, tuple[Any, ...]] = {
+    "embedding.word_embeddings.weight": (ROWS, "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": (WHOLE, "model.norm.weight"),
+    "output_layer.weight": (ROWS, "lm_head.weight"),
+    # Below decoder.layers.N and model.layers.N. Transformer Engine has norms inside the linear layers.
+    "input_layernorm.weight": (WHOLE, "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": (WHOLE, "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": (ROWS, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": (ROWS, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": (WHOLE, "self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": (WHOLE, "self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": (COLUMNS, "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": (WHOLE, "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": (WHOLE, "post_attention_layernorm.weight"),
+    "mlp.router.weight": (WHOLE, "mlp.gate.weight"),
+    "mlp.linear_fc1.weight": (ROWS, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": (COLUMNS, "mlp.down_proj.weight"),
+    # Below mlp.experts.local_experts.E or, in Transformer Engine's groups, weightE; and below mlp.experts.E.
+    "mlp.experts.linear_fc1.weight": (ROWS, "gate_proj.weight", "up_proj.weight"),
+    "mlp.experts.linear_fc2.weight": (COLUMNS, "down_proj.weight"),
+}
+"""Megatron's parameter: what of it tensor parallelism cuts, and the tensors of `transformers` in it."""
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
 
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
@@ -21,6 +54,7 @@ MUST_BE: dict[str, Any] = {
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "pretraining_tp": 1,
+    "quantization_config": None,
 }
 """Fields for whose other values there is no flag here; absent or null is right."""
 
@@ -68,6 +102,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         found = ", ".join(f"{name} {config[name]!r}" for name in wrong)
         raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
     return config
+
+
+def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copies the config, with the weights' new dtype, the tokenizer and other text files into a folder of weights."""
+    for file in Path(source).iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).split(".")[1]
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
@@ -140,3 +184,22 @@ def differences(model: Any, config: dict[str, Any]) -> list[str]:
         for flag, (found, meant) in pairs.items()
         if found != meant
     ]
+
+
+def place_of(model: Any, name: str) -> tuple[str, str]:
+    """The key in `MAPPING` of a parameter of a chunk, and what stands before the names that it has there."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        name = "embedding.word_embeddings.weight"  # the copy of the last pipeline stage
+    if not (layer := LAYER.match(name)):
+        return name, ""
+    number = model.decoder.layers[int(layer[1])].layer_number - 1
+    above, name = f"model.layers.{number}.", name[layer.end() :]
+    if expert := EXPERT.fullmatch(name):
+        local = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+        number = mpu.get_expert_model_parallel_rank() * local + int(expert[1] or expert[3])
+        above, name = f"{above}mlp.experts.{number}.", f"mlp.experts.{expert[2]}"
+    return name, above
+
+
+if __name__ == "__main__":
+    print(shlex.join(megatron_arguments_of(read_config(sys.argv[1]))))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -212,15 +214,73 @@ def train_step(
                 parameter -= LEARNING_RATE * parameter.main_grad
 
 
-def errors(cases: dict[str, tuple[Job, Sharding]]) -> dict[str, str]:
-    """What loading says of each broken folder, by its name."""
+def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
+    """What loading says of broken folders and of models that are not theirs, by name."""
     from trainer.hugging_face import load_hugging_face
     from trainer.hugging_face_config import WeightsError
 
     said = {}
-    for name, (job, sharding) in cases.items():
+    for name, job in jobs.items():
+        chunks = build(sharding, job)
+        before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
         try:
-            load_hugging_face(build(sharding, job), job.source)
+            load_hugging_face(chunks, job.source)
         except WeightsError as error:
             said[name] = str(error)
+        after = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), name
     return said
+
+
+def save_errors(job: Job, existing: Path) -> str:
+    from trainer.hugging_face import save_hugging_face
+    from trainer.hugging_face_config import WeightsError
+
+    try:
+        save_hugging_face(build(Sharding(pipeline=2), job), existing, job.source)
+    except WeightsError as error:
+        return str(error)
+    return ""
+
+
+def mutants(job: Job) -> dict[str, Logits | None]:
+    """Logits of converters that are wrong, by what they do."""
+    from trainer import hugging_face
+
+    mapping, join = dict(hugging_face.MAPPING), hugging_face._join
+    gate_and_up = mapping["mlp.linear_fc1.weight"]
+    wrong = {
+        "q, k and v one after another": {"_join": lambda parts, groups: join(parts, 1)},
+        "up before gate": {
+            "MAPPING": mapping | {"mlp.linear_fc1.weight": (gate_and_up[0], *gate_and_up[:0:-1])}
+        },
+    }
+    found = {}
+    for name, changes in wrong.items():
+        with mock.patch.multiple(hugging_face, **changes):
+            chunks = build(Sharding(), job)
+            hugging_face.load_hugging_face(chunks, job.source)
+        found[name] = forward(chunks, Sharding(), job.samples)
+    return found
+
+
+def load_by_transformer_engines_names(job: Job) -> Logits | None:
+    """The logits of a model whose parameters are named as those of Transformer Engine's layers, which need a GPU."""
+    from trainer.hugging_face import load_hugging_face
+
+    chunks = build(Sharding(), job)
+    model = chunks[0].module
+    model.named_parameters = lambda: [
+        (_transformer_engines_name(name), parameter)
+        for name, parameter in torch.nn.Module.named_parameters(model)
+    ]
+    load_hugging_face(chunks, job.source)
+    return forward(chunks, Sharding(), job.samples)
+
+
+def _transformer_engines_name(name: str) -> str:
+    """What megatron-core 0.19.2 calls it with `get_gpt_decoder_block_spec(..., use_transformer_engine=True)`."""
+    name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if name.startswith("decoder.layers.1."):  # the dense one: with experts the norm stays by itself
+        name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    return re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.weight)", r"\2\1", name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,148 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
         before, after = logits_of(model), logits_of(model_of(trained, torch.float64))
     assert largest_error(assembled([parts[1] for parts in results], sharding), after) < 1e-6
     assert largest_error(before, after) > 1e-3
+
+
+def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
+    from .hugging_face_job import Job, mutants
+
+    folder = folder_of("llama")
+    with torch.no_grad():
+        expected = logits_of(model_of(folder, torch.float32))
+    (found,) = run_ranks(mutants, 1, Job(folder, SAMPLES))
+    assert len(found) == 2
+    for name, logits in found.items():
+        assert largest_error(assembled([logits], Sharding()), expected) > 1e-2, name
+
+
+def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str], Path]) -> None:
+    """A mixture of experts with a dense layer, under the names that its fused and grouped layers have."""
+    from .hugging_face_job import Job, load_by_transformer_engines_names
+
+    folder = folder_of("qwen3 moe")
+    found = run_ranks(load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
+    with torch.no_grad():
+        expected = logits_of(model_of(folder, torch.float32))
+    assert largest_error(assembled(found, Sharding()), expected) <= 1e-5
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a folder with other tensors."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, folder)
+    tensors = tensors_of(source)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By both stages of a pipeline, the first of which has none of the last layer."""
+    from .hugging_face_job import Job, load_errors, save_errors
+
+    source, last = folder_of("llama"), "model.layers.3.self_attn.k_proj.weight"
+
+    def make(name: str, change: Callable[[dict[str, Tensor]], Any], *flags: str) -> Job:
+        return Job(changed(source, tmp_path / name, change), SAMPLES, flags=flags)
+
+    jobs = {
+        "missing": make("missing", lambda tensors: tensors.pop(last)),
+        "shape": make("shape", lambda tensors: tensors.update({last: torch.zeros(16, 32)})),
+        "left": make("left", lambda t: t.update({last.replace("weight", "bias"): torch.zeros(32)})),
+        "layers": Job(source, SAMPLES, flags=("--num-layers", "2")),
+        "base": Job(source, SAMPLES, flags=("--rotary-base", "10000")),
+        "cut off": make("cut_off", lambda tensors: None),
+    }
+    file = jobs["cut off"].source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    expected = {
+        "missing": f"{last} in {jobs['missing'].source} is missing, and the model needs (32, 32)",
+        "shape": f"{last} in {jobs['shape'].source} is (16, 32), and the model needs (32, 32)",
+        "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the model",
+        "layers": f"model.layers.2.input_layernorm.weight in {source} has no place in the model",
+        "base": "--rotary-base is 10000 in the model, and config.json means 500000",
+        "cut off": f"{file} cannot be read",
+    }
+    for said in run_ranks(load_errors, 2, Sharding(pipeline=2), jobs):
+        assert said.keys() == jobs.keys()
+        for name, words in expected.items():
+            assert words in said[name], said[name]
+    for said in run_ranks(save_errors, 2, Job(source, SAMPLES), tmp_path):
+        assert f"{tmp_path} exists: remove it or name another" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known are LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_a_config_that_no_flags_mean_is_refused(
+    changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from trainer.hugging_face_config import WeightsError, read_config
+
+    config = json.loads((folder_of("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(WeightsError, match=re.escape(words)):
+        read_config(tmp_path)
+
+
+def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
+    from trainer.hugging_face_config import megatron_arguments_of, read_config
+
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert " ".join(megatron_arguments_of(read_config(tmp_path))) == (
+        "--num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4 "
+        "--kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960 --position-embedding-type rope "
+        "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-06 --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 "
+        "--moe-layer-freq [1,1,1] --group-query-attention --swiglu --disable-bias-linear --qk-layernorm "
+        "--untie-embeddings-and-output-weights"
+    )
+
+
+def test_the_page_has_every_name() -> None:
+    from trainer.hugging_face_config import ARCHITECTURES, MAPPING
+
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    names = {name for _, *names in MAPPING.values() for name in names}
+    dense = {key for key in MAPPING if "experts" not in key}
+    experts = MAPPING.keys() - dense
+    experts = {key.replace("experts.", "experts.local_experts.E.") for key in experts} | {
+        f"{key}E" for key in experts
+    }
+    for name in (*ARCHITECTURES, *dense, *experts, *names):
+        assert f"`{name}`" in page, name

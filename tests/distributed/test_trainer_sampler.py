@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 
 VOCABULARY, STOP, LONGEST = 61, 7, 24
+STOPS = list(range(7, 20))
 TASK_FLAGS = "--device cpu --seed 1 --lr 1e-3 --make-vocab-size-divisible-by 16 "
 PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 8, 9, 10, 11], [60], [12, 13, 14, 15]]
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def sample(sharding: Sharding, folder: Path, seed: int | None) -> list[tuple[Any, Any]]:
+def sample(sharding: Sharding, folder: Path, stops: list[int], seed: int | None) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of two answers to each prompt."""
     from trainer.hugging_face import load_hugging_face
     from trainer.sampler import Sampler
@@ -56,7 +57,7 @@ def sample(sharding: Sharding, folder: Path, seed: int | None) -> list[tuple[Any
     chunks = build(sharding, Job(folder, []))
     load_hugging_face(chunks, folder)
     sampler = Sampler(
-        chunks[0].module, vocab_size=VOCABULARY, stop_tokens=[STOP], max_new_tokens=LONGEST
+        chunks[0].module, vocab_size=VOCABULARY, stop_tokens=stops, max_new_tokens=LONGEST
     )
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found = sampler.sample(PROMPTS, 2, temperature=0.7, generator=generator)
@@ -69,7 +70,7 @@ def sample(sharding: Sharding, folder: Path, seed: int | None) -> list[tuple[Any
 def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: Sharding) -> None:
     world_size = sharding.tensor * sharding.context
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for found in run_ranks(sample, world_size, sharding, folder, None):
+    for found in run_ranks(sample, world_size, sharding, folder, [STOP], None):
         for index, prompt in enumerate(PROMPTS):
             whole = model.generate(
                 torch.tensor([prompt]), do_sample=False, max_new_tokens=LONGEST, pad_token_id=0
@@ -81,13 +82,14 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: 
 
 def test_sampled_tokens_have_their_log_probs(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    (found,) = run_ranks(sample, 1, Sharding(), folder, 1)
-    (other,) = run_ranks(sample, 1, Sharding(), folder, 2)
+    (found,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 1)
+    (other,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 2)
     assert [tokens for tokens, _ in found] != [tokens for tokens, _ in other]
     assert found[0][0] != found[1][0], "answers to one prompt differ"
-    assert any(tokens[-1] == STOP and len(tokens) < LONGEST for tokens, _ in found)
+    assert len({len(tokens) for tokens, _ in found}) > 1
     for index, (tokens, log_probs) in enumerate(found):
-        assert STOP not in tokens[:-1]
+        assert not set(STOPS).intersection(tokens[:-1])
+        assert tokens[-1] in STOPS or len(tokens) == LONGEST
         assert log_probs == pytest.approx(scores(model, PROMPTS[index // 2], tokens), abs=1e-4)
 
 

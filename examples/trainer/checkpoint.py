@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import io
+import operator
 import queue
 import shutil
 from collections.abc import Callable, Iterator
@@ -116,8 +117,7 @@ def stored_arguments(args: argparse.Namespace) -> argparse.Namespace | None:
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
         state = dist_checkpointing.load_common_state_dict(path)
-    stored: argparse.Namespace = state["args"]
-    return stored
+    return state.get("args") or argparse.Namespace()
 
 
 def rollout_states(stored: argparse.Namespace) -> list[CollectorState[Sample]]:
@@ -146,11 +146,8 @@ def _store_rollout_state(
         torch.save(state, file)
         mine = file.getvalue()
     gathered = gather((groups.data_rank, mine), dist.group.WORLD)
-    args.rollout_states = [state for _, state in sorted(gathered, key=_rank_of) if state]
-
-
-def _rank_of(pair: tuple[int, bytes | None]) -> int:
-    return pair[0]
+    in_order = sorted(gathered, key=operator.itemgetter(0))
+    args.rollout_states = [state for _, state in in_order if state]
 
 
 def saving(

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg.step.agreement import OtherRankError, gather
 
+REMEDY = "pip install 'megatron_pg[models]'"
+
 
 class RunError(RuntimeError):
     """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks."""
@@ -34,6 +36,8 @@ def mendable() -> Iterator[None]:
         raise RunError(str(error)) from error
     except OSError as error:
         raise RankError(str(error)) from error
+    except ImportError as error:
+        raise RunError(f"{error}: {REMEDY}") from error
 
 
 @contextlib.contextmanager
@@ -50,6 +54,8 @@ def agreed(doing: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         failure = error
+    except ImportError as error:
+        failure = ImportError(f"{error}: {REMEDY}")
     mine = None if failure is None else _in_a_line(failure)
     for rank, message in enumerate(gather(mine, dist.group.WORLD)):
         if message is not None:

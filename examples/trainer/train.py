@@ -47,8 +47,9 @@ class Run:
         stored = stored_arguments(args)
         with mendable():
             if stored is not None:
+                states = rollout_states(stored)
                 refuse_other_settings(args, stored)
-                self._rollouts.restore(rollout_states(stored))
+                self._rollouts.restore(states)
         self._rollout_step = RolloutStep(args, config, groups, microbatches)
         self._train_step: Callable[..., tuple[Any, ...]] = training.train_step
         self._save_all = saving(

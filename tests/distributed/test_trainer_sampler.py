@@ -47,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def sample(sharding: Sharding, folder: Path, stops: list[int], seed: int | None) -> list[tuple[Any, Any]]:
+def sample(
+    sharding: Sharding, folder: Path, stops: list[int], seed: int | None
+) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of two answers to each prompt."""
     from trainer.hugging_face import load_hugging_face
     from trainer.sampler import Sampler

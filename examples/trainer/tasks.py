@@ -47,6 +47,7 @@ class TaskSteps:
         self._dataset = reasoning_gym.create_dataset(args.task, **settings)
         distinct = {entry["question"]: entry for entry in self._dataset}
         entries = list(distinct.values())
+        self._examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
         self._held_out, self._training = (
             entries[: args.held_out_tasks],
             entries[args.held_out_tasks :],
@@ -115,9 +116,13 @@ class TaskSteps:
         """A run that goes on needs no place."""
 
     def _prompt(self, entry: dict[str, Any]) -> list[int]:
-        messages = [{"role": "user", "content": entry["question"]}]
+        messages = []
         if self._args.system_prompt:
-            messages.insert(0, {"role": "system", "content": self._args.system_prompt})
+            messages.append({"role": "system", "content": self._args.system_prompt})
+        for example in self._examples:
+            messages.append({"role": "user", "content": example["question"]})
+            messages.append({"role": "assistant", "content": example["answer"]})
+        messages.append({"role": "user", "content": entry["question"]})
         found: list[int] = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )

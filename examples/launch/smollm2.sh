@@ -20,7 +20,7 @@ esac
 TASK=(
     --hf-model "$MODEL"                 # the model, its tokenizer and its chat template
     --task chain_sum                    # "State the final answer to the following arithmetic problem: 4 + 3 ="
-    --system-prompt "Answer with the number alone."   # without it the model's own one, which is longer
+    --system-prompt "Answer." --prompt-examples 1   # a worked example: an answer is the number alone
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # started again, it goes on
     --save-hf "$RUN_DIR/hf"             # what transformers loads at the end
     --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # SIGTERM is answered with a checkpoint
@@ -39,9 +39,9 @@ case " $* " in
         export OMP_NUM_THREADS=2
         SIZE=(
             --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"size":1024}'   # two digits
-            --prompts-per-step 4 --samples-per-prompt 4 --max-response-tokens 8 --held-out-tasks 32   # 16 answers a step
+            --prompts-per-step 4 --samples-per-prompt 4 --max-response-tokens 5 --held-out-tasks 32   # 16 answers a step
             --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
-            --lr 2e-5 --train-iters 40         # steps, at most
+            --lr 3e-5 --train-iters 40         # steps, at most
         )
         ;;
 esac

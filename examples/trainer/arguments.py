@@ -90,7 +90,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
     add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")
     add("--system-prompt", help="before every question")
-    add("--prompt-examples", type=int, default=0, help="tasks with their answers before every question")
+    add(
+        "--prompt-examples",
+        type=int,
+        default=0,
+        help="tasks with their answers before every question",
+    )
     add("--prompts-per-step", type=int, default=16, help="questions of a step of --task")
     add("--samples-per-prompt", type=int, default=8, help="answers to each")
     add("--max-response-tokens", type=int, default=128, help="of an answer, at most")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,14 @@ def refuse_combinations(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the flag and what to do.
     """
+    for name, value in vars(args).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in values):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give a finite number")
+    _refuse_each(args)
+
+
+def _refuse_each(args: argparse.Namespace) -> None:
     model_ranks = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size

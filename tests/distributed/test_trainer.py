@@ -247,6 +247,17 @@ def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
     assert f"{stopped}/iter_0000003 cannot be read (rank 0)" in said
 
 
+def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: Path) -> None:
+    flags = STEPS + "--verify-integrity "
+    run(rollouts, tmp_path / "run", flags + "--exit-interval 3")
+    path = tmp_path / "run/iter_0000003/__0_0.distcp"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    said = end_of(rollouts, tmp_path / "run", flags)
+    assert "__0_0.distcp" in said and "error: --load cannot be read" in said
+
+
 def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
     rollouts: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,8 @@ REFUSED = {
     "--ckpt-format torch": "--ckpt-format torch: checkpoints are read at any sharding",
     "--hidden-dropout 0.1": "give 0 with --device cpu",
     "--position-embedding-type yarn": "give one of learned_absolute, rope, none",
+    "--clip-grad nan": "--clip-grad is nan: give a finite number",
+    "--eps-clip inf": "--eps-clip",
     "--task spell_backward": "give one of --rollout-files and --task",
     "--save-hf x": "--save-hf x: it is written with the config and tokenizer of --hf-model",
     "--hf-model nowhere": "there is no nowhere/config.json",

@@ -88,58 +88,50 @@ def refuse_combinations(args: argparse.Namespace) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give a finite number")
-    _refuse_each(args)
-
-
-def _refuse_each(args: argparse.Namespace) -> None:
-    model_ranks = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    for is_wrong, message in (
-        (
-            bool(args.rollout_files) == bool(args.task),
-            "what to train on: give one of --rollout-files and --task",
-        ),
-        (
-            args.rollout_files and not args.docs_per_step,
-            "--docs-per-step is missing: the documents (rollouts) of a step",
-        ),
-        (not args.vocab_size, "--vocab-size is missing: token ids are below it"),
-        (not args.train_iters, "--train-iters is missing: steps, at most"),
-        *(_of_tasks(args) if args.task else ()),
-        (
-            args.save_hf and (not args.hf_model or Path(args.save_hf).exists()),
-            f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
-            "--hf-model, and a name that is free",
-        ),
-        (
-            args.ckpt_format != "torch_dist",
-            f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist",
-        ),
-        (
-            args.position_embedding_type not in POSITIONS,
-            f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}",
-        ),
-        (
-            args.device == "cpu" and (args.attention_dropout or args.hidden_dropout),
-            "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu",
-        ),
-        (
-            args.lr_warmup_iters and args.lr_warmup_iters >= (args.train_iters or 0),
-            f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
-            "would not get to --lr; give fewer",
-        ),
-        (
-            args.world_size % model_ranks,
-            f"{args.world_size} processes cannot be split in groups of tensor x pipeline x context = {model_ranks}: "
-            "change --nproc-per-node of torchrun, --tensor-model-parallel-size, --pipeline-model-parallel-size or "
-            "--context-parallel-size",
-        ),
-    ):
+    of_source = _of_tasks if args.task else _of_files
+    for is_wrong, message in (*of_source(args), *_of_any(args)):
         if is_wrong:
             raise ValueError(message)
+
+
+def _of_any(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    axes = ("tensor_model", "pipeline_model", "context")
+    model_ranks = math.prod(getattr(args, f"{axis}_parallel_size") for axis in axes)
+    yield not args.vocab_size, "--vocab-size is missing: token ids are below it"
+    yield not args.train_iters, "--train-iters is missing: steps, at most"
+    yield (
+        args.save_hf and (not args.hf_model or Path(args.save_hf).exists()),
+        f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
+        "--hf-model, and a name that is free",
+    )
+    yield (
+        args.ckpt_format != "torch_dist",
+        f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist",
+    )
+    yield (
+        args.position_embedding_type not in POSITIONS,
+        f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}",
+    )
+    yield (
+        args.device == "cpu" and bool(args.attention_dropout or args.hidden_dropout),
+        "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu",
+    )
+    yield (
+        0 < (args.train_iters or 0) <= (args.lr_warmup_iters or 0),
+        f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
+        "would not get to --lr; give fewer",
+    )
+    yield (
+        bool(args.world_size % model_ranks),
+        f"{args.world_size} processes cannot be split in groups of tensor x pipeline x context = {model_ranks}: "
+        "change --nproc-per-node of torchrun, --tensor-model-parallel-size, --pipeline-model-parallel-size or "
+        "--context-parallel-size",
+    )
+
+
+def _of_files(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    yield not args.rollout_files, "what to train on: give one of --rollout-files and --task"
+    yield not args.docs_per_step, "--docs-per-step is missing: the documents (rollouts) of a step"
 
 
 def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:

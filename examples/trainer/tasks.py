@@ -144,7 +144,7 @@ class TaskSteps:
         if iteration is not None:
             rank = dist.get_rank(groups.data_with_context)
             seed = random.Random(f"{self._args.seed}-{iteration}-{rank}").getrandbits(48)
-            generator = torch.Generator(torch.cuda.current_device()).manual_seed(seed)
+            generator = torch.Generator(torch.device(torch.cuda.current_device())).manual_seed(seed)
         responses = self._sampler.sample(
             prompts, copies, temperature=self._config.rollout_temperature, generator=generator
         )

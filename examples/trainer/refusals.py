@@ -136,6 +136,7 @@ def _of_files(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """The sampler has the model that is trained, whole on each tensor-parallel group, one token at a time."""
+    yield bool(args.rollout_files), "what to train on: give one of --rollout-files and --task"
     yield (
         not args.hf_model,
         "--task needs --hf-model: its tokenizer and chat template make the prompts",

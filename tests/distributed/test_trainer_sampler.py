@@ -147,7 +147,7 @@ def test_what_the_sampler_cannot_do_is_refused(
 ) -> None:
     given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
     ranks = start(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
-    assert wait(ranks) == [1, 1]
+    assert all(wait(ranks))
     assert message in output_of(tmp_path / "run").read_text()
 
 

@@ -115,6 +115,10 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 def _refuse_what_the_sampler_cannot(args: argparse.Namespace) -> None:
     """Generation is with the training model, one token at a time, without context parallelism."""
+    if args.distinct_ids is not None:
+        raise ValueError(
+            f"--distinct-ids {args.distinct_ids}: the tasks are numbered over all ranks here; drop it"
+        )
     if args.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
             "--pipeline-model-parallel-size above 1: this example generates with the training model, whole on "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_pg.check.reference import Expected
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
-from megatron_pg.loss.metrics import CHECKSUM_TOLERANCE
+from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
 _Slice = tuple[float, str, float, float, float]

@@ -70,7 +70,7 @@ class WholeModel:
             loss, _ = policy_loss_from_log_probs(
                 config_of(CUSTOM, self._options),
                 *(batch, log_probs, entropies),
-                totals=step_totals(samples),
+                totals=step_totals(samples, allow_different_prompts=True),
             )
         else:
             loss = _reference_loss(aggregation, samples, scores)

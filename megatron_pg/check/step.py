@@ -17,7 +17,7 @@ from megatron_pg.check.model import LogitTable, build_model, initialize_groups, 
 from megatron_pg.check.options import CUSTOM, CUSTOM_PATHS, VOCAB_SIZE, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, WholeModel
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.metrics import CHECKSUM
+from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -101,7 +101,7 @@ def train_step(
     mine = samples[data_rank :: groups.data_size]
     micro_batches = cut(mine, options.num_microbatches(data_rank))
     config = replace(config_of(aggregation, options), fused_lm_head=options.fused_lm_head)
-    totals = step_totals(mine, data_parallel_group=groups.data)
+    totals = step_totals(mine, data_parallel_group=groups.data, allow_different_prompts=True)
     # Sequence parallelism splits a rank's tokens once more.
     multiple = cp_size * groups.tensor_size if options.sequence_parallel else 1
     packed = [
@@ -148,6 +148,7 @@ def make_samples(data_parallel_size: int) -> list[Sample]:
                 # The first and the last are one rollout: on two data-parallel ranks or, on one, in two micro-batches.
                 rollout_id=0 if is_last else index,
                 name=f"sample {index}",
+                id_source="check",
             )
         )
     return samples

@@ -48,10 +48,10 @@ def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
     )
     answers, counts = [], []
     while (step := collector.collect()) is not None:
-        samples, _ = with_group_advantages(
-            step.samples, method="dr_grpo", data_parallel_group=world
-        )
-        plan = plan_step(samples, max_tokens_per_microbatch=8, data_parallel_group=world)
+        # The prompt of a row here is its number.
+        any_prompts = {"data_parallel_group": world, "allow_different_prompts": True}
+        samples, _ = with_group_advantages(step.samples, method="dr_grpo", **any_prompts)
+        plan = plan_step(samples, max_tokens_per_microbatch=8, **any_prompts)
         totals = plan.totals
         assert step.num_documents == totals.num_rollouts
         answers.append([(int(s.tokens[0]), float(s.advantages[0])) for s in samples])
@@ -97,7 +97,12 @@ def far_rewards(path: str) -> str:
     samples = [sample for sample in source.pull(11) if sample is not None]
     mine = samples[:4] if dist.get_rank() == 0 else samples[4:]
     try:
-        with_group_advantages(mine, method="dr_grpo", data_parallel_group=dist.group.WORLD)
+        with_group_advantages(
+            mine,
+            method="dr_grpo",
+            data_parallel_group=dist.group.WORLD,
+            allow_different_prompts=True,
+        )
     except ValueError as error:
         return str(error)
     return ""

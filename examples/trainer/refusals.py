@@ -142,6 +142,10 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--task needs --hf-model: its tokenizer and chat template make the prompts",
     )
     yield args.docs_per_step is not None, "--docs-per-step with --task: give --prompts-per-step"
+    yield (
+        args.distinct_ids is not None,
+        "--distinct-ids with --task: tasks are numbered over all ranks; drop it",
+    )
     for name in ("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel"):
         flag = f"--{name.replace('_', '-')}"
         message = f"{flag} with --task: every tensor-parallel group generates with the whole model, a token at a time"

@@ -48,6 +48,7 @@ class FileSteps:
         self._cuts_groups = not (
             planning.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
         )
+        self._allows_different_prompts = planning.allow_different_prompts_in_group
         self._groups = groups
         files = RolloutFiles(
             planning.rollout_files,
@@ -56,6 +57,7 @@ class FileSteps:
             on_bad_row=planning.on_bad_row,
             required_fields=required_fields(args, config),
             vocab_size=args.vocab_size,
+            distinct_ids=planning.distinct_ids == "file",
         )
         self._collector = StepCollector(
             files,
@@ -103,7 +105,11 @@ class FileSteps:
             lambda: [self._check(sample) for sample in collected.samples], len, self._groups.data
         )
         rewarded = [sample for sample in collected.samples if _needs_advantages(sample)]
-        replaced, _ = with_group_advantages(rewarded, data_parallel_group=self._groups.data)
+        replaced, _ = with_group_advantages(
+            rewarded,
+            data_parallel_group=self._groups.data,
+            allow_different_prompts=self._allows_different_prompts,
+        )
         remaining = iter(replaced)
         return [
             next(remaining) if _needs_advantages(sample) else sample for sample in collected.samples

@@ -64,6 +64,7 @@ class RolloutStep:
             ),
             ragged=self._args.ragged_microbatches,
             oversized=self._args.oversized_samples,
+            allow_different_prompts=self._args.allow_different_prompts_in_group,
         )
 
     def train(

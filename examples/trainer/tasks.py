@@ -82,7 +82,11 @@ class TaskSteps:
         )
         rollouts = self._answers(entries, args.samples_per_prompt, iteration)
         rewards = [reward for _, _, reward, _ in rollouts]
-        advantages = group_advantages(rewards, [group for _, group, _, _ in rollouts]).advantages
+        advantages = group_advantages(
+            rewards,
+            [group for _, group, _, _ in rollouts],
+            prompts=[prompt for prompt, _, _, _ in rollouts],
+        ).advantages
         first = iteration * args.prompts_per_step
         samples = [
             Sample(

@@ -109,10 +109,15 @@ def run(
 
 
 def end_of(
-    rollouts: Path, folder: Path, flags: str, prepare: Callable[[int], None] | None = None
+    rollouts: Path | None,
+    folder: Path,
+    flags: str,
+    prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
+    base: str = FLAGS,
 ) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
-    ranks = start(rollouts, folder, flags, prepare=prepare)
+    ranks = start(rollouts, folder, flags, 2, prepare, model, base)
     for rank in ranks:
         rank.join(TIMEOUT_SECONDS)
     assert [rank.exitcode for rank in ranks] == [1, 1]

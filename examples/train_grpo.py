@@ -199,6 +199,8 @@ class Run:
 
     def restore(self, folder: Path) -> None:
         """Goes on from a checkpoint."""
+        if dist.get_rank() == 0:
+            print(f"resuming from {folder}", flush=True)
         state = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu")
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

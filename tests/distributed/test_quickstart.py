@@ -182,7 +182,7 @@ def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: 
     flags = ("--resume", "--loss-aggregation", "token_mean")
     codes, output = run_without_launcher(project, uninterrupted, *flags)
     assert codes[0] == 1
-    assert "was made with loss_aggregation 'prompt_mean' and this run has 'token_mean'" in output
+    assert "was made with loss_aggregation prompt_mean and this run has token_mean" in output
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 

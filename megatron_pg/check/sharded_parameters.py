@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_pg.megatron.groups import unwrapped
+
 COMMON, LEAN, PULL = 0, 1, 2
 """Seeds of the three directions of `set_parameters`."""
 
@@ -129,13 +131,6 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
-
-
-def unwrapped(chunk: Any) -> Any:
-    """The model inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _complete_reduce_scatter(chunk: Any) -> None:

@@ -6,7 +6,9 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -41,6 +43,36 @@ def checkpoints(run_dir: Path) -> list[Path]:
     named = re.compile(r"step_\d{6,}_\d{6,}")
     found = [path for path in run_dir.glob("checkpoints/*") if named.fullmatch(path.name)]
     return sorted(found, key=lambda path: [int(number) for number in path.name.split("_")[1:]])
+
+
+def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Writes every rank's state, and keeps two checkpoints; every rank calls it.
+
+    They are written under another name and renamed when every rank is done: what is named `step_...` is whole.
+    """
+    partial = run_dir / "checkpoints" / "partial"
+    final = partial.with_name("step_{warm_start:06d}_{step:06d}".format(**progress))
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    with open(partial / f"rank_{dist.get_rank()}.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    dist.barrier()
+    if dist.get_rank() == 0 and not final.exists():
+        partial.rename(final)
+        for old in checkpoints(run_dir)[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """This rank's state; every rank calls it."""
+    if dist.get_rank() == 0:
+        print(f"resuming from {folder}", flush=True)
+    state: dict[str, Any] = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu")
+    return state
 
 
 def claim_folder(args: argparse.Namespace, world_size: int) -> FileLock:

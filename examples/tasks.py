@@ -35,6 +35,20 @@ Means = dict[str, float | None]
 """Means of rollouts by name; None is that of none."""
 
 
+def check_task_args(args: argparse.Namespace) -> None:
+    """Raises a ValueError that names the flags, where they cannot be served."""
+    if args.warm_start_corruption + args.warm_start_stutter > 1:
+        raise ValueError(
+            f"--warm-start-corruption {args.warm_start_corruption} and --warm-start-stutter {args.warm_start_stutter} are "
+            "shares of the same answers: give numbers whose sum is at most 1"
+        )
+    for name in ("rollout-batch-size", "warm-start-batch-size"):
+        if (size := getattr(args, name.replace("-", "_"))) > args.num_training_tasks:
+            raise ValueError(
+                f"--{name} {size} is more than --num-training-tasks {args.num_training_tasks}"
+            )
+
+
 class Tasks:
     """Distinct questions, the same for a seed.
 
@@ -100,19 +114,17 @@ class Tasks:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
         return float(self._dataset.score_answer(self.text(answer), entry) == 1.0)
 
-    def imitation_batch(
-        self, number: int, size: int, corruption: float, stutter: float
-    ) -> list[Sample]:
+    def imitation_batch(self, number: int, args: argparse.Namespace) -> list[Sample]:
         """Answers to imitate, of advantage 1: under `reinforce` the loss is their negative log-likelihood.
 
-        Args:
-            corruption: share of the answers with two letters exchanged. A model that imitates them has the skill and uses
-                it unreliably, which leaves reinforcement learning something to do.
-            stutter: share of the answers in which a letter is said 1 to 6 times more: wrong ones of other lengths.
+        In a share of them two letters are exchanged: a model that imitates them has the skill and uses it unreliably, which
+        leaves reinforcement learning something to do. In another share a letter is said 1 to 6 times more, so that there
+        are wrong answers of other lengths.
         """
+        corruption, stutter = args.warm_start_corruption, args.warm_start_stutter
         generator = random.Random(f"warm start {self._seed}-{number}")
         samples = []
-        for index, entry in enumerate(self.batch(number, size)):
+        for index, entry in enumerate(self.batch(number, args.warm_start_batch_size)):
             letters, draw = list(entry["answer"]), generator.random()
             if draw < corruption:
                 first, second = generator.sample(range(len(letters)), 2)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,18 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from run_log import Log, checkpoints, claim_folder
-from tasks import RolloutWorker, Tasks
+from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
+from tasks import RolloutWorker, Tasks, check_task_args
 from torch import Tensor
 
 import megatron_pg as pg
-from megatron_pg.megatron import ParallelGroups, PolicyStep, enable_cpu_runtime, torch_block_spec
+from megatron_pg.megatron import (
+    ParallelGroups,
+    PolicyStep,
+    compute_log_probs,
+    enable_cpu_runtime,
+    torch_block_spec,
+)
 
 SIZES = {
     "tensor-model-parallel-size": (1, "TP"),
@@ -73,19 +79,10 @@ def parse_arguments() -> argparse.Namespace:
     args = pg.add_policy_loss_args(parser).parse_args()
     least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
     for name, lowest in least.items():
-        if not (value := getattr(args, name.replace("-", "_"))) >= lowest:
+        if not (value := getattr(args, name.replace("-", "_"))) >= lowest:  # nor is NaN
             raise ValueError(f"--{name} is {value}: give {lowest} or more")
-    if args.warm_start_corruption + args.warm_start_stutter > 1:
-        raise ValueError(
-            f"--warm-start-corruption {args.warm_start_corruption} and --warm-start-stutter {args.warm_start_stutter} are "
-            "shares of the same answers: give numbers whose sum is at most 1"
-        )
-    for name in ("rollout-batch-size", "warm-start-batch-size"):
-        if (size := getattr(args, name.replace("-", "_"))) > args.num_training_tasks:
-            raise ValueError(
-                f"--{name} {size} is more than --num-training-tasks {args.num_training_tasks}"
-            )
-    fields = ["old_log_probs", "rollout_log_probs", "group_index"]
+    check_task_args(args)
+    fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)
     model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
     data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
@@ -115,6 +112,7 @@ class Run:
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
         self.groups = ParallelGroups.from_parallel_state()
         self.model = self._build_model()
+        self.reference: torch.nn.Module | None = None
         self.start_optimizer()
         self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
@@ -188,42 +186,43 @@ class Run:
         _, grad_norm, _ = self.optimizer.step()
         return {**step.metrics(schedule_output), "grad_norm": float(grad_norm), "learning_rate": lr}
 
-    def state(self) -> dict[str, Any]:
-        """The parts of this rank that a checkpoint holds."""
-        return {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.worker.generator.get_state(),
-            "progress": self.progress,
-        }
+    def begin_reinforcement_learning(self) -> None:
+        """The model as it is becomes the reference of a KL term, and the optimizer forgets."""
+        self.start_optimizer()
+        if self.config.kl_loss_coef:
+            self.reference = self._build_model()
+            self.reference.load_state_dict(self.model.state_dict())
+
+    def with_reference(self, samples: list[pg.Sample]) -> list[pg.Sample]:
+        """The samples with the reference's log-probs, where the loss has a KL term."""
+        if self.reference is None:
+            return samples
+        budget = self.args.max_tokens_per_microbatch
+        scores = compute_log_probs(
+            self.reference, samples, self.config, max_tokens_per_microbatch=budget
+        )
+        found = zip(samples, scores.log_probs, strict=True)
+        return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in found]
+
+    def save(self) -> None:
+        """Writes a checkpoint; every rank calls it."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
+        save_checkpoint(self.args.run_dir, self.progress, state)
 
     def restore(self, folder: Path) -> None:
         """Goes on from a checkpoint."""
-        if dist.get_rank() == 0:
-            print(f"resuming from {folder}", flush=True)
-        state = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu")
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.worker.generator.set_state(state["generator"])
+        state = read_checkpoint(folder)
         self.progress = state["progress"]
+        if self.progress["held_out_before"] is not None:
+            self.begin_reinforcement_learning()
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self.worker.generator.set_state(state["generator"])
 
-    def save(self) -> None:
-        """Writes a checkpoint, and keeps two; it gets its name when every rank is done, so what has it is whole."""
-        folder = self.args.run_dir / "checkpoints"
-        name = "step_{warm_start:06d}_{step:06d}".format(**self.progress)
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "partial", ignore_errors=True)
-            (folder / "partial").mkdir(parents=True)
-        dist.barrier()
-        with open(folder / "partial" / f"rank_{dist.get_rank()}.pt", "wb") as file:
-            torch.save(self.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        dist.barrier()
-        if dist.get_rank() == 0 and not (folder / name).exists():
-            (folder / "partial").rename(folder / name)
-            for old in checkpoints(self.args.run_dir)[:-2]:
-                shutil.rmtree(old)
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def start_megatron(args: argparse.Namespace) -> None:
@@ -265,31 +264,25 @@ def train(run: Run, log: Log | None) -> None:
         loss_aggregation="token_mean",
         **{name: getattr(config, name) for name in kept},
     )
-    shares = args.warm_start_corruption, args.warm_start_stutter
     while progress["warm_start"] < args.warm_start_iters:
-        samples = run.tasks.imitation_batch(
-            progress["warm_start"], args.warm_start_batch_size, *shares
-        )
+        samples = run.tasks.imitation_batch(progress["warm_start"], args)
         mine = samples[run.groups.data_rank :: run.groups.data_size]
-        metrics = run.train_step(
-            imitation, mine, args.warm_start_lr * min(1.0, (progress["warm_start"] + 1) / 50)
-        )
         progress["warm_start"] += 1
+        lr = args.warm_start_lr * min(progress["warm_start"] / 50, 1)
+        metrics = run.train_step(imitation, mine, lr)
         if log:
             log.write("warm_start", metrics)
         pause(is_due=False)
     if progress["held_out_before"] is None:
-        run.start_optimizer()
+        run.begin_reinforcement_learning()
         progress["held_out_before"] = run.worker.held_out_reward()
         pause(is_due=True)
     while progress["step"] < args.train_iters:
         for samples, metrics in run.worker.steps(progress["step"] // args.steps_per_round):
-            lr = args.lr * min(
-                (progress["step"] + 1) / (args.train_iters / 10),
-                1 - progress["step"] / args.train_iters,
-            )
-            metrics |= run.train_step(config, samples, lr)
             progress["step"] += 1
+            share = min(10 * progress["step"], args.train_iters - progress["step"] + 1)
+            lr = args.lr * share / args.train_iters
+            metrics |= run.train_step(config, run.with_reference(samples), lr)
             if log:
                 log.write("step", metrics)
         pause(progress["step"] % args.save_interval < args.steps_per_round)

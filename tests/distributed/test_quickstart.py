@@ -177,6 +177,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert before | {"seconds": 0} == after | {"seconds": 0}
 
 
+def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path: Path) -> None:
+    flags = ("--kl-loss-coef", "0.1", "--train-iters", "4")
+    codes, output = run_without_launcher(project, tmp_path / "run", *flags)
+    assert codes == [0, 0], output
+    first, *_, last = (step["kl_loss"] for step in steps_of(tmp_path / "run"))
+    assert first == pytest.approx(0.0, abs=1e-7) and last > 1e-7
+
+
 def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     flags = ("--resume", "--loss-aggregation", "token_mean")
@@ -259,7 +267,6 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--loss-aggregation constant", "--loss-aggregation-divisor"),
         ("--context-parallel-size 3", "--context-parallel-size"),
         ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format thd"),
-        ("--kl-loss-coef 0.1", "--kl-loss-coef"),
         ("--global-batch-size 10", "--global-batch-size 10"),
         ("--global-batch-size 32 --n-samples-per-prompt 64", "--global-batch-size 32"),
         ("--train-iters 3 --global-batch-size 16", "--train-iters 3"),

@@ -8,11 +8,13 @@ HERE = Path(__file__).parent
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
 EXAMPLES = [
+    "filelock>=3.12",
     "matplotlib>=3.8",
     "psutil>=5.9",  # for megatron.core.dist_checkpointing
     "pyarrow>=15",
     "reasoning-gym>=0.1.25",
     "rich>=13",
+    "scipy>=1.11",
     "tensorboard>=2.15",
 ]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]

@@ -79,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     args = pg.add_policy_loss_args(parser).parse_args()
     least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
     for name, lowest in least.items():
-        if not (value := getattr(args, name.replace("-", "_"))) >= lowest:  # nor is NaN
-            raise ValueError(f"--{name} is {value}: give {lowest} or more")
+        if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):
+            raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
     check_task_args(args)
     fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)

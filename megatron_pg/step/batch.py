@@ -91,8 +91,15 @@ def pack(
         pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
 
     Raises:
-        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each.
+        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each; or sizes that
+            are no integers or out of range.
+        RuntimeError: under `torch.inference_mode`.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "pack() under torch.inference_mode() makes tensors that no later backward may use: pack before it, or score "
+            "under torch.no_grad()"
+        )
     window = TokenWindow.build(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],

@@ -11,7 +11,7 @@ from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import packed_length, packed_multiple, padded_length
+from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 
@@ -71,7 +71,7 @@ def plan_step(
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a
             rollout over several prompt groups.
     """
-    multiple = packed_multiple(cp_size, pad_to_multiple)
+    multiple = checked_multiple(cp_size, pad_to_multiple)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them

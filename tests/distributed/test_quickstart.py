@@ -275,6 +275,8 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--context-parallel-size 0", "--context-parallel-size is 0"),
         ("--warm-start-stutter 0.6", "--warm-start-corruption 0.5 and --warm-start-stutter 0.6"),
         ("--lr nan", "--lr is nan"),
+        ("--warm-start-lr inf", "--warm-start-lr is inf"),
+        ("--eps-clip nan", "--eps-clip"),
         ("--num-training-tasks 4", "--rollout-batch-size 8"),
     ],
 )

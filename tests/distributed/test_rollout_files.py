@@ -110,3 +110,27 @@ def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> 
     path.write_text("\n".join(lines))
     first, second = run_ranks(far_rewards, 2, str(path))
     assert first == second and "rewards[2] is 1e+39, too far" in first
+
+
+def collect_from(paths: list[list[str]]) -> str:
+    """What a rank is told that reads its own list of files."""
+    from megatron_pg.rollout_files import RolloutFiles
+    from megatron_pg.step import StepCollector
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    source = RolloutFiles(paths[rank], data_parallel_rank=rank, data_parallel_size=size)
+    collector = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
+    try:
+        return f"{len(collector.collect().samples)} samples"
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_see_other_files_are_refused(tmp_path: Path) -> None:
+    """A folder that is not shared, or not seen whole yet: row i would be lost, or taken twice."""
+    (tmp_path / "more").mkdir()
+    path = write(tmp_path)
+    stale = [path, write(tmp_path / "more")]
+    for rank in run_ranks(collect_from, 2, [[path], stale]):
+        assert "data-parallel rank 1 reads other samples than rank 0" in rank
+        assert "the same files on all nodes" in rank

@@ -165,6 +165,7 @@ def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> 
 BAD_LINES = {
     "cut short": '{"prompt_ids": [1, 2',
     "no object": "[1, 2]",
+    "a key twice": json.dumps(row(1))[:-1] + ', "reward": 5}',
     "two on a line": json.dumps(row(1)) + json.dumps(row(2)),
     "NaN": json.dumps(row(1, reward=math.nan)),
     "a huge group": json.dumps(row(1, group_index=2**63)),

@@ -14,6 +14,7 @@ EXAMPLES = [
     "pyarrow>=15",
     "reasoning-gym>=0.1.25",
     "rich>=13",
+    "scipy>=1.11",
     "tensorboard>=2.15",
 ]
 # What examples/trainer/ needs beside EXAMPLES to begin with Hugging Face's weights.

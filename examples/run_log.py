@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from importlib import metadata
@@ -56,10 +57,13 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    with open(partial / f"rank_{dist.get_rank()}.pt", "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(partial / f"rank_{dist.get_rank()}.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}")
     dist.barrier()
     if dist.get_rank() == 0 and not final.exists():
         partial.rename(final)

@@ -1,9 +1,8 @@
-"""Kills the training script at random moments, resumes it, and compares its metrics with an uninterrupted run's.
+"""Kills the quickstart at random moments, resumes it, and compares its metrics with an uninterrupted run's.
 
-    python -m tests.distributed.kill_runs --moments 10 --seed 0            # from a rollout file
-    python -m tests.distributed.kill_runs --moments 10 --seed 0 --online   # generating, as the quickstart does
+    python -m tests.distributed.kill_runs --moments 10 --seed 0
 
-What a launcher does when a rank dies (end the others) is done by `rollout_run.wait`.
+What a launcher does when a rank dies (end the others) is done by `quickstart_run.wait`.
 """
 
 from __future__ import annotations
@@ -21,16 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .rollout_run import (
-    WHOLE_GROUPS,
-    output_of,
-    run,
-    start,
-    steps_of,
-    wait,
-    wait_for_steps,
-    write_rollouts,
-)
+from .quickstart_run import output_of, run, start, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
@@ -73,23 +63,18 @@ def random_moments(number: int, seed: int) -> list[Moment]:
     ]
 
 
-def interrupt(rollouts: Path | None, run_dir: Path, moment: Moment) -> list[int]:
+def interrupt(run_dir: Path, moment: Moment) -> list[int]:
     """Starts or resumes the run and interrupts it at the moment: the exit codes of the ranks."""
-    flags = _flags(rollouts) + "--resume"
+    flags = STEPS + "--resume"
     if moment.kind == "full disk":
-        fill = functools.partial(_fill_disk, moment)
-        return wait(start(rollouts, run_dir, flags, WORLD_SIZE, fill))
-    ranks = start(rollouts, run_dir, flags, WORLD_SIZE)
+        return wait(start(run_dir, flags, WORLD_SIZE, functools.partial(_fill_disk, moment)))
+    ranks = start(run_dir, flags, WORLD_SIZE)
     try:
         wait_for_steps(ranks, run_dir, moment.step)
         send_signal(ranks, moment)
     finally:
         codes = wait(ranks)
     return codes
-
-
-def _flags(rollouts: Path | None) -> str:
-    return STEPS if rollouts is None else STEPS + WHOLE_GROUPS
 
 
 def _fill_disk(moment: Moment, rank: int) -> None:
@@ -99,25 +84,20 @@ def _fill_disk(moment: Moment, rank: int) -> None:
     """
     if rank != moment.rank:
         return
-    from quickstart.checkpoint import Checkpoints
+    import run_log
+    import train_grpo
 
-    save: Any = Checkpoints.save
+    save: Any = train_grpo.save_checkpoint
 
-    def save_on_full_disk(self: Checkpoints, progress: Any, *rest: Any) -> None:
-        if progress.step >= moment.step:
-            latest = max(self.folder.checkpoints(), default=None)
-            limit = int(_largest_of(rank, latest) * moment.delay / LONGEST_DELAY)
+    def save_on_full_disk(run_dir: Path, progress: dict[str, Any], state: Any) -> None:
+        if progress["step"] >= moment.step:
+            latest = run_log.checkpoints(run_dir)[-1:]
+            largest = max((f.stat().st_size for p in latest for f in p.iterdir()), default=4096)
+            limit = int(largest * moment.delay / LONGEST_DELAY)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        save(self, progress, *rest)
+        save(run_dir, progress, state)
 
-    Checkpoints.save = save_on_full_disk  # type: ignore[method-assign]
-
-
-def _largest_of(rank: int, checkpoint: Path | None) -> int:
-    """The bytes of the largest file that a rank has written in a checkpoint; a few where there is none yet."""
-    patterns = (f"rank_{rank}.pt", f"model/__{rank}_*")
-    files = [] if checkpoint is None else [f for each in patterns for f in checkpoint.glob(each)]
-    return max((file.stat().st_size for file in files), default=4096)
+    train_grpo.save_checkpoint = save_on_full_disk
 
 
 def send_signal(ranks: list[BaseProcess], moment: Moment) -> None:
@@ -133,10 +113,10 @@ def _fail(run_dir: Path, message: str) -> NoReturn:
     raise RuntimeError(f"{message}; the run said:\n{output_of(run_dir).read_text()}")
 
 
-def interrupted_run(rollouts: Path | None, run_dir: Path, moments: list[Moment]) -> None:
+def interrupted_run(run_dir: Path, moments: list[Moment]) -> None:
     """A run that every moment interrupts, resumed each time and at last left alone."""
     for moment in moments:
-        codes = interrupt(rollouts, run_dir, moment)
+        codes = interrupt(run_dir, moment)
         metrics = run_dir / "metrics.jsonl"
         done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         print(f"{moment.kind} at step {moment.step} + {moment.delay:.3f}: {done} steps, {codes}")
@@ -144,14 +124,13 @@ def interrupted_run(rollouts: Path | None, run_dir: Path, moments: list[Moment])
             _fail(run_dir, f"{moment} did not interrupt the run")
         if moment.kind == "full disk" and "cannot be written" not in output_of(run_dir).read_text():
             _fail(run_dir, f"{moment}: the run did not say that the checkpoint cannot be written")
-    run(rollouts, run_dir, _flags(rollouts) + "--resume")
+    run(run_dir, STEPS + "--resume")
 
 
-def compare(folder: Path, moments: list[Moment], online: bool = False) -> None:
+def compare(folder: Path, moments: list[Moment]) -> None:
     """Raises unless the interrupted run's metrics are bit for bit those of an uninterrupted one."""
-    rollouts = None if online else write_rollouts(folder / "rollouts.jsonl", 5 * NUM_STEPS)
-    run(rollouts, folder / "uninterrupted", _flags(rollouts))
-    interrupted_run(rollouts, folder / "interrupted", moments)
+    run(folder / "uninterrupted", STEPS)
+    interrupted_run(folder / "interrupted", moments)
     expected, found = steps_of(folder / "uninterrupted"), steps_of(folder / "interrupted")
     if len(expected) != NUM_STEPS or found != expected:
         _fail(folder / "interrupted", f"metrics differ: {found} and uninterrupted {expected}")
@@ -161,11 +140,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--moments", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--online", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), random_moments(args.moments, args.seed), args.online)
+        compare(Path(folder), random_moments(args.moments, args.seed))
     print(f"{args.moments} moments: metrics equal, {time.monotonic() - started:.0f} s")
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from .kill_runs import KINDS, compare, random_moments
-
-pytest.importorskip("pyarrow")
 
 
 def test_moments_are_seeded_and_of_every_kind() -> None:
@@ -18,6 +14,5 @@ def test_moments_are_seeded_and_of_every_kind() -> None:
     assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)
 
 
-@pytest.mark.parametrize("online", [False, True], ids=["files", "online"])
-def test_a_killed_run_loses_nothing(tmp_path: Path, online: bool) -> None:
-    compare(tmp_path, random_moments(3, seed=0), online)
+def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
+    compare(tmp_path, random_moments(3, seed=0))

@@ -24,7 +24,7 @@ from run_log import checkpoints, claim_folder
 
 from megatron_pg import PolicyLossConfig, Sample
 from tests.distributed.launch import run_ranks
-from tests.distributed.rollout_run import output_of, start_script, steps_of, wait
+from tests.distributed.quickstart_run import output_of, start_script, steps_of, wait
 from tests.lanes import in_one_lane
 
 ROOT = Path(__file__).parents[2]

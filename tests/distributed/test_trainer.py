@@ -15,7 +15,8 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .rollout_run import output_of, wait, write_rollouts
+from .quickstart_run import output_of, wait
+from .rollout_rows import write_rollouts
 from .trainer_run import (
     TRACKER,
     WHOLE_GROUPS,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .rollout_run import VOCABULARY, write_rollouts
+from .rollout_rows import VOCABULARY, write_rollouts
 from .trainer_run import WHOLE_GROUPS, end_of, run, steps_of
 
 pytest.importorskip("pyarrow")

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .rollout_run import write_rollouts
+from .rollout_rows import write_rollouts
 from .trainer_run import TIMES, WHOLE_GROUPS, copy_after_step, run, steps_of
 
 pytest.importorskip("pyarrow")

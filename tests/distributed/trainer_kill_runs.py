@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .kill_runs import LONGEST_DELAY, NUM_STEPS, WORLD_SIZE, Moment, random_moments, send_signal
-from .rollout_run import output_of, wait, write_rollouts
+from .quickstart_run import output_of, wait
+from .rollout_rows import write_rollouts
 from .trainer_run import WHOLE_GROUPS, run, start, steps_of, wait_for_steps
 
 FLAGS = WHOLE_GROUPS + f"--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "

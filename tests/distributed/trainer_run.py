@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from .launch import fork_server
-from .rollout_run import TIMEOUT_SECONDS, VOCABULARY, output_of, wait
+from .quickstart_run import TIMEOUT_SECONDS, output_of, wait
+from .rollout_rows import VOCABULARY
 
 MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "

@@ -1,10 +1,9 @@
-"""Short runs of the training script, from a small rollout file or online, and what they leave."""
+"""Short runs of the quickstart and what they leave."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import sys
 import time
@@ -19,63 +18,20 @@ from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300.0
-VOCABULARY = 32
-MODEL = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --seed 1 --lr 1e-2 "
-)
-FLAGS = MODEL + (
-    f"--vocab-size {VOCABULARY} --max-tokens-per-microbatch 64 --loss-aggregation prompt_mean "
-    "--docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
-)
-ONLINE = MODEL + (
+ONLINE = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seed 1 --lr 1e-2 "
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
     "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 16 --context-parallel-size 2 "
     # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
     "--max-tokens-per-microbatch 128 --loss-aggregation prompt_mean --entropy-coef 0.01 "
 )
 
-WHOLE_GROUPS = "--keep-prompt-groups "
-
-
-def write_rollouts(path: Path, num_groups: int) -> Path:
-    """Prompt groups of two to four answers of different lengths, one row in twenty bad, a reward each."""
-    generator = random.Random(1)
-    with path.open("w") as file:
-        for group in range(num_groups):
-            prompt = [generator.randrange(VOCABULARY) for _ in range(generator.randint(1, 4))]
-            for _ in range(generator.randint(2, 4)):
-                file.write(json.dumps(_row(generator, group, prompt)) + "\n")
-    return path
-
-
-def _row(generator: random.Random, group: int, prompt: list[int]) -> dict[str, Any]:
-    length = generator.randint(1, 12)
-    highest = 2 * VOCABULARY if generator.random() < 0.05 else VOCABULARY
-    return {
-        "prompt_ids": prompt,
-        "response_ids": [generator.randrange(highest) for _ in range(length)],
-        "log_probs": [-3.5 + 0.1 * generator.random() for _ in range(length)],
-        "reward": float(generator.randint(0, 2)),
-        "group_index": group,
-    }
-
 
 def start(
-    rollouts: Path | None,
-    run_dir: Path,
-    flags: str,
-    world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
+    run_dir: Path, flags: str, world_size: int = 2, prepare: Callable[[int], None] | None = None
 ) -> list[BaseProcess]:
-    """The ranks of a run, as `start_script` starts them.
-
-    Args:
-        rollouts: None runs online.
-        flags: after FLAGS or ONLINE, so that a later one wins.
-    """
-    source = ONLINE if rollouts is None else f"{FLAGS} --rollout-files {rollouts}"
-    arguments = [*source.split(), "--run-dir", str(run_dir), *flags.split()]
+    """The ranks of a short run of the quickstart, as `start_script` starts them; of its flags a later one wins."""
+    arguments = [*ONLINE.split(), "--run-dir", str(run_dir), *flags.split()]
     return start_script(arguments, run_dir, world_size, prepare)
 
 
@@ -163,28 +119,12 @@ def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None
         time.sleep(0.005)
 
 
-def run(
-    rollouts: Path | None,
-    run_dir: Path,
-    flags: str,
-    world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
-) -> str:
+def run(run_dir: Path, flags: str) -> str:
     """The output of a run that must succeed."""
-    codes = wait(start(rollouts, run_dir, flags, world_size, prepare))
+    codes = wait(start(run_dir, flags))
     output = output_of(run_dir).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output
-
-
-def copy_after_step(step: int, run_dir: Path, copy: Path) -> Path:
-    """A run that has taken `step` of another run's steps, and left a checkpoint after it."""
-    (copy / "checkpoints").mkdir(parents=True)
-    name = f"checkpoints/step_000000_{step:06d}"
-    (copy / name).symlink_to(run_dir / name)
-    for log in ("metrics.jsonl", "warm_start.jsonl"):
-        (copy / log).write_bytes((run_dir / log).read_bytes())
-    return copy
 
 
 def output_of(run_dir: Path) -> Path:

@@ -1,1 +1,0 @@
-"""Helpers of train_grpo.py: everything that is not the loss."""

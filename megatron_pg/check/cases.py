@@ -97,37 +97,38 @@ def _has_both_modes(case: Case, options: CheckOptions) -> bool:
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """What this check does not look at, and what would have to be otherwise."""
+    has_engine = options.transformer_impl == "transformer_engine"
     has_fusion = has_gradient_accumulation_fusion(options)
-    needs_transformer_engine = "Transformer Engine, --device cuda --dtype bf16"
-    found = {
-        "Transformer Engine's attention": (
-            "" if options.transformer_impl == "transformer_engine" else needs_transformer_engine
-        ),
-        "--dtype bf16": "" if options.dtype == "bf16" else "asked for fp32",
-        "--cp-comm-type": _unless(
-            options.context_parallel_size == 1 or options.cp_comm_type is not None,
-            "Megatron's default is checked"
-            if options.transformer_impl == "transformer_engine"
-            else needs_transformer_engine,
-        ),
-        "--gradient-accumulation-fusion": _unless(
+    has_processor = versions.supports_output_processor()
+    engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
+    apex = "needs a GPU and Transformer Engine or Apex"
+    may_choose = options.context_parallel_size == 1 or options.cp_comm_type is not None
+    auxiliary = _auxiliary_lacks(options)
+    table = {
+        "Transformer Engine's attention": (has_engine, engine),
+        "--dtype bf16": (options.dtype == "bf16", not_asked),
+        "--cp-comm-type": (may_choose, "Megatron's default is checked" if has_engine else engine),
+        "--gradient-accumulation-fusion": (
             options.gradient_accumulation_fusion,
-            "not asked for" if has_fusion else "needs a GPU and Transformer Engine or Apex",
+            not_asked if has_fusion else apex,
         ),
-        "--overlap-grad-reduce": _unless(options.overlap_grad_reduce, "not asked for"),
-        "--use-distributed-optimizer": _unless(options.use_distributed_optimizer, "not asked for"),
-        "--fused-lm-head": _unless(
+        "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
+        "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),
+        "--fused-lm-head": (
             options.fused_lm_head,
-            "not asked for" if versions.supports_output_processor() else "needs megatron-core 0.18",
+            not_asked if has_processor else "needs megatron-core 0.18",
         ),
-        "experts": _unless(options.num_experts is not None, "needs --num-experts"),
-        "per-token rows": "" if not options.average_in_collective else "--average-in-collective",
-        "loss-only rows": "" if not options.fused_lm_head else "--fused-lm-head",
+        "experts": (options.num_experts is not None, "needs --num-experts"),
+        "auxiliary loss": (not auxiliary, auxiliary),
+        "auxiliary loss, per token": (
+            bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),
+            "needs megatron-core 0.19 under context parallelism",
+        ),
+        "per-token rows": (not options.average_in_collective, "--average-in-collective"),
+        "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
+        "norms of queries and keys": (
+            False,
+            "their gradients cancel to more digits than float32 has",
+        ),
     }
-    found["norms of queries and keys"] = "their gradients cancel to more digits than float32 has"
-    found |= {case.name: case.lacks(options) for case in CASES}
-    return {name: why for name, why in found.items() if why}
-
-
-def _unless(is_checked: bool, why: str) -> str:
-    return "" if is_checked else why
+    return {name: why for name, (is_checked, why) in table.items() if not is_checked}

@@ -132,23 +132,31 @@ class _Slice:
     """Two projections of g: copies of a gradient have the same ones."""
 
 
-def compare(step: Step, found: Iterable[tuple[Shard, Tensor]], expected: Expected) -> Row:
+def compare(
+    step: Step,
+    found: Iterable[tuple[Shard, Tensor]],
+    expected: Expected,
+    owned: Sequence[Tensor] = (),
+) -> Row:
     """Compares what ranks hold with the reference; every rank of the world calls it, and gets the same row.
 
     Args:
         step: what was run.
         found: this rank's slices, of gradients or of parameters.
         expected: the whole of them.
+        owned: which elements of each slice count on this rank; all where it is empty.
 
     Raises:
         RuntimeError: the ranks together hold other parameters than the unsharded model.
     """
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
-    mine = [
-        _compare_slice(shard, gradient, expected.gradients[shard.name], place, step.dtype)
-        for shard, gradient in found
-    ]
+    mine = []
+    for number, (shard, gradient) in enumerate(found):
+        whole = expected.gradients[shard.name]
+        if owned:
+            gradient = torch.where(owned[number], gradient, shard.cut(whole).to(gradient))
+        mine.append(_compare_slice(shard, gradient, whole, place, step.dtype))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     slices: list[_Slice] = list(itertools.chain(*gathered))

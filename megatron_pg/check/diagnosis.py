@@ -47,37 +47,39 @@ def _reported_loss(f: Finding) -> str:
 def _gradient_norm(f: Finding) -> str:
     found, expected = f.row.gradient_norm or 0.0, f.row.reference_norm or 1.0
     axes = {"TP": "tensor-parallel", "PP": "pipeline", "EP": "expert-parallel"}
-    ranks = (
-        " and ".join(name for axis, name in axes.items() if f.sizes[axis] > 1) or "data-parallel"
-    )
-    return (
-        f"gradients agree; the gradient norm that the optimizer clips by is {instead(found, expected)}: parameters are "
-        f"counted twice (replicas, tied weights), or it is not summed over the {ranks} ranks"
-    )
+    ranks = " and ".join(name for axis, name in axes.items() if f.sizes[axis] > 1)
+    cause = f"it is not summed over the {ranks or 'data-parallel'} ranks"
+    if found > expected:
+        cause = "parameters are counted twice (replicas, tied weights)"
+    norm = f"the gradient norm that the optimizer clips by is {instead(found, expected)}"
+    return f"gradients agree; {norm}: {cause}"
 
 
 def _update(f: Finding) -> str:
     row = f.row
-    is_zero = abs(row.wrong_ratio) <= f.slack and row.wrong_scaled_error >= 0.0
-    what = "were not updated" if is_zero else f.times()
-    cause = (
-        "the learning rate, or another setting of the optimizer"
-        if f.has_factor
-        else "the optimizer's step"
-    )
+    what = "differ"
+    if f.have_factor:
+        is_zero = abs(row.wrong_ratio) <= f.slack
+        what = "were not updated" if is_zero else f"are {row.wrong_ratio:.4g} times the reference"
+    cause = "the learning rate, or another setting" if f.has_factor else "the optimizer's step"
+    if row.replica_axes:
+        what += f", and not the same on the {' and '.join(row.replica_axes)} ranks"
     if f.options.use_distributed_optimizer:
-        cause += ", or the all-gather of parameters after it (run it again without --use-distributed-optimizer)"
-    return (
-        f"gradients agree; after one optimizer step {named(row.wrong)} {what}{f.where()}: {cause}"
-    )
+        cause += ", or the all-gather of parameters after it (without --use-distributed-optimizer)"
+    names = f"{named(row.wrong)}{f.where()}"
+    return f"gradients agree; after one optimizer step {names} {what}: {cause}"
 
 
 def _replicas(f: Finding) -> str:
     row = f.row
     where = [REDUCTIONS[axis] for axis in row.replica_axes] or ["some group"]
+    sharded = (
+        ", or the reduce-scatter of the distributed optimizer (without --use-distributed-optimizer)"
+    )
+    sharded *= f.options.use_distributed_optimizer
     return (
-        f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}; a reduction over that group "
-        f"is missing{f.mode()}"
+        f"replicas disagree over {', and over '.join(where)}: {named(row.replica_parameters)}{f.where()}; a reduction over "
+        f"that group is missing{sharded}{f.mode()}"
     )
 
 
@@ -132,18 +134,21 @@ def _wrong_weights(f: Finding) -> str:
 
 
 def _stage(f: Finding) -> str:
-    return (
-        f"the loss-only rows pass, and gradients {f.times()}{f.where()} ({named(f.row.wrong)}): the backward of a "
-        "micro-batch is missing or done twice there, or the gradient that the next stage sends back is wrong"
-        f"{f.mode()}"
-    )
+    cause = "the backward of a micro-batch is missing or done twice there, or what the next stage sends back is wrong"
+    if f.have_factor:
+        cause = "the gradient that the next stage sends back, or that stage's own scaling"
+    if f.have_factor and f.mode() and f.row.calculate_per_token_loss:
+        cause = "the token count, which the last stage broadcasts over the pipeline"
+    return f"the loss-only rows pass, and gradients {f.times()}{f.where()} ({named(f.row.wrong)}): {cause}{f.mode()}"
 
 
 def _kind(f: Finding) -> str:
     """What the wrong parameters have in common; "" for nothing."""
     kinds = [words for part, words in KINDS if all(part in name for name in f.row.wrong)]
-    if not kinds and f.times() != "differ":
-        kinds = ["they are reduced, or scaled, over another group than the others"]
+    if not kinds and f.have_factor:
+        chunks = ", or in another chunk of the virtual pipeline"
+        chunks *= f.options.virtual_pipeline_model_parallel_size is not None
+        kinds = [f"they are reduced, or scaled, over another group than the others{chunks}"]
     return kinds[0] if kinds else ""
 
 
@@ -262,7 +267,8 @@ SUSPECTS: Sequence[tuple[str, Callable[[Finding], bool]]] = (
         lambda f: f.options.context_parallel_size > 1,
     ),
     (
-        "what tensor-parallel ranks exchange (--tensor-model-parallel-size 1)",
+        "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+        "(--tensor-model-parallel-size 1)",
         lambda f: f.options.tensor_model_parallel_size > 1,
     ),
     (

@@ -12,9 +12,6 @@ from megatron_pg.check.compare import AXES, Row
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.samples import make_samples
 
-PLACES = ("tensor-parallel", "context-parallel", "data-parallel", "pipeline")
-"""The ranks of `AXES`."""
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -100,7 +97,10 @@ class Finding:
         if len(failed) != 1 or len({row.calculate_per_token_loss for row in gradients}) == 1:
             return ""
         if self.row.calculate_per_token_loss:
-            return "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by"
+            return (
+                "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by, and at "
+                "DDP's scaling, 1 in this mode"
+            )
         return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
 
     def where(self) -> str:
@@ -113,12 +113,12 @@ class Finding:
         return ""
 
     def worst(self) -> str:
-        """The worst gradient and its rank."""
-        sizes = [self.sizes[axis] for axis in AXES]
+        """The worst gradient, and its rank along the axes whose ranks hold other slices."""
+        of_axis = dict(zip(AXES, self.row.worst_place, strict=True))
         places = [
-            f"{name} rank {place}"
-            for name, place, size in zip(PLACES, self.row.worst_place, sizes, strict=True)
-            if size > 1
+            f"{name} {of_axis[axis]}"
+            for axis, name in (("TP", "tensor-parallel rank"), ("PP", "pipeline stage"))
+            if self.sizes[axis] > 1
         ]
         on = f" on {', '.join(places)}" if places else ""
         return f"worst in {self.row.worst_parameter}{on}"
@@ -162,12 +162,18 @@ class Finding:
             **of_ranks,
         }
 
+    @property
+    def have_factor(self) -> bool:
+        """Whether the wrong gradients are one number other than 1 times the reference's."""
+        row = self.row
+        return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
+
     def times(self) -> str:
         """ "are 2 times the reference: 2 = CP", of the wrong gradients; "differ" where they have no common factor."""
-        row = self.row
-        if row.wrong_scaled_error > self.slack or abs(row.wrong_ratio - 1.0) <= self.slack:
+        ratio = self.row.wrong_ratio
+        if not self.have_factor:
             return "differ"
-        return f"are {row.wrong_ratio:.4g} times the reference{self.factors(row.wrong_ratio)}"
+        return f"are {ratio:.4g} times the reference{self.factors(ratio)}"
 
 
 def named(names: Sequence[str]) -> str:

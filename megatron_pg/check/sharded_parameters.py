@@ -153,6 +153,25 @@ def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
             yield shard, parameter.detach()
 
 
+@torch.no_grad()
+def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
+    """Which elements of `gradient_slices` this rank's distributed optimizer updates; none without it."""
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        return []
+    owned = []
+    for chunk in chunks:
+        buckets = [(bucket, ranks) for ranks, buckets in _buckets(chunk) for bucket in buckets]
+        kept = [bucket.grad_data.clone() for bucket, _ in buckets]
+        for bucket, ranks in buckets:
+            bucket.grad_data.zero_()
+            bucket.grad_data.chunk(ranks.size())[ranks.rank()].fill_(1.0)
+        parameters = [parameter for _, parameter in shards(unwrapped(chunk))]
+        owned += [each.main_grad.bool() for each in parameters]  # type: ignore[attr-defined]
+        for (bucket, _), gradients in zip(buckets, kept, strict=True):
+            bucket.grad_data.copy_(gradients)
+    return owned
+
+
 def unwrapped(chunk: Any) -> Any:
     """The model inside DDP and Float16Module."""
     while hasattr(chunk, "module"):
@@ -164,8 +183,13 @@ def _complete_reduce_scatter(chunk: Any) -> None:
     """Fetches the rest of a DDP chunk's gradients where the distributed optimizer has reduced each rank's part alone."""
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
-    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-        ranks = group.intra_distributed_optimizer_instance_group
-        for bucket in group.buckets:
+    for ranks, buckets in _buckets(chunk):
+        for bucket in buckets:
             local = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, local, group=ranks)
+
+
+def _buckets(chunk: Any) -> Iterator[tuple[dist.ProcessGroup, Sequence[Any]]]:
+    """A DDP chunk's buckets, with the group that the distributed optimizer shares them out to."""
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        yield group.intra_distributed_optimizer_instance_group, group.buckets

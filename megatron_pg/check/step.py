@@ -25,7 +25,7 @@ from megatron_pg.check.model import (
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, ScoredSamples, WholeModel
 from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
-from megatron_pg.check.sharded_parameters import gradient_slices, parameter_slices
+from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.metrics import CHECKSUM
@@ -188,7 +188,7 @@ def _row(
         norm = update(chunks, options, clip=0.5 * (expected.norm or 0.0))
         return compare(replace(step, gradient_norm=norm), parameter_slices(chunks), expected)
     slices = ((shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks))
-    return compare(step, slices, expected)
+    return compare(step, slices, expected, owned_elements(chunks))
 
 
 def train_step(

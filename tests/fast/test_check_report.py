@@ -190,8 +190,8 @@ def test_tolerance_is_that_of_the_dtype() -> None:
         ),
         (
             replace(RIGHT, gradient_error=3e-6, wrong=ALL),
-            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0, context-parallel rank 0: "
-            "rounding, or a mistake that small",
+            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake "
+            "that small",
         ),
     ],
 )
@@ -299,10 +299,11 @@ def test_a_case_that_fails_alone_is_named(what: str, named: str) -> None:
 
 def test_optimizer_steps_are_told_apart() -> None:
     norm = replace(UPDATE, gradient_norm=2.0)
-    assert "is 2 and not 1 (2 times)" in words(MODEL, norm)[1]
-    assert "tensor-parallel ranks" in words(MODEL, norm)[1]
+    assert re.search(r"is 2 and not 1 \(2 times\): .* twice", words(MODEL, norm)[1])
+    norm = replace(UPDATE, gradient_norm=0.5)
+    assert "not summed over the tensor-parallel ranks" in words(MODEL, norm)[1]
     assert "were not updated" in words(MODEL, off(UPDATE, "a", ratio=0.0))[1]
-    assert "are 2 times the reference" in words(MODEL, scaled(2.0, UPDATE))[1]
+    assert "are 2 times the reference: the learning rate" in words(MODEL, scaled(2.0, UPDATE))[1]
     options = replace(OPTIONS, use_distributed_optimizer=True)
     assert "all-gather" in words(MODEL, off(UPDATE), options=options)[1]
 
@@ -324,7 +325,7 @@ def test_gradients_left_over_are_named() -> None:
             r"attention over several ranks \(--context-parallel-size 1",
         ),
         ([off(MODEL), RIGHT], "backward, or what hardly moves the loss"),
-        ([off(MODEL), RIGHT], r"tensor-parallel ranks exchange \(--tensor-model-parallel-size 1"),
+        ([off(MODEL), RIGHT], "tensor-parallel ranks exchange, .*--tensor-model-parallel-size 1"),
         ([off(MODEL, "layers.0.norm"), RIGHT], "1 of 4 gradients differ .*norms, which finalize"),
         (
             [off(MODEL, "mlp.experts.1", "mlp.experts.2", ratio=2.0), RIGHT],
@@ -342,7 +343,12 @@ def test_a_pipeline_stage_is_named() -> None:
     row = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
     found = words(row, RIGHT, options=options, world_size=2)[0]
     assert "are 2 times the reference: 2 = PP on pipeline stage 0 alone" in found
-    assert "sends back" in found
+    assert "sends back" in found and "micro-batch" not in found
+    row = replace(row, wrong_scaled_error=0.3)
+    assert "backward of a micro-batch" in words(row, RIGHT, options=options, world_size=2)[0]
+    row = off(MODEL, "a", ratio=107.0, wrong_stages=(0,), calculate_per_token_loss=True)
+    found = words(MODEL, row, per_token(RIGHT), options=options, world_size=2)[1]
+    assert "the token count" in found and "micro-batch" not in found
 
 
 def test_reports_hold_every_row_and_json_no_nan() -> None:
@@ -405,7 +411,7 @@ def test_the_step_hides_nothing() -> None:
         mine = samples[rank::2]
         lengths = sorted(sample.total_length for sample in mine)
         # Two span both chunks of both ranks, by more than a tile; the others are short.
-        assert lengths[-1] == 131 and lengths[-2] > 120 and lengths[-3] <= 12
+        assert lengths[-1] == 139 and lengths[-2] > 120 and lengths[-3] <= 12
         assert max(sample.prompt_length for sample in mine) > 100
         assert max(sample.response_length for sample in mine) > 100
         assert not all(sample.num_active_tokens for sample in mine)

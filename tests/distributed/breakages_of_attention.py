@@ -24,6 +24,8 @@ from megatron_pg.step.token_window import local_positions
 
 from .breakage import Patch, breakage, wrap
 
+POSITIONS = 128
+"""No more than the learned ones of the check's model."""
 TILE = 32
 """Keys that one tile of an attention kernel holds, and no more than one of the CPU's long sequences."""
 
@@ -98,9 +100,11 @@ def position_ids_are_those_within_the_rank(patch: Patch) -> None:
 
 @breakage("DP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_run_on_over_the_sequences(patch: Patch) -> None:
-    position_ids(
-        patch, lambda right, packed: torch.arange(right.size(1), device=right.device)[None]
-    )
+    def wrong(right: Tensor, packed: PackedSeqParams) -> Tensor:
+        # No further than the model has positions.
+        return torch.arange(right.size(1), device=right.device)[None] % POSITIONS
+
+    position_ids(patch, wrong)
 
 
 @breakage("CP2", "position", fails="tied", passes="loss only|end to end")

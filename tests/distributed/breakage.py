@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def with_argument(
     right = getattr(owner, name)
     signature = inspect.signature(right)
 
+    @functools.wraps(right)  # Megatron keeps attributes at functions
     def wrong(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
         bound.apply_defaults()

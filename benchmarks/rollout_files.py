@@ -56,7 +56,10 @@ def write_parquet(path: Path, num_samples: int) -> None:
     table = pa.concat_tables([rows] * num_batches).slice(0, num_samples)
     groups = pa.array((row // GROUP_SIZE for row in range(num_samples)), pa.int64())
     pa.parquet.write_table(
-        table.append_column("group_index", groups), path, row_group_size=num_samples
+        table.append_column("group_index", groups),
+        path,
+        row_group_size=num_samples,
+        write_page_checksum=True,
     )
 
 

@@ -44,6 +44,7 @@ def train_step(
             microbatch_group_size=policy.microbatch_group_size,
             ragged=args.ragged_microbatches,
             oversized=args.oversized_samples,
+            allow_different_prompts=args.allow_different_prompts_in_group,
         )
     if plan.totals.num_active_tokens == 0:
         return {}

@@ -118,13 +118,19 @@ def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]
     ]
 
 
+class RandomSample(Sample):
+    """A sample whose prompt is random, within its prompt group too, and whose rollout may lie on several ranks."""
+
+    prompt_hash = None  # type: ignore[assignment]
+
+
 def package_sample(sample: PlainSample) -> Sample:
     """The same sample as the package holds it."""
 
     def vector(values: list[float] | None) -> Tensor | None:
         return None if values is None else torch.tensor(values, dtype=torch.float32)
 
-    return Sample(
+    return RandomSample(
         tokens=torch.tensor(sample.tokens, dtype=torch.int64),
         response_length=sample.response_length,
         loss_mask=torch.tensor(sample.loss_mask, dtype=torch.int64),
@@ -134,6 +140,7 @@ def package_sample(sample: PlainSample) -> Sample:
         rollout_log_probs=vector(sample.rollout_log_probs),
         group_index=sample.group_index,
         rollout_id=sample.rollout_id,
+        id_source="the test",
     )
 
 

@@ -29,7 +29,12 @@ def add_example_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         action="store_true",
         help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
     )
-    add("--resume", action="store_true", help="go on from the last whole checkpoint in --run-dir")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the last whole checkpoint in --run-dir. Reading one unpickles parts of it, as Megatron's format "
+        "has it, and a pickle can run any program: only from a folder that you trust",
+    )
     add(
         "--keep-last-checkpoints",
         type=int,

@@ -1,14 +1,9 @@
-"""Checkpoints that are whole or absent, and hold the random state of every rank.
-
-A checkpoint is written into a folder of another name, flushed to the disk, and renamed when every rank is done:
-whatever kills the run, a folder named `step_...` is complete.
-"""
+"""Checkpoints that hold the whole state of a run, with the random state of every rank."""
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ from megatron_pg import Sample
 from megatron_pg.rollout_files import RewardedSample, RolloutPosition
 from megatron_pg.step import CollectorState
 
+from .checkpoint_folder import NAME, PARTIAL, CheckpointFolder
 from .errors import agreed, alone
 from .model import Policy
 from .model_checkpoint import load_model, save_model
@@ -52,17 +48,13 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        directory: their folder; need not exist.
+        folder: where they are.
         identity: settings that a resumed run must share; compared by name when a checkpoint is read.
-        num_kept: older checkpoints are removed once a new one is whole.
     """
 
-    def __init__(self, directory: Path, identity: dict[str, Any], num_kept: int) -> None:
-        self.directory, self.identity, self._num_kept = directory, identity, num_kept
-
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
-        return max(self.directory.glob("step_*"), default=None)
+    def __init__(self, folder: CheckpointFolder, identity: dict[str, Any]) -> None:
+        self.folder, self.identity = folder, identity
+        self._last: str | None = None  # the same on all ranks, whatever they see of a shared folder
 
     def save(self, progress: Progress, policy: Policy, stream: SampleStream) -> None:
         """Write a checkpoint, and remove all but the last few; every rank must call it.
@@ -70,14 +62,13 @@ class Checkpoints:
         Raises:
             RunError: a rank cannot write its part. The checkpoints that are there stay.
         """
-        final = self.directory / f"step_{progress.warm_start_step:06d}_{progress.step:06d}"
-        partial = self.directory / f"partial_{final.name}"
-        if final.exists():
+        name = NAME.format(progress.warm_start_step, progress.step)
+        if name == self._last:
             return
+        partial = self.folder.path / (PARTIAL + name)
         with agreed(f"{partial} cannot be written"):
             if dist.get_rank() == 0:
-                self._remove_partial()
-                (partial / MODEL).mkdir(parents=True)
+                (self.folder.begin(name) / MODEL).mkdir()
                 run = {"identity": self.identity, "world_size": dist.get_world_size()}
                 _write({**run, "progress": asdict(progress)}, partial / RUN)
         with agreed(f"{partial} cannot be written"):
@@ -87,11 +78,8 @@ class Checkpoints:
             save_model(partial / MODEL, policy, stream.reference)
         with agreed(f"{partial} cannot be completed"):
             if dist.get_rank() == 0:
-                _flush_all(partial)
-                partial.rename(final)
-                _flush(self.directory)
-                for old in sorted(self.directory.glob("step_*"))[: -self._num_kept]:
-                    shutil.rmtree(old)
+                self.folder.complete(name)
+        self._last = name
 
     def read(self, path: Path) -> Progress:
         """Where the run was; its state is put in place by `restore`.
@@ -110,16 +98,12 @@ class Checkpoints:
 
     def restore(self, path: Path, policy: Policy, stream: SampleStream) -> None:
         """Put the models, the optimizer, the scheduler, the stream and the random state in place."""
+        self._last = path.name
         load_model(path / MODEL, policy, stream.reference)
         ranks = [_read(path / _rank_name(rank)) for rank in range(_read(path / RUN)["world_size"])]
         stream.restore([rank["stream"] for rank in ranks])
         if len(ranks) == dist.get_world_size():
             _set_random_state(ranks[dist.get_rank()]["random"], policy.device)
-
-    def _remove_partial(self) -> None:
-        """What a killed run has left half-written, or a full disk."""
-        for abandoned in self.directory.glob("partial_*"):
-            shutil.rmtree(abandoned)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
@@ -152,21 +136,3 @@ def _write(state: dict[str, Any], path: Path) -> None:
 def _read(path: Path) -> Any:
     with torch.serialization.safe_globals(list(STORED_TYPES)):
         return torch.load(path, map_location="cpu")
-
-
-def _flush_all(folder: Path) -> None:
-    """Everything in the folder, then the folder: Megatron's writer flushes its tensors alone."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            _flush_all(path)
-        else:
-            _flush(path)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -141,6 +141,7 @@ def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> list[Samp
         on_bad_row=planning.on_bad_row,
         required_fields=config.required_sample_fields,
         vocab_size=args.vocab_size,
+        distinct_ids=planning.distinct_ids == "file",
     )
     collector = StepCollector(
         files,
@@ -167,6 +168,7 @@ def _plan(args: argparse.Namespace, samples: list[Sample]) -> StepPlan:
         pad_to_multiple=context * tensor if args.sequence_parallel else 1,
         microbatch_group_size=(group or args.pipeline_model_parallel_size) if interleaved else 1,
         oversized=args.oversized_samples,
+        allow_different_prompts=args.allow_different_prompts_in_group,
     )
 
 

@@ -50,6 +50,7 @@ class FileSteps:
         self._num_steps = int(args.train_iters)
         self._paths = planning.rollout_files
         self._keeps_groups = planning.keep_prompt_groups
+        self._allows_different_prompts = planning.allow_different_prompts_in_group
         self._refuses_cut_groups = config.loss_aggregation == "prompt_mean"
         self._groups, self._device = groups, device
         files = RolloutFiles(
@@ -59,6 +60,7 @@ class FileSteps:
             on_bad_row=planning.on_bad_row,
             required_fields=config.required_sample_fields,
             vocab_size=self.vocabulary_size,
+            distinct_ids=planning.distinct_ids == "file",
         )
         self._collector = StepCollector(
             files,
@@ -117,7 +119,11 @@ class FileSteps:
             lambda: [self._check(sample) for sample in collected.samples], len, self._groups.data
         )
         rewarded = [sample for sample in collected.samples if _needs_advantages(sample)]
-        replaced, _ = with_group_advantages(rewarded, data_parallel_group=self._groups.data)
+        replaced, _ = with_group_advantages(
+            rewarded,
+            data_parallel_group=self._groups.data,
+            allow_different_prompts=self._allows_different_prompts,
+        )
         remaining = iter(replaced)
         return [
             next(remaining) if _needs_advantages(sample) else sample for sample in collected.samples

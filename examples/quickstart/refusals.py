@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 COUNTS = (
     "rollout_batch_size",
@@ -13,6 +14,21 @@ COUNTS = (
     "warm_start_batch_size",
 )
 """Arguments of online generation that must be 1 or more."""
+
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "train_iters",
+    "keep_last_checkpoints",
+)
+"""Arguments of every run that must be 1 or more."""
 
 NOT_BUILT = {
     "mtp_num_layers": "no layers for multi-token prediction are built; drop it",
@@ -42,6 +58,15 @@ def refuse(args: argparse.Namespace) -> None:
     Raises:
         ValueError, NotImplementedError: naming the flag and what to do.
     """
+    for name, value in vars(args).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in values):
+            raise ValueError(f"{_flag(name)} is {value}: give a finite number")
+    for name in SIZES:
+        _check_count(args, name)
+    for name in ("save_interval", "expert_tensor_parallel_size"):
+        if getattr(args, name) is not None:
+            _check_count(args, name)
     for name, reason in NOT_BUILT.items():
         if getattr(args, name, None):
             raise NotImplementedError(f"{_flag(name)}: {reason}")
@@ -58,8 +83,6 @@ def refuse(args: argparse.Namespace) -> None:
             "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu"
         )
     data_parallel_size = _data_parallel_size(args)
-    for flag in ("train_iters", "keep_last_checkpoints"):
-        _check_count(args, flag)
     if args.lr_warmup_iters >= args.train_iters:
         raise ValueError(
             f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
@@ -92,6 +115,10 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 def _refuse_what_the_sampler_cannot(args: argparse.Namespace) -> None:
     """Generation is with the training model, one token at a time, without context parallelism."""
+    if args.distinct_ids is not None:
+        raise ValueError(
+            f"--distinct-ids {args.distinct_ids}: the tasks are numbered over all ranks here; drop it"
+        )
     if args.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
             "--pipeline-model-parallel-size above 1: this example generates with the training model, whole on "

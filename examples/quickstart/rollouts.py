@@ -99,7 +99,9 @@ class RolloutWorker:
 def to_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
     """What the loss needs of each answer; the sampler's log-probs are those of the policy to improve."""
     result = group_advantages(
-        [rollout.reward for rollout in rollouts], [rollout.group_index for rollout in rollouts]
+        [rollout.reward for rollout in rollouts],
+        [rollout.group_index for rollout in rollouts],
+        prompts=[rollout.prompt for rollout in rollouts],
     )
     return [
         _to_sample(rollout, advantage, f"answer {index} (prompt group {rollout.group_index})")

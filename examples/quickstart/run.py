@@ -15,6 +15,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.config.versions import megatron_core_version
 
 from .checkpoint import Checkpoints, Progress
+from .checkpoint_folder import CheckpointFolder
 from .errors import agreed, mendable
 from .file_steps import FileSteps
 from .generated_steps import GeneratedSteps
@@ -196,11 +197,10 @@ class Run:
     def _open_checkpoints(self) -> Checkpoints:
         """The checkpoints, after the last whole one is put in place where one is to be resumed from."""
         checkpoints = Checkpoints(
-            self.args.run_dir / "checkpoints",
+            CheckpointFolder(self.args.run_dir / "checkpoints", self.args.keep_last_checkpoints),
             identity_of(self.args, self.config),
-            self.args.keep_last_checkpoints,
         )
-        latest = checkpoints.latest() if self.args.resume else None
+        latest = checkpoints.folder.latest() if self.args.resume else None
         if latest is None:
             self._start_optimizer()
             if self.args.resume and self._is_main:

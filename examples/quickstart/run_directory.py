@@ -28,7 +28,7 @@ class RunDirectory:
     Without `resume` an earlier run in it is moved aside, to `<name>.1` or the next free number.
 
     Args:
-        path: the folder, made where absent.
+        path: the folder, made where absent. Behind a symbolic link it is made and moved where the link points.
         resume: go on with the run that is in it.
 
     Raises:
@@ -36,7 +36,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
-        self.path = path
+        self.path = path = path.resolve()
         path.mkdir(parents=True, exist_ok=True)
         contents = {child.name for child in path.iterdir()} - {LOCK}
         if contents and LOG not in contents:

@@ -91,8 +91,10 @@ def cases_of(
 
 def _has_both_modes(case: Case, options: CheckOptions) -> bool:
     """Whether a case is another thing where Megatron divides by tokens, and is served there."""
+    # Before it is right, Megatron counts the tokens that a rank holds after sequence parallelism has split them too.
+    is_split = options.context_parallel_size > 1 or options.sequence_parallel
     is_right = versions.per_token_moe_under_context_parallel_is_right()
-    return case.is_even and (options.context_parallel_size == 1 or is_right)
+    return case.is_even and (is_right or not is_split)
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
@@ -122,7 +124,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "auxiliary loss": (not auxiliary, auxiliary),
         "auxiliary loss, per token": (
             bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),
-            "needs megatron-core 0.19 under context parallelism",
+            "needs megatron-core 0.19 under context or sequence parallelism",
         ),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),

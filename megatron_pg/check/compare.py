@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_pg.check.reference import Expected
 from megatron_pg.check.sharded_parameters import Shard
-from megatron_pg.loss.metrics import CHECKSUM_TOLERANCE
+from megatron_pg.loss.checksum import CHECKSUM_TOLERANCE
 from megatron_pg.megatron.groups import ParallelGroups
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}

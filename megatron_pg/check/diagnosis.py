@@ -254,7 +254,7 @@ SUSPECTS: Sequence[tuple[str, Callable[[Finding], bool]]] = (
         lambda f: f.row.model == "end to end" and f.passes("tied"),
     ),
     (
-        "position ids, LayerNorm or the tied weight (the end-to-end model has none of them, and passes)",
+        "position ids, or the tied weight (the end-to-end model has neither, and passes)",
         lambda f: f.row.model == "tied" and f.passes("end to end"),
     ),
     (

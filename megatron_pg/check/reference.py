@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,15 +73,10 @@ class WholeModel:
     the difference of two. The ranks share the samples and add up what they find.
     """
 
-    def __init__(
-        self,
-        options: CheckOptions,
-        new_model: Callable[..., torch.nn.Module],
-        settings: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
-        self.config = model_config(options, sharded=False, dtype=dtype, **settings)
+        self.config = model_config(options, sharded=False, dtype=dtype)
         self._module = build_chunks(
             options, self.config, new_model, vocab_size=options.padded_vocab_size
         )[0].to(dtype)

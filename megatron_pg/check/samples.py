@@ -92,6 +92,8 @@ class _Draw:
             group_index=group,
             rollout_id=rollout_id,
             name=f"sample {rollout_id}",
+            # One rollout may lie on two ranks.
+            id_source="check",
         )
 
 

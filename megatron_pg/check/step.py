@@ -28,7 +28,7 @@ from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_s
 from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.metrics import CHECKSUM
+from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -43,8 +43,6 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
 learned positions; `loss only` has float32 logits for parameters."""
-SETTINGS: dict[str, dict[str, Any]] = {"tied": {"normalization": "LayerNorm"}}
-"""Of their configurations."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,7 @@ def _references(
     options: CheckOptions, runs: Sequence[Run]
 ) -> list[tuple[Sequence[Sample], Expected]]:
     """The samples of each run of a model, and what their step should give."""
-    name = runs[0].model
-    model = WholeModel(options, MODELS[name], SETTINGS.get(name, {}))
+    model = WholeModel(options, MODELS[runs[0].model])
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[bool, ScoredSamples] = {}
     known: dict[tuple[object, ...], Expected] = {}
@@ -140,8 +137,7 @@ def _packs(
 
 def _build(options: CheckOptions, run: Run) -> list[Any]:
     """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
-    settings = {"calculate_per_token_loss": run.per_token} | SETTINGS.get(run.model, {})
-    config = model_config(options, **settings)
+    config = model_config(options, calculate_per_token_loss=run.per_token)
     vocab_size = options.padded_vocab_size
     chunks: list[Any] = build_model(options, config, MODELS[run.model], vocab_size=vocab_size)
     if options.overlap_grad_reduce:

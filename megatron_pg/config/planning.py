@@ -12,6 +12,7 @@ from megatron_pg.config.flags import add_args, read_args
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
 OnBadRow = Literal["error", "skip"]
+DistinctIds = Literal["rank", "file"]
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,27 @@ class PlanningConfig:
     """What becomes of a row of --rollout-files that is no sample. error: stop and say what was expected. skip: pass it;
     such rows are counted."""
 
+    allow_different_prompts_in_group: bool = False
+    """Let the samples of a prompt group have different prompts, as an environment gives them that varies the prompt. Without it
+    such a group is an error: two ranks or files that number their groups alike would look the same."""
+
+    distinct_ids: DistinctIds | None = None
+    """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0. rank: ids of
+    two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
+
     def __post_init__(self) -> None:
         violations, sound = check_fields(type(self), vars(self))
         if sound.on_bad_row != "error" and not sound.rollout_files:
             violations.append("--on-bad-row is about --rollout-files: give files, or drop it")
+        if sound.distinct_ids == "file" and not sound.rollout_files:
+            violations.append(
+                "--distinct-ids file is about --rollout-files: give files, choose rank, or drop it"
+            )
+        if sound.distinct_ids == "rank" and sound.rollout_files:
+            violations.append(
+                "--distinct-ids rank with --rollout-files: the rows of a file are dealt over the ranks, and its groups would "
+                "fall apart; choose file, where each file numbers its own, or drop it"
+            )
         for name in ("docs_per_step_mode", "keep_prompt_groups"):
             is_given = getattr(sound, name) != fields_of(type(self))[name].default
             if is_given and self.docs_per_step is None:

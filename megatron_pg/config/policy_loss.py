@@ -137,9 +137,9 @@ class PolicyLossConfig:
     advantages and token counts. with_entropy: basic and the entropy."""
 
     check_aggregation: bool = False
-    """Stop with an error, instead of one warning, when the aggregation checksum of a step (sum of
-    weights / outer count, over its value from the totals) is not 1: a sample was duplicated,
-    dropped or mis-sliced."""
+    """Stop with an error, instead of one warning, when the aggregation checksum of a step (sums of
+    weights, plain and by what each sample is, over their values from the totals) is not 1: a sample
+    was duplicated, dropped, mis-sliced or exchanged for another."""
 
     custom_policy_loss_path: str | None = None
     """Import path, pkg.mod.fn or pkg.mod:fn, of f(config, batch, log_probs) -> per-token loss

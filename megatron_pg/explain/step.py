@@ -134,7 +134,10 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     if step is None:  # lengths always give a step
         raise no_sample_in(planning.rollout_files, state.num_skipped)
     cut_groups = _cut_groups(step.samples, [sample for _, sample in state.carried], stream)
-    return ExplainedStep(step.samples, step_totals(step.samples), cut_groups, step.num_skipped)
+    totals = step_totals(
+        step.samples, allow_different_prompts=planning.allow_different_prompts_in_group
+    )
+    return ExplainedStep(step.samples, totals, cut_groups, step.num_skipped)
 
 
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
@@ -151,14 +154,22 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
         on_bad_row=planning.on_bad_row,
         required_fields={"group_index"}.intersection(required),
         vocab_size=options.vocab_size,
+        distinct_ids=planning.distinct_ids == "file",
     )
     while pulled := files.pull(1):
         if (row := pulled[0]) is None:
             yield None
             continue
         missing = tuple(field for field in required if getattr(row, field) is None)
-        ids = (row.group_index, row.rollout_id)
-        yield ExplainedSample(row.num_active_tokens, *ids, row.name, missing)
+        yield ExplainedSample(
+            row.num_active_tokens,
+            group_index=row.group_index,
+            rollout_id=row.rollout_id,
+            name=row.name,
+            prompt_hash=row.prompt_hash,
+            id_source=row.id_source,
+            missing_fields=missing,
+        )
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:

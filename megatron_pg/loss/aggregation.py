@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.step.totals import CountedSample, StepTotals
+from megatron_pg.step.totals import ActiveCounts, CountedSample, StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,10 @@ class Aggregation(Row):
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], int]
     """The count that the inner sum is divided by, at least 1."""
-    inner_weight: Callable[[StepTotals, float], float]
+    inner_weight: Callable[[StepTotals | ActiveCounts, float], float]
     """What the weights of all the step's tokens add up to, from the totals alone and the divisor (1 without one); the
-    aggregation checksum compares it with the sum of the weights that were used."""
+    aggregation checksum compares it with the sum of the weights that were used. It reads the active counts alone, and
+    with `ActiveCounts` is the sum of the weights times each token's coefficient."""
     under_per_token_flag: str | None = None
     """What the flag `--calculate-per-token-loss` makes of it; None where it is another objective and refused."""
     defaults_to_own_tokens: bool = False

@@ -21,16 +21,16 @@ from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.corrections import Scored, correction_metric_names
 from megatron_pg.loss.masking import masked
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.reducer import Reduction, token_weights
+from megatron_pg.loss.reducer import token_weights
 from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-CHECKSUM = "aggregation_checksum"
-CHECKSUM_TOLERANCE = 1e-5
 EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
 SIGNS = {"maximum": 1.0, "minimum": -1.0}
 """What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
@@ -130,7 +130,9 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name such a token."""
+    """The micro-batch, to name such a token, and samples that the checksum is about."""
+    totals: StepTotals | None = None
+    """The totals of its step, for the same."""
     table: Tensor | None = None
     """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
 
@@ -147,6 +149,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
         torch.stack([found[name] for name in self], out=self.table)
         self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
+        self.totals = found.totals
 
 
 def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
@@ -155,16 +158,6 @@ def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
         name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
         for name, value in values.items()
     }
-
-
-def checksum(reduction: Reduction, share: float, device: torch.device) -> dict[str, Tensor]:
-    """The weights used over what the totals say they add up to; 1 when every sample counted once."""
-    if reduction.used_and_expected_weight is None:
-        return {}
-    used, expected = reduction.used_and_expected_weight
-    # A step without an active token has nothing to count and is right.
-    value = used / expected if expected else used + share
-    return {CHECKSUM: torch.full((), value, dtype=torch.float64, device=device)}
 
 
 def _ratio_of(config: PolicyLossConfig) -> str:
@@ -202,7 +195,6 @@ def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
     candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
     metrics.maxima = pad(candidates, (0, 1), value=-torch.inf).amax(dim=1)
     metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
-    metrics.batch = batch
     return metrics
 
 
@@ -211,7 +203,7 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     names = ["loss", "pg_loss"]
     names += ["kl_loss"] if config.kl_loss_coef else []
     names += ["entropy_loss"] if config.entropy_coef else []
-    names += [CHECKSUM] if config.custom_pg_loss_reducer_function_path is None else []
+    names += CHECKSUMS if config.custom_pg_loss_reducer_function_path is None else []
     return (*names, *(row.name for row in metrics_on(config) if row.kind not in SIGNS))
 
 
@@ -268,7 +260,11 @@ def reduce_metrics(
         reduced[EFFECTIVE_SAMPLE_SIZE] = total**2 / of_squares if of_squares else math.nan
     if contributes and reduced["loss"] != reduced["loss"]:
         _report_nan_tokens(micro_batches)
-    check_checksum(config, reduced)
+    check_checksum(config, reduced, micro_batches)
+    if CHECKSUM in reduced:
+        reduced[CHECKSUM], _ = checksum_of(reduced)
+        for name in CHECKSUMS[1:]:
+            del reduced[name]
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
             "rejection_denominator",
@@ -300,18 +296,17 @@ def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
             )
 
 
-def check_checksum(config: PolicyLossConfig, metrics: Mapping[str, float]) -> None:
-    """An error under --check-aggregation, else a warning, where samples were not each counted once."""
-    value = metrics.get(CHECKSUM, 1.0)
-    if abs(value - 1.0) <= CHECKSUM_TOLERANCE:
+def check_checksum(
+    config: PolicyLossConfig,
+    metrics: Mapping[str, float],
+    micro_batches: Sequence[Mapping[str, Tensor]] = (),
+) -> None:
+    """An error under --check-aggregation, else a warning, where samples were not each counted once; those that this rank's
+    micro-batches tell of are named."""
+    _, problem = checksum_of(metrics)
+    if not problem:
         return
-    message = (
-        f"{CHECKSUM} is {value:.6f}, expected 1: the weights of the tokens that reached the loss add "
-        f"up to {value:.6f} times what the step's totals hold. Above 1, samples were trained on twice "
-        "or are missing from step_totals(); below 1, samples were dropped; either, num_microbatches is "
-        "not the number that the schedule runs, or a micro-batch was packed for another context-parallel rank than the "
-        "one that ran it."
-    )
+    message = problem + samples_at_fault(micro_batches)
     if config.check_aggregation:
         raise RuntimeError(message)
     _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")

@@ -13,6 +13,7 @@ by the number of micro-batches needs that factor too (see docs/migrating.md).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -31,25 +32,34 @@ def padded_totals(
     *,
     group_index: Sequence[int] | None = None,
     rollout_id: Sequence[int] | None = None,
+    id_source: str | None = None,
     data_parallel_group: dist.ProcessGroup | None = None,
 ) -> StepTotals:
     """The totals of one optimizer step whose samples are the rows of a mask.
 
     Every rank of the data-parallel group must call it, once a step, with all rows that it trains on in that step. It
-    copies the mask's row sums to the host and exchanges them with the ids over the group.
+    copies the mask's row sums to the host and exchanges them with the ids over the group. Rows have no prompts: two ranks
+    that each number their prompt groups from 0 are not told from one that holds the same groups, and only `rollout_id`
+    is seen to collide.
 
     Args:
         mask: `[batch, length]` of 0 and 1, any dtype and device: the tokens that the objective counts.
         group_index: prompt group of each row, any int64; None where `prompt_mean` is not used.
         rollout_id: rollout of each row, any int64; None makes every row a rollout of its own.
+        id_source: what numbered the ids, the same on all ranks, where the rows of one rollout may lie on several; None
+            is each rank by itself.
         data_parallel_group: the group that gradients are averaged over; None for a step on one rank.
 
     Raises:
         ValueError: a mask that is no matrix or has other values, ids that are not one per row, or a rollout in two
-            prompt groups.
+            prompt groups or on two ranks.
     """
     _check_mask(mask)
-    rows = _counted_rows(mask.sum(dim=1, dtype=torch.int64).tolist(), group_index, rollout_id)
+    counts = mask.sum(dim=1, dtype=torch.int64).tolist()
+    rows = [
+        dataclasses.replace(row, id_source=id_source)
+        for row in _counted_rows(counts, group_index, rollout_id)
+    ]
     return step_totals(rows, data_parallel_group=data_parallel_group)
 
 

@@ -11,9 +11,10 @@ from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, re
 from megatron_pg.config.rows import Row
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.checksum import checksums
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.metrics import MicroBatchMetrics, checksum, policy_metrics, step_sums
+from megatron_pg.loss.metrics import MicroBatchMetrics, policy_metrics, step_sums
 from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios
@@ -65,7 +66,7 @@ class MicroBatchLoss:
                     f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                     f"Sample({field}=...) to every sample of the step"
                 )
-        self.config, self.batch = config, batch
+        self.config, self.batch, self._totals = config, batch, totals
         self._group, self._step_share = context_parallel_group, step_share
         self._policy_gradient = policy_gradient_reduction(config, batch, totals)
         if config.kl_loss_coef or config.entropy_coef:
@@ -117,9 +118,10 @@ class MicroBatchLoss:
                 "of the window's response tokens, in nats"
             )
         loss, reported, scored = self.terms(log_probs, entropy)
-        reported |= checksum(self._policy_gradient, self._step_share, loss.device)
         metrics = policy_metrics(scored, share=self._step_share)
         metrics |= step_sums(reported, self._step_share)
+        metrics |= checksums(self._policy_gradient, self._step_share, loss.device)
+        metrics.batch, metrics.totals = self.batch, self._totals
         return loss, metrics
 
 

@@ -13,6 +13,7 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.identity import coefficient_of_rank
 from megatron_pg.step.sample import check_mask
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals
@@ -112,9 +113,10 @@ class Reduction:
     """The inner sum, x [window] -> 0-d, rank-local."""
     outer_count: int
     """The count of the step that the inner sum is divided by."""
-    used_and_expected_weight: tuple[float, float] | None = None
-    """The sum of this micro-batch's weights on this rank, and that of the whole step's from the totals; None where they are
-    not known (a custom reducer)."""
+    used_and_expected: tuple[tuple[float, float], ...] | None = None
+    """Three sums of this micro-batch's weights on this rank, each with that of the whole step from the totals: plain, times
+    the coefficient of each token, and times that of the rank which counted the samples too. None where the weights are not
+    known (a custom reducer)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """The share x [window] -> 0-d. Summed over ranks and micro-batches it is the aggregate."""
@@ -141,9 +143,21 @@ def aggregated(
     return Reduction(
         inner_sum=WeightedSum(to_device(weights, batch.loss_mask.device)),
         outer_count=mode.outer_count(totals),
-        # Read while the weights are on the host: nobody waits.
-        used_and_expected_weight=(float(weights.sum()), mode.inner_weight(totals, divisor or 1.0)),
+        used_and_expected=_weight_sums(mode, batch, totals, divisor or 1.0, weights),
     )
+
+
+def _weight_sums(
+    mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float, weights: Tensor
+) -> tuple[tuple[float, float], ...]:
+    """See `Reduction.used_and_expected`; read while the weights [window] are on the host, so that nobody waits."""
+    plain = float(weights.sum()), mode.inner_weight(totals, divisor)
+    if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
+        return plain, plain, plain
+    of_samples, of_ranks = (mode.inner_weight(counts, divisor) for counts in totals.by_identity)
+    used = float(torch.dot(weights, batch.coefficients))
+    on_rank = used * coefficient_of_rank(totals.data_parallel_rank)
+    return plain, (used, of_samples), (on_rank, of_ranks)
 
 
 def token_weights(

@@ -56,6 +56,11 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
             raise FileNotFoundError(f"--rollout-files: {path} does not exist")
         listed = sorted(path.iterdir()) if path.is_dir() else [path]
         found = [file for file in listed if _is_rollout_file(file)]
+        if path.is_dir() and (hidden := [file for file in found if file.name.startswith(".")]):
+            raise ValueError(
+                f"--rollout-files: {hidden[0]} is hidden, as files are that are not yet written or not meant to be read: "
+                "give it by its own name, or move it elsewhere"
+            )
         if not found:
             problem = "holds no rollout file that ends" if path.is_dir() else "does not end"
             kinds = ", ".join(JSON_SUFFIXES + PARQUET_SUFFIXES)
@@ -82,6 +87,11 @@ def _is_rollout_file(path: Path) -> bool:
         raise ValueError(
             f"--rollout-files: {path} is a folder, expected a file by its name: give the folder itself for the files "
             "in it, or move it elsewhere"
+        )
+    if not path.is_file():
+        raise ValueError(
+            f"--rollout-files: {path} is a pipe, a socket, a device or a link to nothing, expected a file: a resumed run "
+            "reads it again; write the rows to a file"
         )
     return True
 
@@ -119,7 +129,9 @@ def account_of(path: Path, limit: int | None = None) -> FileAccount:
 
 def _parsed(line: bytes) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_with_distinct_keys)
+    except RowError:
+        raise
     except (ValueError, RecursionError) as error:
         found = f"no JSON ({error}): {shown(line[:40].decode(errors='replace').strip())}"
         raise RowError("the line", found, "one JSON object") from None
@@ -128,12 +140,34 @@ def _parsed(line: bytes) -> Row:
     return row
 
 
-def _parquet_file(path: Path) -> Any:
+def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
+    """The object of a JSON text, without a column of ours given twice: Python's own takes the last of its values."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        for key in COLUMNS:
+            if keys.count(key) > 1:
+                raise RowError(key, f"given {keys.count(key)} times", "one value")
+    return row
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Lets the errors of pyarrow, which know no path, name the Parquet file."""
     try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: expected a Parquet file that can be read ({error}): write or copy it anew"
+        ) from error
+
+
+def _parquet_file(path: Path) -> Any:
+    with _naming(path):
         # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
-        return pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: expected a Parquet file ({error})") from error
+        return pa.parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
+        )
 
 
 def _parquet_rows(path: Path, file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
@@ -148,8 +182,16 @@ def _parquet_rows(path: Path, file: Any, start: int) -> tuple[int, Iterator[Pars
     while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
         passed += size
         groups.pop(0)
-    batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
-    return passed, itertools.chain.from_iterable(map(_rows_of, batches))
+    return passed, _decoded(path, file.iter_batches(BATCH_ROWS, groups, names, use_threads=False))
+
+
+def _decoded(path: Path, batches: Iterator[Any]) -> Iterator[ParseRow]:
+    while True:
+        with _naming(path):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield from _rows_of(batch)
 
 
 def _rows_of(batch: Any) -> Iterator[ParseRow]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.ids import NUM_IDS, SampleIds, check_ids, distinct_id, ids_of
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
@@ -71,7 +72,11 @@ class RewardedSample(Sample):
 
 
 def sample_of_row(
-    row: Row, name: str, required_columns: Collection[str], vocab_size: int | None
+    row: Row,
+    name: str,
+    required_columns: Collection[str] = (),
+    vocab_size: int | None = None,
+    id_source: str | None = None,
 ) -> RewardedSample:
     """The sample that a row holds, if it fills the required columns and has token ids below the size of the vocabulary.
 
@@ -107,8 +112,26 @@ def sample_of_row(
         has_advantages="advantages" in values,
         old_log_probs=values.pop("log_probs", None),
         name=name,
+        id_source=id_source,
         **values,
     )
+
+
+def with_distinct_ids_of_file(row: Row, number: int) -> Row:
+    """The row with ids that no file of another number has; ids that are no integers stay as they are.
+
+    Raises:
+        RowError: an id below 0 or from 2^40 on.
+    """
+    ids = {}
+    for column in ("group_index", "rollout_id"):
+        if (identifier := as_integer(row.get(column))) is not None:
+            try:
+                ids[column] = distinct_id(column, number, identifier)
+            except ValueError:
+                expected = f"0 or more and below {NUM_IDS}, for --distinct-ids file"
+                raise RowError(column, shown(identifier), expected) from None
+    return {**row, **ids}
 
 
 def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
@@ -183,6 +206,7 @@ def with_group_advantages(
     *,
     method: str = "grpo",
     data_parallel_group: dist.ProcessGroup | None = None,
+    allow_different_prompts: bool = False,
 ) -> tuple[list[Sample], GroupAdvantages]:
     """Replaces the advantages of a step's samples by those of their rewards within their prompt groups.
 
@@ -192,16 +216,24 @@ def with_group_advantages(
         samples: this rank's samples of the step, from rollout files.
         method: see `megatron_pg.step.advantages.group_advantages`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
+        allow_different_prompts: the samples of a prompt group may have different prompts
+            (`--allow-different-prompts-in-group`).
 
     Returns:
         The samples, and the advantages of the whole step in rank order, for its report.
 
     Raises:
-        ValueError: a sample without a reward or a `group_index`, or an unknown method; on all ranks alike.
+        ValueError: a sample without a reward or a `group_index`, an unknown method, or ids that stand for two things (see
+            `megatron_pg.step.ids.check_ids`); on all ranks alike.
     """
-    _, everyone = compute_and_gather(
-        lambda: samples, lambda mine: list(map(_reward_and_group, mine)), data_parallel_group
+    _, shared = compute_and_gather(
+        lambda: samples,
+        lambda mine: (list(map(_reward_and_group, mine)), ids_of(mine)),
+        data_parallel_group,
     )
+    everyone: list[list[tuple[float, int]]] = [pairs for pairs, _ in shared]
+    ids: list[list[SampleIds]] = [of_rank for _, of_rank in shared]
+    check_ids(ids, allow_different_prompts=allow_different_prompts)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     pairs = [pair for part in everyone for pair in part]
     step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)

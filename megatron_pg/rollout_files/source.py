@@ -17,7 +17,12 @@ from megatron_pg.rollout_files.reader import (
     is_json_lines,
     open_rows,
 )
-from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, RowError, sample_of_row
+from megatron_pg.rollout_files.schema import (
+    OPTIONAL_FIELDS,
+    RowError,
+    sample_of_row,
+    with_distinct_ids_of_file,
+)
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
@@ -52,6 +57,7 @@ class RolloutFiles:
         required_fields: optional fields of `Sample` that every row must fill, such as
             `PolicyLossConfig.required_sample_fields`.
         vocab_size: token ids must be below it; None leaves them unchecked.
+        distinct_ids: each file numbers its groups and rollouts from 0: those of two files are two (`--distinct-ids file`).
 
     Raises:
         ValueError: no files, a file of another kind or compressed, a folder named as a file, or settings out of range.
@@ -69,6 +75,7 @@ class RolloutFiles:
         on_bad_row: OnBadRow = "error",
         required_fields: Collection[str] = (),
         vocab_size: int | None = None,
+        distinct_ids: bool = False,
     ) -> None:
         # The rules of these flags are its; the budget is none of the files'.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
@@ -91,6 +98,7 @@ class RolloutFiles:
         self._skips_bad_rows = on_bad_row == "skip"
         self._required_columns = [OPTIONAL_FIELDS[name] for name in required_fields]
         self._vocab_size = vocab_size
+        self._makes_ids_distinct = distinct_ids
         self._file = self._row = 0
         self.num_skipped = 0
         """Bad rows of this rank's share that were passed so far."""
@@ -161,9 +169,13 @@ class RolloutFiles:
         """The sample of the row that was passed last."""
         path, row = self._paths[self._file], self._row - 1
         try:
-            return sample_of_row(
-                parse(), f"{path.name} row {row}", self._required_columns, self._vocab_size
-            )
+            values = parse()
+            if self._makes_ids_distinct:
+                values = with_distinct_ids_of_file(values, self._file)
+            name = f"{path.name} row {row}"
+            # Not the path: a checkpoint may hold samples of files that have been moved since.
+            id_source = f"file {self._file + 1} of --rollout-files"
+            return sample_of_row(values, name, self._required_columns, self._vocab_size, id_source)
         except RowError as error:
             error.file, error.row = str(path), row
             raise

@@ -2,6 +2,7 @@
 
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.collector import CollectorState, StepCollector, StepSamples
+from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
 from megatron_pg.step.sources import IteratorSource, SampleSource
 
@@ -15,4 +16,5 @@ __all__ = [
     "assign_to_data_parallel_ranks",
     "plan_bins",
     "plan_step",
+    "with_distinct_ids",
 ]

@@ -16,10 +16,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from megatron_pg.step.identity import hash_of
+from megatron_pg.step.ids import SampleIds, check_ids
 from megatron_pg.step.sample import Sample, refuse_values
 
 STD_EPSILON = 1e-6
@@ -49,6 +52,7 @@ def group_advantages(
     group_indices: Sequence[int] | Tensor,
     *,
     method: str = "grpo",
+    prompts: Sequence[Sequence[int] | Tensor] | None = None,
 ) -> GroupAdvantages:
     """Compares every reward with those of its prompt group.
 
@@ -59,14 +63,18 @@ def group_advantages(
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
         method: `grpo`, `dr_grpo` or `rloo`.
+        prompts: [samples] the token ids of each one's prompt. Where given, a group of different prompts is refused; None
+            where the environment varies the prompt within a group, or the ids are known to be unique.
 
     Raises:
-        ValueError: sizes that differ, a reward that is not finite, rewards whose advantages float32 does not hold, ids
+        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, rewards whose advantages float32 does not hold, ids
             that are no integers, or an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
     reward, group_index = _checked(rewards, group_indices)
+    if prompts is not None:
+        _check_prompts(prompts, group_index.tolist())
     groups, group, group_sizes = torch.unique(group_index, return_inverse=True, return_counts=True)
     size = group_sizes[group].double()
 
@@ -126,6 +134,17 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
         else sample
         for sample, overlong in zip(samples, is_overlong, strict=True)
     ]
+
+
+def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Sequence[int]) -> None:
+    if len(prompts) != len(group_indices):
+        raise ValueError(
+            f"prompts has {len(prompts)} prompts for {len(group_indices)} rewards: give one each"
+        )
+    hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
+    names = [f"rewards[{number}]" for number in range(len(hashes))]
+    nothing, source = repeat(None), repeat("of those passed")
+    check_ids([list(map(SampleIds, group_indices, nothing, hashes, source, names))])
 
 
 def _checked(

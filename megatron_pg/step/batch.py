@@ -57,6 +57,9 @@ class PackedBatch:
     """Active tokens of this rank's window (a host number)."""
     largest_target: int
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
+    coefficients: Tensor
+    """What each token of the window counts in the sums that tell samples apart (`Sample.token_coefficients`), [window]
+    float64; stays on the host."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
@@ -64,6 +67,7 @@ class PackedBatch:
             field.name: to_device(value, device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
+            and field.name != "coefficients"
         }
         window = dataclasses.replace(
             self.window, cu_seqlens=to_device(self.window.cu_seqlens, device)
@@ -91,8 +95,15 @@ def pack(
         pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
 
     Raises:
-        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each.
+        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each; or sizes that
+            are no integers or out of range.
+        RuntimeError: under `torch.inference_mode`.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "pack() under torch.inference_mode() makes tensors that no later backward may use: pack before it, or score "
+            "under torch.no_grad()"
+        )
     window = TokenWindow.build(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
@@ -121,6 +132,9 @@ def pack(
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_target=int(targets.max()),
+        coefficients=torch.cat(
+            [torch.zeros(0, dtype=torch.float64), *(s.token_coefficients for s in samples)]
+        )[window.response_indices],
     )
 
 

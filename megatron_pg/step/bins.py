@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,9 +45,9 @@ def plan_bins(
         ValueError: sizes out of range, or a sequence longer than the capacity.
     """
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
-    if capacity < 1 or multiple < 1:
+    if not all(isinstance(size, Integral) and size >= 1 for size in (capacity, multiple)):
         raise ValueError(
-            f"capacity {capacity} and number of bins {multiple}: expected at least 1 of both"
+            f"capacity {capacity} and number of bins {multiple}: expected an integer of at least 1 for both"
         )
     is_oversized = sizes > capacity
     beyond = f", more than the capacity of a bin ({capacity})"

@@ -122,6 +122,7 @@ class StepCollector(Generic[AnySample]):
         self._num_slots = 0
         self._num_skipped = 0
         self._is_exhausted = False
+        self._num_pulls = 0
 
     def collect(self) -> StepSamples[AnySample] | None:
         """The samples of the next step; the last one may hold fewer documents, and None says that none are left.
@@ -247,9 +248,19 @@ class StepCollector(Generic[AnySample]):
     def _pull_window(self) -> None:
         """Asks every rank for the same number of slots, and tells everyone what they hold. One exchange."""
         count = self._window_size()
-        slots, everyone = compute_and_gather(
-            lambda: self._source.pull(count), self._ids, self._group
+        # Of a folder that is not shared, or not yet, a rank sees other files: then row i is not the same row on all.
+        start = None if self._num_pulls or not self._source.can_reshard else self._source.position
+        slots, shared = compute_and_gather(
+            lambda: self._source.pull(count), lambda slots: (start, self._ids(slots)), self._group
         )
+        self._num_pulls += 1
+        starts, everyone = zip(*shared, strict=True)
+        for rank, other in enumerate(starts):
+            if other != starts[0]:
+                raise ValueError(
+                    f"data-parallel rank {rank} reads other samples than rank 0: expected the same files on all nodes, "
+                    "with the same contents and read from the same place; list them there, and try again"
+                )
         in_order = itertools.chain(*itertools.zip_longest(*everyone))
         records = [
             self._record(self._num_slots + place, place % self._size, ids)

@@ -11,7 +11,7 @@ from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import packed_length, packed_multiple, padded_length
+from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 
@@ -44,6 +44,7 @@ def plan_step(
     ragged: bool = False,
     oversized: OversizedSamples = "error",
     seed: int | None = None,
+    allow_different_prompts: bool = False,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches and counts the step.
 
@@ -66,12 +67,13 @@ def plan_step(
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         seed: see `plan_bins`.
+        allow_different_prompts: see `step_totals`.
 
     Raises:
-        ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or a
-            rollout over several prompt groups.
+        ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
+            stand for two things (see `step_totals`).
     """
-    multiple = packed_multiple(cp_size, pad_to_multiple)
+    multiple = checked_multiple(cp_size, pad_to_multiple)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
@@ -102,10 +104,13 @@ def plan_step(
     if ragged:
         num_added = added_by_all = 0
     num_tokens = sum(tokens_of_ranks) + multiple * added_by_all
+    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=microbatches + ((),) * num_added,
         microbatch_tokens=tokens + (multiple,) * num_added,
-        totals=totals_of_counts(counts, samples, num_tokens),
+        totals=totals_of_counts(
+            counts, rank, num_tokens, allow_different_prompts=allow_different_prompts
+        ),
     )
 
 
@@ -115,7 +120,8 @@ def assign_to_data_parallel_ranks(
     """Splits samples that every rank holds over the data-parallel ranks, evenly by padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
-    several ranks; the totals of the step span them.
+    several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
+    otherwise ranks that number their own would not be told from it.
 
     Args:
         samples: all samples of the step.

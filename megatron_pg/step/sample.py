@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_pg.step.identity import coefficient_of, coefficients_of_positions, hash_of
+
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
 
@@ -50,6 +52,9 @@ class Sample:
     """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its own."""
     name: str = "sample"
     """How error messages call this sample."""
+    id_source: str | None = None
+    """What numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples of a
+    rollout have one source: one that lies on several ranks says so by a name here, the same on all of them."""
 
     if TYPE_CHECKING:
         # What may be given is wider than what is stored; the code is a dataclass's own.
@@ -65,6 +70,7 @@ class Sample:
             group_index: int | None = None,
             rollout_id: int | None = None,
             name: str = "sample",
+            id_source: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -103,6 +109,28 @@ class Sample:
     def num_active_tokens(self) -> int:
         """Response tokens that the loss mask keeps; counted once, as every micro-batch asks for it."""
         return int(self.loss_mask.sum())
+
+    @functools.cached_property
+    def identity(self) -> int:
+        """A 64-bit hash of what the sample is: tokens, response length and loss mask."""
+        return hash_of(self.tokens, self.loss_mask)
+
+    @functools.cached_property
+    def prompt_hash(self) -> int:
+        """A 64-bit hash of the prompt's tokens."""
+        return hash_of(self.tokens[: self.prompt_length])
+
+    @property
+    def token_coefficients(self) -> Tensor:
+        """What each response token counts in the sums that tell samples apart, [response_length] float64, by the identity
+        and the position."""
+        return coefficient_of(self.identity) * coefficients_of_positions(self.response_length)
+
+    @functools.cached_property
+    def active_coefficients(self) -> float:
+        """The sum of `token_coefficients` over the active tokens."""
+        of_positions = coefficients_of_positions(self.response_length)
+        return coefficient_of(self.identity) * float(of_positions @ self.loss_mask.double())
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

@@ -94,21 +94,20 @@ class TokenWindow:
 
         Raises:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
-                response token would have no logit), or sizes out of range.
+                response token would have no logit), or sizes that are no integers or out of range.
         """
         total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
-        if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        multiple = checked_multiple(cp_size, pad_to_multiple)
+        if not 0 <= checked_integer("cp_rank", cp_rank) < cp_size:
             raise ValueError(
                 f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
             )
-        if pad_to_multiple < 1:
-            raise ValueError(f"pad_to_multiple is {pad_to_multiple}: expected 1 or more")
         segments = [
             (total, response, padded_length(total, cp_size))
             for total, response in zip(total_lengths, response_lengths, strict=True)
         ]
         used = sum(padded for *_, padded in segments)
-        padding = packed_length(used, packed_multiple(cp_size, pad_to_multiple)) - used
+        padding = packed_length(used, multiple) - used
         if padding:  # a segment of no tokens and no response
             segments.append((0, 0, padding))
         totals, responses, padded = torch.tensor(segments, dtype=torch.int64).unbind(1)
@@ -149,6 +148,18 @@ def padded_length(total_length: int, cp_size: int) -> int:
 def packed_multiple(cp_size: int, pad_to_multiple: int = 1) -> int:
     """Packed lengths are multiples of this, the length of an empty micro-batch."""
     return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
+
+
+def checked_multiple(cp_size: int, pad_to_multiple: int) -> int:
+    """The multiple of `packed_multiple` for sizes that a caller gives.
+
+    Raises:
+        ValueError: a size is no integer, or below 1.
+    """
+    for name, size in (("cp_size", cp_size), ("pad_to_multiple", pad_to_multiple)):
+        if checked_integer(name, size) < 1:
+            raise ValueError(f"{name} is {size}: expected 1 or more")
+    return packed_multiple(cp_size, pad_to_multiple)
 
 
 def packed_length(padded_tokens: int, multiple: int) -> int:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
+from megatron_pg.step.identity import coefficient_of_rank
+from megatron_pg.step.ids import HasIds, SampleIds, check_ids, ids_of
 
 
-class CountedSample(Protocol):
-    """What the totals of a step and the aggregations ask of a sample: its counts and ids, not its tokens."""
+class CountedSample(HasIds, Protocol):
+    """What the totals of a step and the aggregations ask of a sample: its counts, ids and hashes, not its tokens."""
 
     @property
     def num_active_tokens(self) -> int:
         """Response tokens that the loss mask keeps."""
 
     @property
-    def group_index(self) -> int | None:
-        """The prompt group, any int64."""
+    def identity(self) -> int | None:
+        """A hash of what the sample is; None where that is not known."""
 
     @property
-    def rollout_id(self) -> int | None:
-        """Samples with the same id, any int64, are one rollout; None makes the sample a rollout of its own."""
-
-    @property
-    def name(self) -> str:
-        """How error messages call the sample."""
+    def active_coefficients(self) -> float | None:
+        """What its active tokens count in the sums that tell samples apart; None where that is not known."""
 
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
@@ -40,12 +37,45 @@ AnySample = TypeVar("AnySample", bound=CountedSample)
 
 @dataclass(frozen=True)
 class BareSample:
-    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens."""
+    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens.
+
+    Without tokens there is nothing to tell it from another by: a step of such samples has a checksum of weights alone, and
+    its prompts are not compared unless a `prompt_hash` is given.
+    """
 
     num_active_tokens: int
     group_index: int | None = None
     rollout_id: int | None = None
     name: str = "sample"
+    prompt_hash: int | None = None
+    id_source: str | None = None
+    identity: int | None = field(default=None, init=False)
+    active_coefficients: float | None = field(default=None, init=False)
+
+
+@dataclass(frozen=True)
+class ActiveCounts:
+    """What the three counts of active tokens, rollouts and prompt groups become where a token counts its coefficient."""
+
+    num_active_rollouts: float
+    """The sum over rollouts of the coefficients' mean."""
+    num_active_prompt_groups: float
+    """The same over prompt groups."""
+    num_active_tokens: float
+    """The sum of the coefficients."""
+
+
+class SampleCount(NamedTuple):
+    """What one data-parallel rank tells the others of one of its samples."""
+
+    ids: SampleIds
+    num_active_tokens: int
+    identity: int | None
+    active_coefficients: float | None
+
+
+SampleCounts = list[SampleCount]
+"""What one data-parallel rank tells the others: ids, active tokens and hashes of each of its samples."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +100,13 @@ class StepTotals:
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
+    by_identity: tuple[ActiveCounts, ActiveCounts] | None = field(default=None, compare=False)
+    """The active counts by the coefficients of samples, and by those times the coefficient of each one's data-parallel rank,
+    which the checksum expects; None where the identity of some sample is not known."""
+    data_parallel_rank: int = field(default=0, compare=False)
+    """The rank that these samples were counted on."""
+    counts: tuple[SampleCounts, ...] = field(default=(), compare=False, repr=False)
+    """What was counted, by data-parallel rank: it names samples where the checksum is not 1."""
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
@@ -100,56 +137,65 @@ def _known(totals: Mapping[int, int], sample: CountedSample, field: str) -> int:
 
 
 def step_totals(
-    samples: Sequence[CountedSample], *, data_parallel_group: dist.ProcessGroup | None = None
+    samples: Sequence[CountedSample],
+    *,
+    data_parallel_group: dist.ProcessGroup | None = None,
+    allow_different_prompts: bool = False,
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
-    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of
-    `(group_index, rollout_id, active tokens)` per sample over the group; none where it is None or of size 1.
+    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of ids, active
+    tokens and hashes of each sample over the group; none where it is None or of size 1.
 
     Args:
         samples: this data-parallel rank's samples of the step, over all its micro-batches.
         data_parallel_group: the data-parallel group *without* context parallelism.
+        allow_different_prompts: the samples of a prompt group may have different prompts
+            (`--allow-different-prompts-in-group`).
 
     Raises:
-        ValueError: a rollout whose samples belong to different prompt groups, or to one and to none.
+        ValueError: ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
+            of none, of two ranks or files; a prompt group of different prompts.
     """
-    return totals_of_counts(gather(sample_counts(samples), data_parallel_group), samples)
-
-
-SampleCounts = list[tuple[int | None, int | None, int]]
-"""What one data-parallel rank tells the others: `group_index`, `rollout_id` and active tokens of each of its samples."""
+    everyone = gather(sample_counts(samples), data_parallel_group)
+    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
+    return totals_of_counts(everyone, rank, allow_different_prompts=allow_different_prompts)
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """The counts and ids of one rank's samples."""
-    return [(sample.group_index, sample.rollout_id, sample.num_active_tokens) for sample in samples]
+    """The ids, counts and hashes of one rank's samples."""
+    return [
+        SampleCount(ids, sample.num_active_tokens, sample.identity, sample.active_coefficients)
+        for ids, sample in zip(ids_of(samples), samples, strict=True)
+    ]
 
 
 def totals_of_counts(
     everyone: Sequence[SampleCounts],
-    samples: Sequence[CountedSample],
+    data_parallel_rank: int,
     num_tokens: int | None = None,
+    *,
+    allow_different_prompts: bool = False,
 ) -> StepTotals:
     """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
     Raises:
         ValueError: see `step_totals`.
     """
+    check_ids(
+        [[count.ids for count in of_rank] for of_rank in everyone],
+        allow_different_prompts=allow_different_prompts,
+    )
     groups: Counter[int | None] = Counter()
     rollouts: Counter[object] = Counter()
-    group_of_rollout: dict[object, int | None] = {}
-    for number, (group, rollout_id, num_active) in enumerate(itertools.chain(*everyone)):
-        rollout = ("sample", number) if rollout_id is None else rollout_id
-        groups[group] += num_active
-        rollouts[rollout] += num_active
-        if (other := group_of_rollout.setdefault(rollout, group)) != group:
-            raise ValueError(
-                f"rollout_id {rollout} has samples of group_index {other} and {group}: a rollout answers one prompt"
-            )
+    for rank, of_rank in enumerate(everyone):
+        for number, count in enumerate(of_rank):
+            groups[count.ids.group_index] += count.num_active_tokens
+            rollouts[_rollout_of(count, rank, number)] += count.num_active_tokens
     is_grouped = None not in groups
-    own_rollouts, own_groups = {s.rollout_id for s in samples}, {s.group_index for s in samples}
+    mine = [count.ids for count in everyone[data_parallel_rank]]
+    own_rollouts, own_groups = {ids.rollout_id for ids in mine}, {ids.group_index for ids in mine}
     return StepTotals(
         num_rollouts=len(rollouts),
         num_prompt_groups=len(groups) if is_grouped else None,
@@ -159,4 +205,32 @@ def totals_of_counts(
         rollout_active_tokens={id_: rollouts[id_] for id_ in own_rollouts if id_ is not None},
         group_active_tokens={id_: groups[id_] for id_ in own_groups if id_ is not None},
         num_tokens=num_tokens,
+        by_identity=_counts_by_identity(everyone, rollouts, groups),
+        data_parallel_rank=data_parallel_rank,
+        counts=tuple(everyone),
     )
+
+
+def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
+    """The rollout of a sample: by its id, or the sample itself."""
+    return (rank, number) if count.ids.rollout_id is None else count.ids.rollout_id
+
+
+def _counts_by_identity(
+    everyone: Sequence[SampleCounts],
+    rollouts: Mapping[object, int],
+    groups: Mapping[int | None, int],
+) -> tuple[ActiveCounts, ActiveCounts] | None:
+    """The active counts where a token counts its coefficient: without and with that of the data-parallel rank."""
+    sums = torch.zeros(2, 3, dtype=torch.float64)
+    for rank, of_rank in enumerate(everyone):
+        rows = []
+        for number, count in enumerate(of_rank):
+            if count.active_coefficients is None:
+                return None
+            divisors = rollouts[_rollout_of(count, rank, number)], groups[count.ids.group_index]
+            rows.append([count.active_coefficients / max(d, 1) for d in (*divisors, 1)])
+        of_this_rank = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).sum(0)
+        sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])
+    plain, by_rank = (ActiveCounts(*row) for row in sums.tolist())
+    return plain, by_rank

@@ -104,7 +104,8 @@ def _fill_disk(moment: Moment, rank: int) -> None:
 
     def save_on_full_disk(self: Checkpoints, progress: Any, *rest: Any) -> None:
         if progress.step >= moment.step:
-            limit = int(_largest_of(rank, self.latest()) * moment.delay / LONGEST_DELAY)
+            latest = max(self.folder.checkpoints(), default=None)
+            limit = int(_largest_of(rank, latest) * moment.delay / LONGEST_DELAY)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         save(self, progress, *rest)
 

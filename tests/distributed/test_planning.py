@@ -27,7 +27,14 @@ def whole_step() -> list[Sample]:
         group = index // 4
         rollout = group if index % 4 < 2 else None
         samples.append(
-            Sample([0] * (response + 2), response, mask, group_index=group, rollout_id=rollout)
+            Sample(
+                [0] * (response + 2),
+                response,
+                mask,
+                group_index=group,
+                rollout_id=rollout,
+                id_source="the test",
+            )
         )
     return samples
 

@@ -23,6 +23,7 @@ import torch
 from quickstart.arguments import parse_arguments
 from quickstart.errors import RunError
 from quickstart.identity import identity_of
+from quickstart.refusals import refuse
 from quickstart.run_directory import RunDirectory, die_with_launcher
 
 from megatron_pg import PolicyLossConfig
@@ -287,6 +288,18 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--num-training-tasks 4", "more than --num-training-tasks 4"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--keep-last-checkpoints 0", "--keep-last-checkpoints is 0"),
+        ("--save-interval 0", "--save-interval is 0: give 1 or more"),
+        ("--save-interval -3 --dry-run", "--save-interval is -3"),
+        ("--context-parallel-size 0 --dry-run", "--context-parallel-size is 0"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0"),
+        ("--pipeline-model-parallel-size -1", "--pipeline-model-parallel-size is -1"),
+        ("--expert-model-parallel-size 0", "--expert-model-parallel-size is 0"),
+        ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size is 0"),
+        ("--lr nan --dry-run", "--lr is nan: give a finite number"),
+        ("--clip-grad inf", "--clip-grad is inf"),
+        ("--moe-aux-loss-coeff nan", "--moe-aux-loss-coeff is"),
+        ("--eps-clip nan", "--eps-clip is nan"),
+        ("--warm-start-lr nan", "--warm-start-lr is nan"),
         ("--docs-per-step 4", "--docs-per-step is about --rollout-files"),
         ("--rollout-files a.jsonl", "--rollout-files needs --docs-per-step"),
         ("--rollout-files a.jsonl --docs-per-step 4", "--rollout-files needs --vocab-size"),
@@ -374,6 +387,31 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match="holds no run"):
         RunDirectory(tmp_path, resume=False)
+
+
+def test_no_number_flag_takes_nan() -> None:
+    """Whatever flags a parser has: each that is a number is tried."""
+    given = vars(parse_for_two_ranks(""))
+    numbers = {name for name, value in given.items() if type(value) is float}
+    assert {"lr", "clip_grad", "eps_clip", "tis_clip", "warm_start_corruption"} <= numbers
+    for name in numbers:
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is nan"):
+            refuse(argparse.Namespace(**given | {name: float("nan")}))
+
+
+def test_a_symbolic_link_to_a_run_stays_one(tmp_path: Path) -> None:
+    """As to a larger disk, where the earlier run stays too; the link may come before the folder."""
+    disk, link = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    link.symlink_to(disk / "run")
+    directory = RunDirectory(link, resume=False)
+    (link / "warm_start.jsonl").write_text("earlier")
+    del directory
+    RunDirectory(link, resume=False)
+    assert link.readlink() == disk / "run" and not (disk / "run").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "run"}
+    assert (disk / "run.1" / "warm_start.jsonl").read_text() == "earlier"
+    assert [child.name for child in link.iterdir()] == ["lock"]
 
 
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(

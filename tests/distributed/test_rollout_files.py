@@ -48,10 +48,10 @@ def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
     )
     answers, counts = [], []
     while (step := collector.collect()) is not None:
-        samples, _ = with_group_advantages(
-            step.samples, method="dr_grpo", data_parallel_group=world
-        )
-        plan = plan_step(samples, max_tokens_per_microbatch=8, data_parallel_group=world)
+        # The prompt of a row here is its number.
+        any_prompts = {"data_parallel_group": world, "allow_different_prompts": True}
+        samples, _ = with_group_advantages(step.samples, method="dr_grpo", **any_prompts)
+        plan = plan_step(samples, max_tokens_per_microbatch=8, **any_prompts)
         totals = plan.totals
         assert step.num_documents == totals.num_rollouts
         answers.append([(int(s.tokens[0]), float(s.advantages[0])) for s in samples])
@@ -97,7 +97,12 @@ def far_rewards(path: str) -> str:
     samples = [sample for sample in source.pull(11) if sample is not None]
     mine = samples[:4] if dist.get_rank() == 0 else samples[4:]
     try:
-        with_group_advantages(mine, method="dr_grpo", data_parallel_group=dist.group.WORLD)
+        with_group_advantages(
+            mine,
+            method="dr_grpo",
+            data_parallel_group=dist.group.WORLD,
+            allow_different_prompts=True,
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -110,3 +115,27 @@ def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> 
     path.write_text("\n".join(lines))
     first, second = run_ranks(far_rewards, 2, str(path))
     assert first == second and "rewards[2] is 1e+39, too far" in first
+
+
+def collect_from(paths: list[list[str]]) -> str:
+    """What a rank is told that reads its own list of files."""
+    from megatron_pg.rollout_files import RolloutFiles
+    from megatron_pg.step import StepCollector
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    source = RolloutFiles(paths[rank], data_parallel_rank=rank, data_parallel_size=size)
+    collector = StepCollector(source, docs_per_step=2, data_parallel_group=dist.group.WORLD)
+    try:
+        return f"{len(collector.collect().samples)} samples"
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_see_other_files_are_refused(tmp_path: Path) -> None:
+    """A folder that is not shared, or not seen whole yet: row i would be lost, or taken twice."""
+    (tmp_path / "more").mkdir()
+    path = write(tmp_path)
+    stale = [path, write(tmp_path / "more")]
+    for rank in run_ranks(collect_from, 2, [[path], stale]):
+        assert "data-parallel rank 1 reads other samples than rank 0" in rank
+        assert "the same files on all nodes" in rank

@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -82,8 +83,34 @@ def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> 
 def test_a_resumed_run_goes_on_in_the_middle_of_the_file(
     rollouts: Path, uninterrupted: Path, stopped: Path
 ) -> None:
-    assert "resuming from" in run(rollouts, stopped, STEPS + " --resume")
+    checkpoints = stopped / "checkpoints"
+    others = {"step_best", "step_000000_000003_keep", "step_000000_000002.old"}
+    for other in others:  # a folder that no run named is neither resumed from nor removed
+        shutil.copytree(checkpoints / "step_000000_000003", checkpoints / other)
+    said = run(rollouts, stopped, STEPS + " --resume")
+    assert f"resuming from {checkpoints / 'step_000000_000003'}" in said
     assert steps_of(stopped) == steps_of(uninterrupted)
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"step_000000_000003", "step_000000_000006", *others}
+
+
+def test_a_damaged_checkpoint_ends_all_ranks_with_a_line(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted, run_dir)
+    newest, before = (run_dir / f"checkpoints/step_000000_00000{step}" for step in (6, 3))
+    damaged = max((newest / "model").iterdir(), key=lambda path: path.stat().st_size)
+    contents = bytearray(damaged.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    damaged.write_bytes(contents)
+    said = end_of(rollouts, run_dir, STEPS + " --resume")
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert f"{newest} is damaged (model/{damaged.name} is not as it was written)" in line
+    assert f"the whole one before it is {before}" in line
+    newest.rename(f"{newest}.damaged")
+    assert f"resuming from {before}" in run(rollouts, run_dir, STEPS + " --resume")
+    assert steps_of(run_dir) == steps_of(uninterrupted)
 
 
 @pytest.mark.parametrize(

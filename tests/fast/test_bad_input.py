@@ -19,6 +19,7 @@ import megatron_pg
 from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack, step_totals
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.step import plan_step
 
 NAME = "task-7/answer-2"
 PER_TOKEN_FIELDS = (
@@ -169,6 +170,38 @@ def test_log_probs_that_only_some_samples_carry(field: str) -> None:
         message = refusal_of(lambda samples=samples: pack(samples))
         for word in (field, "lacks them", "has no", "has them"):
             assert word in message
+
+
+@pytest.mark.parametrize("size", ["cp_rank", "cp_size", "pad_to_multiple"])
+@pytest.mark.parametrize("value", [2.0, 1.5, "2", True, None, math.nan])
+def test_a_size_that_is_no_integer(size: str, value: Any) -> None:
+    """A layout of 2.0 ranks would come to a slice of floats, deep in torch."""
+    message = refusal_of(lambda: pack([sample()], **{size: value}))
+    assert f"{size} is {value!r}, expected an integer" in message
+    if size != "cp_rank":
+        plan = lambda: plan_step([sample()], max_tokens_per_microbatch=64, **{size: value})  # noqa: E731
+        assert refusal_of(plan) == message
+
+
+def test_a_number_of_bins_that_is_no_integer() -> None:
+    for name in ("microbatch_group_size", "max_tokens_per_microbatch"):
+        sizes: dict[str, Any] = {"max_tokens_per_microbatch": 64, name: 2.5}
+        message = refusal_of(lambda sizes=sizes: plan_step([sample()], **sizes))
+        assert "2.5" in message and "integer" in message
+
+
+def test_packing_under_inference_mode() -> None:
+    """Symptom: "Inference tensors cannot be saved for backward", at the first training step."""
+    with torch.inference_mode():
+        made = sample()
+        with pytest.raises(RuntimeError, match=r"pack\(\) under torch.inference_mode\(\)"):
+            pack([made])
+    with torch.no_grad():
+        pack([made])
+    batch = pack([made])
+    logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
+    loss, _ = policy_loss_function(PolicyLossConfig(), batch, logits, totals=step_totals([made]))
+    loss.backward()
 
 
 def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
@@ -322,7 +355,7 @@ def test_a_factory_under_context_parallelism_without_a_rank() -> None:
 
 def test_a_context_parallel_size_of_zero() -> None:
     message = refusal_of(lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], cp_size=0))
-    assert "cp_size 0" in message
+    assert "cp_size is 0" in message
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])

@@ -156,16 +156,21 @@ def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
     assert abs(metrics["ratio_new_old"] - 1.0) > 0.1
 
 
-def test_grad_divisor_scales_the_gradient_and_not_the_report() -> None:
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -> None:
+    """Of pg_loss alone: the KL and entropy terms keep their own count. The divisor is no count of the step."""
     step = random_step(seed=23)
     logits = random_logits(step)
-    objective = Objective(kl_loss_coef=0.1)
-    config = package_config(objective, grad_divisor=7)
-    results = rank_losses(config, step, logits, whole(len(step), cp_size=2))
+    objective = aggregated(OBJECTIVES["everything"], aggregation)
+    count = oracle.outer_count(step, aggregation)
+    divisor = 3.7
+    results = rank_losses(
+        package_config(objective, grad_divisor=divisor), step, logits, whole(len(step), cp_size=2)
+    )
     expected = oracle.policy_loss(step, logits, objective)
-    inner = expected.pg_loss * oracle.outer_count(step, "sample_mean")
-    assert expected.kl_loss is not None
-    assert_same(summed_loss(results), inner / 7 + 0.1 * expected.kl_loss, logits)
+    penalty = expected.loss - expected.pg_loss
+    assert abs(penalty.item()) > 0.01
+    assert_same(summed_loss(results), expected.pg_loss * count / divisor + penalty, logits)
     metrics = summed_metrics(results)
     assert metrics["pg_loss"] == pytest.approx(expected.pg_loss.item(), rel=1e-12)
     assert metrics["loss"] == pytest.approx(expected.loss.item(), rel=1e-12)

@@ -165,6 +165,7 @@ def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> 
 BAD_LINES = {
     "cut short": '{"prompt_ids": [1, 2',
     "no object": "[1, 2]",
+    "a key twice": json.dumps(row(1))[:-1] + ', "reward": 5}',
     "two on a line": json.dumps(row(1)) + json.dumps(row(2)),
     "NaN": json.dumps(row(1, reward=math.nan)),
     "a huge group": json.dumps(row(1, group_index=2**63)),
@@ -494,7 +495,8 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 3.0, 3.0]
     rows = [row(i, reward=reward, group_index=i // 4) for i, reward in enumerate(rewards)]
     samples = RolloutFiles([write(tmp_path, rows, "jsonl")]).pull(6)
-    replaced, step = with_group_advantages(samples, method="dr_grpo")
+    # The prompt of a row here is its number.
+    replaced, step = with_group_advantages(samples, method="dr_grpo", allow_different_prompts=True)
     assert [sample.advantages[0].item() for sample in replaced] == [0.5, -0.5, -0.5, 0.5, 0, 0]
     assert step.zero_advantage_groups == (1,)
     lone = Sample([0, 1], 1, [1], group_index=0, name="online answer")

@@ -1,0 +1,129 @@
+"""`aggregation_checksum`: whether each sample of the step was trained on once, on the rank that counted it.
+
+Three sums of the weights that were used, over what the step's totals say they add up to. All is known on the host before
+the model has run, and travels with the metrics.
+
+    sum of w                of weights             samples lost, twice, or wrong totals
+    sum of w c_t            times coefficients     also: one twice and another never, a stale micro-batch, another window
+    sum of w c_t c_rank     times that of a rank   also: samples of another data-parallel rank
+
+c_t in [0.25, 2.25) is fixed by a hash of the sample (tokens, response length, loss mask) and the token's position
+(`megatron_pg.step.identity`). Whatever leaves the first sum at 1 has to fit the hashes to leave the second there: where
+one of n samples takes the place of another of the same weight, with a probability below 1e-8 n. What is not seen is a
+sample without an active token, which adds to no sum, and an exchange of samples that are equal in all that is hashed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_pg.loss.reducer import Reduction
+from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import StepTotals
+
+CHECKSUM = "aggregation_checksum"
+CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
+"""The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
+CHECKSUM_TOLERANCE = 1e-5
+IDENTITY_TOLERANCE = 1e-9
+"""What float64 leaves of 1, with a wide margin, of sums over the tokens of a step."""
+NUM_NAMED = 5
+"""Samples that a message names of each kind."""
+
+LOST_OR_TWICE = (
+    "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "
+    "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for another context-parallel "
+    "rank than the one that ran it."
+)
+EXCHANGED = (
+    "The weights add up to 1, and not those of the samples that the totals count: a sample or micro-batch was trained on "
+    "twice and another never, a micro-batch is of another step or its masks have changed since step_totals(), or one was "
+    "packed for another context-parallel rank than the one that ran it."
+)
+OTHER_RANK = (
+    "Every sample was trained on once, and not each on the data-parallel rank that passed it to step_totals() or "
+    "plan_step(): samples or micro-batches were exchanged between ranks."
+)
+
+
+def checksums(reduction: Reduction, share: float, device: torch.device) -> dict[str, Tensor]:
+    """The (numerator, denominator) pairs of one micro-batch, by name; empty where the weights are not known."""
+    if reduction.used_and_expected is None:
+        return {}
+    pairs = [
+        # A step without an active token has nothing to count and is right.
+        (used / expected if expected else used + share, share)
+        for used, expected in reduction.used_and_expected
+    ]
+    table = to_device(torch.tensor(pairs, dtype=torch.float64), device)
+    return dict(zip(CHECKSUMS, table.unbind(), strict=True))
+
+
+def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
+    """The first of the three sums that is not 1, and what that says; "" where all are."""
+    weights, *by_identity = (sums.get(name, 1.0) for name in CHECKSUMS)
+    is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in by_identity]
+    # Where the hashes see something, so small a difference of the weights is no rounding.
+    tolerance = IDENTITY_TOLERANCE if any(is_off) else CHECKSUM_TOLERANCE
+    is_off = [not abs(weights - 1.0) <= tolerance, *is_off]
+    for value, wrong, meaning in zip(
+        (weights, *by_identity), is_off, (LOST_OR_TWICE, EXCHANGED, OTHER_RANK), strict=True
+    ):
+        if wrong:
+            shown = f"{value:.6f}" if not abs(value - 1.0) < 1e-5 else f"1 {value - 1.0:+.1e}"
+            return value, (
+                f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
+                f"{weights:.6f} times what the step's totals hold, and to {by_identity[0]:.6f} times with every sample "
+                f"weighed by what it is. {meaning}"
+            )
+    return weights, ""
+
+
+def samples_at_fault(micro_batches: Iterable[object]) -> str:
+    """What this rank trained on and should not have, and the other way round, by name; "" where it can say nothing."""
+    # By window: who evaluates all parts of a step in one process has each sample in every window.
+    of_windows: dict[int, list[Sample]] = {}
+    totals: StepTotals | None = None
+    for metrics in micro_batches:
+        batch: PackedBatch | None = getattr(metrics, "batch", None)
+        if batch is not None:
+            of_windows.setdefault(batch.window.cp_rank, []).extend(batch.samples)
+        totals = getattr(metrics, "totals", None) or totals
+    if totals is None or totals.by_identity is None:
+        return ""
+    listed = [
+        f"{kind}: {', '.join(names[:NUM_NAMED])}"
+        + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
+        for kind, names in _at_fault(of_windows.values(), totals).items()
+        if names
+    ]
+    rank = totals.data_parallel_rank
+    return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
+
+
+def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
+    """The names of samples, by what is wrong with them."""
+    rank_of, names = dict[int | None, int](), dict[int | None, str]()
+    for rank, of_rank in enumerate(totals.counts):
+        rank_of |= {count.identity: rank for count in of_rank}
+    mine = totals.counts[totals.data_parallel_rank]
+    trained = Counter[int | None]()
+    for samples in of_windows:
+        trained |= Counter(sample.identity for sample in samples)
+        names |= {sample.identity: sample.name for sample in samples}
+    names |= {count.identity: count.ids.name for count in mine}
+    expected = Counter(count.identity for count in mine)
+    strangers = [each for each in trained if each not in expected]
+    return {
+        "trained on twice": [names[each] for each in trained - expected if each in expected],
+        "counted on another rank": [
+            f"{names[each]} (rank {rank_of[each]})" for each in strangers if each in rank_of
+        ],
+        "not of this step": [names[each] for each in strangers if each not in rank_of],
+        "never trained on": [names[each] for each in expected - trained],
+    }

@@ -1,0 +1,190 @@
+"""What `group_index` and `rollout_id` may mean in a step: the rule, and ids that are made distinct on purpose.
+
+Ids are unique over the step, over data-parallel ranks and files. Two of them that each number from 0 would merge prompts
+and rollouts that have nothing to do with each other. Two things give them away: rollouts of one prompt group share a
+prompt, and the samples of one rollout come from one rank, or from one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn, Protocol
+
+from megatron_pg.step.sample import Sample
+
+NUM_IDS = 2**40
+"""Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
+
+
+class SampleIds(NamedTuple):
+    """What one data-parallel rank tells the others of a sample, to know its group and its rollout again."""
+
+    group_index: int | None
+    rollout_id: int | None
+    prompt_hash: int | None
+    """None where the tokens are not known: then the prompt is not checked."""
+    id_source: str | None
+    """See `Sample.id_source`."""
+    name: str
+
+
+class HasIds(Protocol):
+    """A sample with ids."""
+
+    @property
+    def group_index(self) -> int | None:
+        """The prompt group, any int64."""
+
+    @property
+    def rollout_id(self) -> int | None:
+        """Samples with the same id, any int64, are one rollout; None makes the sample a rollout of its own."""
+
+    @property
+    def prompt_hash(self) -> int | None:
+        """A hash of the prompt's tokens; None where they are not known."""
+
+    @property
+    def id_source(self) -> str | None:
+        """What numbered the ids; None is the data-parallel rank."""
+
+    @property
+    def name(self) -> str:
+        """How error messages call the sample."""
+
+
+class _Place(NamedTuple):
+    """One sample of the step, and where it is."""
+
+    rank: int
+    number: int
+    ids: SampleIds
+
+    @property
+    def source(self) -> str | int:
+        return self.rank if self.ids.id_source is None else self.ids.id_source
+
+    def __str__(self) -> str:
+        where = self.ids.id_source or f"number {self.number} of data-parallel rank {self.rank}"
+        return f"{self.ids.name} ({where})"
+
+
+def ids_of(samples: Iterable[HasIds]) -> list[SampleIds]:
+    """The ids of one rank's samples."""
+    return [
+        SampleIds(s.group_index, s.rollout_id, s.prompt_hash, s.id_source, s.name) for s in samples
+    ]
+
+
+def check_ids(
+    everyone: Sequence[Sequence[SampleIds]], *, allow_different_prompts: bool = False
+) -> None:
+    """Refuses ids that stand for two things in a step.
+
+    Args:
+        everyone: of every data-parallel rank the ids of its samples.
+        allow_different_prompts: the samples of a prompt group may have different prompts.
+
+    Raises:
+        ValueError: a rollout of several prompt groups, or of several ranks or files; a prompt group of which two rollouts
+            have no prompt in common. Both samples are named.
+    """
+    rollouts: dict[object, list[_Place]] = {}
+    for rank, of_rank in enumerate(everyone):
+        for number, ids in enumerate(of_rank):
+            key = (rank, number) if ids.rollout_id is None else ids.rollout_id
+            rollouts.setdefault(key, []).append(_Place(rank, number, ids))
+    groups: dict[int, list[list[_Place]]] = {}
+    for members in rollouts.values():
+        if len(members) > 1:
+            _check_rollout(members)
+        if (group := members[0].ids.group_index) is not None:
+            groups.setdefault(group, []).append(members)
+    if not allow_different_prompts:
+        for of_group in groups.values():
+            _check_prompts(of_group)
+
+
+def _check_rollout(members: Sequence[_Place]) -> None:
+    first = members[0]
+    for other in members:
+        if other.ids.group_index != first.ids.group_index:
+            raise ValueError(
+                f"rollout_id {first.ids.rollout_id} has samples of group_index {first.ids.group_index} and "
+                f"{other.ids.group_index}: a rollout answers one prompt; they are {first} and {other}"
+            )
+        if other.source != first.source:
+            _refuse(
+                f"rollout_id {first.ids.rollout_id}",
+                first,
+                other,
+                "where each numbers its own",
+                "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples",
+            )
+
+
+def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
+    """Some prompt is that of a sample of every rollout; where each rollout is one sample, they all have the same."""
+    common: set[int | None] | None = None
+    for members in rollouts:
+        prompts = {place.ids.prompt_hash for place in members}
+        if None in prompts:
+            continue
+        if common is None:
+            first, common = members[0], prompts
+        common &= prompts
+        if not common:
+            _refuse(
+                f"group_index {first.ids.group_index}",
+                first,
+                members[0],
+                "whose prompts have different tokens",
+                "where the environment varies the prompt within a group, say so with --allow-different-prompts-in-group",
+            )
+
+
+def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
+    """The error for two samples with one id that are not of one thing."""
+    flag = "--distinct-ids, which makes those of ranks or of files distinct"
+    if first.source != other.source:
+        by_file = isinstance(first.source, str) and isinstance(other.source, str)
+        flag = f"--distinct-ids {'file' if by_file else 'rank'}"
+    raise ValueError(
+        f"{what} is given to {first} and to {other}, {problem}: an id is its own over all data-parallel ranks and files of "
+        f"the step. Number them over all of these, or give {flag}; {exception}"
+    )
+
+
+def distinct_id(where: str, number: int, identifier: int) -> int:
+    """The id of rank or file `number` that no other rank or file has.
+
+    Raises:
+        ValueError: beginning with `where`, for ids below 0 or from 2^40 on, or a number from 2^23 on.
+    """
+    if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
+        raise ValueError(
+            f"{where} is {identifier}, expected 0 or more and below 2^40: --distinct-ids makes ids distinct that count up "
+            "from 0; drop it where they are already"
+        )
+    return number * NUM_IDS + identifier
+
+
+def with_distinct_ids(sample: Sample, number: int) -> Sample:
+    """The sample with ids that no rank of another number has, for ranks that each number their groups and rollouts from 0.
+
+    To be called for every sample with its data-parallel rank, before samples are collected or counted: what
+    `--distinct-ids rank` says. No communication.
+
+    Raises:
+        ValueError: an id below 0 or from 2^40 on, naming the sample.
+    """
+
+    def distinct(field: str, identifier: int | None) -> int | None:
+        where = f"{sample.name}: {field}"
+        return None if identifier is None else distinct_id(where, number, identifier)
+
+    return dataclasses.replace(
+        sample,
+        group_index=distinct("group_index", sample.group_index),
+        rollout_id=distinct("rollout_id", sample.rollout_id),
+    )

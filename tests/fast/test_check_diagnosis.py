@@ -1,0 +1,241 @@
+"""``megatron-pg check``: what is said of rows that fail. Nothing is trained here."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_pg.check.compare import Row
+from megatron_pg.check.diagnosis import diagnoses
+from megatron_pg.check.options import CheckOptions
+from megatron_pg.check.samples import make_samples
+
+from .test_check_report import RIGHT
+
+MODEL = replace(RIGHT, model="end to end", worst_parameter="decoder.layers.0.mlp.linear_fc1.weight")
+TIED = replace(MODEL, model="tied")
+UPDATE = replace(MODEL, what="update", gradient_norm=1.0, reference_norm=1.0)
+ALL = ("a", "b", "c", "d")
+
+
+def scaled(ratio: float, row: Row = RIGHT) -> Row:
+    return replace(
+        row,
+        gradient_error=abs(ratio - 1),
+        worst_ratio=ratio,
+        common_ratio=ratio,
+        wrong=ALL,
+        wrong_ratio=ratio,
+    )
+
+
+def off(row: Row, *wrong: str, ratio: float | None = None, **changes: Any) -> Row:
+    """Wrong in these parameters, without a common factor where none is given."""
+    return replace(
+        replace(row, gradient_error=0.5, common_ratio=0.9, scaled_error=0.2, wrong=wrong or ALL),
+        wrong_ratio=0.8 if ratio is None else ratio,
+        wrong_scaled_error=0.3 if ratio is None else 1e-7,
+        **changes,
+    )
+
+
+def per_token(row: Row) -> Row:
+    return replace(row, calculate_per_token_loss=True)
+
+
+OPTIONS = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=4)
+
+
+def words(*rows: Row, options: CheckOptions = OPTIONS, world_size: int = 8) -> list[str]:
+    return diagnoses(rows, options, world_size)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (RIGHT, ""),
+        (scaled(2.0), "gradient is 2 times the reference: 2 = CP"),
+        (scaled(0.5), "gradient is 0.5 times the reference: 1/2 = 1/CP"),
+        (scaled(5.0), "gradient is 5 times the reference: 5 = M"),
+        (scaled(10.0), "gradient is 10 times the reference: 10 = CP * M"),
+        (scaled(1 / 20), "gradient is 0.05 times the reference: 1/20 = 1/(M * TP)"),
+        (scaled(1.37), "gradient is 1.37 times the reference"),
+        (scaled(2.0**16), "gradient is 6.554e+04 times the reference: 65536 = the loss scale"),
+        (
+            replace(RIGHT, gradient_error=math.inf, common_ratio=math.nan, worst_rank=3),
+            "not finite in table on rank 3",
+        ),
+        (
+            replace(RIGHT, loss=-3.0),
+            "gradients agree; the reported loss is -3 and not -1.5 (2 times)",
+        ),
+        (
+            replace(RIGHT, checksum=2.0),
+            "gradients agree; the weights that reached the loss are 2 times those of the step's totals "
+            "(aggregation_checksum)",
+        ),
+        (
+            replace(RIGHT, gradient_error=3e-6, wrong=ALL),
+            "off by 3e-06 and by no factor, worst in table on tensor-parallel rank 0: rounding, or a mistake "
+            "that small",
+        ),
+    ],
+)
+def test_diagnosis_of_a_row(row: Row, expected: str) -> None:
+    assert words(row) == [expected]
+
+
+def test_sizes_that_are_equal_are_all_named() -> None:
+    options = CheckOptions(context_parallel_size=2, pipeline_model_parallel_size=2)
+    found = words(scaled(2.0), options=options)[0]
+    assert found == "gradient is 2 times the reference: 2 = CP or 2 = DP or 2 = PP"
+
+
+@pytest.mark.parametrize("divided_by", ["T", "N", "P"])
+def test_a_factor_that_is_a_count_of_the_step_is_named(divided_by: str) -> None:
+    samples = make_samples(OPTIONS, 1)
+    count = {
+        "T": sum(sample.num_active_tokens for sample in samples),
+        "N": len({sample.rollout_id for sample in samples}),
+        "P": len({sample.group_index for sample in samples}),
+    }[divided_by]
+    if divided_by == "P":  # 5, as M is
+        count, divided_by = 5, "M"
+    assert words(scaled(1 / count))[0].endswith(f": 1/{count} = 1/{divided_by}")
+
+
+def test_token_counts_of_one_rank_are_named() -> None:
+    options = CheckOptions()
+    active = [sample.num_active_tokens for sample in make_samples(options, 2)]
+    ratio = sum(active) / sum(active[1::2])
+    found = words(scaled(ratio), options=options, world_size=2)[0]
+    assert found.endswith(f": {ratio:.6g} = T over that of data-parallel rank 1")
+
+
+def test_right_numbers_are_never_a_factor() -> None:
+    almost = replace(scaled(1.0), gradient_error=1e-2, scaled_error=1e-8)
+    for row in (almost, replace(almost, dtype="bf16", gradient_error=0.03)):
+        assert "times the reference" not in words(row)[0]
+
+
+def test_wrong_weights_are_of_loss_only_rows_without_a_factor() -> None:
+    wrong_loss = off(RIGHT, loss=-1.4)
+    assert "tokens have wrong weights" in words(wrong_loss)[0]
+    assert all(
+        "tokens have wrong weights" in each for each in words(off(MODEL, loss=-1.4), wrong_loss)
+    )
+    for rows in ([off(MODEL, loss=-1.4), RIGHT], [off(MODEL), RIGHT], [off(RIGHT)], [scaled(2.0)]):
+        assert not any("wrong weights" in each for each in words(*rows))
+
+
+def test_right_loss_with_a_wrong_gradient_is_a_micro_batch() -> None:
+    found = words(off(MODEL), off(RIGHT))
+    assert all("the backward of a micro-batch is missing or done twice" in each for each in found)
+    options = replace(OPTIONS, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    found = words(off(RIGHT), options=options)
+    assert "(without --overlap-grad-reduce or --use-distributed-optimizer)" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        (("TP",), "tensor-parallel ranks"),
+        (("CP", "DP"), "context-parallel ranks .*, and over data-parallel ranks"),
+        (("PP",), "pipeline stages .*tied embeddings"),
+    ],
+)
+def test_replicas_that_disagree_name_the_group(axes: tuple[str, ...], named: str) -> None:
+    row = off(MODEL, "a.norm", replica_error=0.5, replica_axes=axes, replica_parameters=("a.norm",))
+    found = words(row, RIGHT)[0]
+    assert re.search(
+        f"replicas disagree over {named}.*: a.norm; a reduction over that group", found
+    )
+    assert not replace(RIGHT, replica_error=2e-6).passed
+
+
+def test_one_loss_mode_alone_is_said() -> None:
+    found = words(MODEL, per_token(scaled(2.0, MODEL)), RIGHT, per_token(scaled(2.0)))
+    assert found[0] == found[2] == ""
+    assert "per-token rows alone: look at the token count" in found[1]
+    found = words(scaled(2.0), per_token(RIGHT))
+    assert "rows per micro-batch alone: look at CP / M" in found[0]
+
+
+def test_a_factor_of_the_model_is_not_the_losss() -> None:
+    assert "the loss-only rows pass: it arises in the model" in words(scaled(2.0, MODEL), RIGHT)[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("gspo", "a sum over a whole sequence"),
+        ("loss scale", "the loss scale of fp16"),
+        ("recompute", "activations are not recomputed"),
+        ("auxiliary loss", "the auxiliary loss of the experts"),
+    ],
+)
+def test_a_case_that_fails_alone_is_named(what: str, named: str) -> None:
+    row = off(MODEL, what=what)
+    found = words(MODEL, row, RIGHT)
+    assert found[1].startswith("this row alone") and named in found[1]
+    assert (
+        words(off(MODEL), row, RIGHT)[1] == "follows the gradient rows of this model and loss mode"
+    )
+
+
+def test_optimizer_steps_are_told_apart() -> None:
+    norm = replace(UPDATE, gradient_norm=2.0)
+    assert re.search(r"is 2 and not 1 \(2 times\): .* twice", words(MODEL, norm)[1])
+    norm = replace(UPDATE, gradient_norm=0.5)
+    assert "not summed over the tensor-parallel ranks" in words(MODEL, norm)[1]
+    assert "were not updated" in words(MODEL, off(UPDATE, "a", ratio=0.0))[1]
+    assert "are 2 times the reference: the learning rate" in words(MODEL, scaled(2.0, UPDATE))[1]
+    options = replace(OPTIONS, use_distributed_optimizer=True)
+    assert "all-gather" in words(MODEL, off(UPDATE), options=options)[1]
+
+
+def test_gradients_left_over_are_named() -> None:
+    rows = [MODEL, *[off(replace(MODEL, aggregation=name)) for name in ("a", "b")]]
+    found = words(*rows, RIGHT, off(replace(RIGHT, aggregation="a")))
+    assert [bool(each) for each in found] == [False, True, True, False, True]
+    assert all("step before are left over" in each for each in found if each)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([off(MODEL, loss=-1.4), TIED, RIGHT], "forward is wrong.*look at rotary positions"),
+        ([off(TIED, loss=-1.4), MODEL, RIGHT], "forward is wrong.*look at position ids"),
+        (
+            [off(MODEL, loss=-1.4), RIGHT],
+            r"attention over several ranks \(--context-parallel-size 1",
+        ),
+        ([off(MODEL), RIGHT], "backward, or what hardly moves the loss"),
+        ([off(MODEL), RIGHT], "tensor-parallel ranks exchange, .*--tensor-model-parallel-size 1"),
+        ([off(MODEL, "layers.0.norm"), RIGHT], "1 of 4 gradients differ .*norms, which finalize"),
+        (
+            [off(MODEL, "mlp.experts.1", "mlp.experts.2", ratio=2.0), RIGHT],
+            "2 of 4 gradients are 2 times the reference: 2 = CP.*experts have a data-parallel group",
+        ),
+        ([off(MODEL)], "no loss-only rows.*without --fused-lm-head"),
+    ],
+)
+def test_wrong_models_name_what_to_look_at(rows: list[Row], named: str) -> None:
+    assert re.search(named, words(*rows)[0]), words(*rows)[0]
+
+
+def test_a_pipeline_stage_is_named() -> None:
+    options = CheckOptions(pipeline_model_parallel_size=2)
+    row = off(MODEL, "a", "b", ratio=2.0, wrong_stages=(0,), wrong_ranks=(0,))
+    found = words(row, RIGHT, options=options, world_size=2)[0]
+    assert "are 2 times the reference: 2 = PP on pipeline stage 0 alone" in found
+    assert "sends back" in found and "micro-batch" not in found
+    row = replace(row, wrong_scaled_error=0.3)
+    assert "backward of a micro-batch" in words(row, RIGHT, options=options, world_size=2)[0]
+    row = off(MODEL, "a", ratio=107.0, wrong_stages=(0,), calculate_per_token_loss=True)
+    found = words(MODEL, row, per_token(RIGHT), options=options, world_size=2)[1]
+    assert "the token count" in found and "micro-batch" not in found

@@ -1,0 +1,416 @@
+"""The checksum sees what the weights alone do not: a step of equal weights whose samples are not those that were counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_pg import (
+    AGGREGATIONS,
+    PolicyLossConfig,
+    Sample,
+    pack,
+    policy_loss_from_log_probs,
+    reduce_metrics,
+)
+from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS
+from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum
+from megatron_pg.step import identity
+from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from tests.random_steps import package_samples, random_step
+
+RESPONSE = 15
+NUM_SAMPLES = 8
+EVERY_MODE = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+EVERY_SIZE = pytest.mark.parametrize("cp_size", [1, 2])
+
+
+def samples(first_token: int, name: str) -> list[Sample]:
+    """Eight samples of equal weight under every aggregation, each prompt group on both ranks.
+
+    14 active tokens each, seven in either window at context-parallel size 2.
+    """
+    mask = [int(token != 4) for token in range(RESPONSE)]
+    return [
+        Sample(
+            tokens=[index % 4, *range(first_token + index, first_token + index + RESPONSE)],
+            response_length=RESPONSE,
+            loss_mask=mask,
+            old_log_probs=[0.0] * RESPONSE,
+            group_index=index % 4,
+            name=f"{name} {index}",
+        )
+        for index in range(NUM_SAMPLES)
+    ]
+
+
+SAMPLES, STALE = samples(10, "sample"), samples(50, "yesterday's")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every data-parallel rank feeds: `fed[rank][micro-batch]` is its samples and, by context-parallel rank, the
+    window that is run."""
+
+    fed: tuple[tuple[tuple[list[Sample], tuple[int, ...]], ...], ...]
+
+    def changed(self, rank: int, number: int, fed: tuple[list[Sample], tuple[int, ...]]) -> Step:
+        of_rank = (*self.fed[rank][:number], fed, *self.fed[rank][number + 1 :])
+        return Step((*self.fed[:rank], of_rank, *self.fed[rank + 1 :]))
+
+
+def whole(cp_size: int) -> Step:
+    windows = tuple(range(cp_size))
+    return Step(
+        tuple(
+            tuple((SAMPLES[first : first + 2], windows) for first in (start, start + 2))
+            for start in (0, 4)
+        )
+    )
+
+
+def with_samples(step: Step, rank: int, number: int, fed: list[Sample]) -> Step:
+    return step.changed(rank, number, (fed, step.fed[rank][number][1]))
+
+
+def totals_of_rank(rank: int) -> StepTotals:
+    """As the exchange gives them: rank 0 has the first half of the samples."""
+    return totals_of_counts([sample_counts(SAMPLES[:4]), sample_counts(SAMPLES[4:])], rank)
+
+
+def fed_twice(step: Step) -> Step:
+    """The first micro-batch of rank 1 in the place of its second."""
+    return step.changed(1, 1, step.fed[1][0])
+
+
+def one_for_another(step: Step) -> Step:
+    return with_samples(step, 0, 1, [SAMPLES[0], SAMPLES[3]])
+
+
+def exchanged(step: Step) -> Step:
+    """Micro-batches of two data-parallel ranks."""
+    return step.changed(0, 0, step.fed[1][0]).changed(1, 0, step.fed[0][0])
+
+
+def stale(step: Step) -> Step:
+    return with_samples(step, 1, 0, STALE[4:6])
+
+
+def other_mask(step: Step) -> Step:
+    """Another token masked than when it was counted."""
+    mask = [int(token != 9) for token in range(RESPONSE)]
+    return with_samples(step, 0, 0, [replace(SAMPLES[0], loss_mask=mask), SAMPLES[1]])
+
+
+def other_window(step: Step) -> Step:
+    return step.changed(0, 1, (step.fed[0][1][0], (0, 0)))
+
+
+def dropped(step: Step) -> Step:
+    return with_samples(step, 0, 1, SAMPLES[2:3])
+
+
+def duplicated(step: Step) -> Step:
+    return with_samples(step, 1, 0, [*SAMPLES[4:6], SAMPLES[5]])
+
+
+EXCHANGES: dict[Callable[[Step], Step], tuple[str, ...]] = {
+    fed_twice: (
+        "twice and another never",
+        "twice: sample 4, sample 5; never",
+        "sample 6, sample 7",
+    ),
+    one_for_another: ("twice and another never", "twice: sample 0; never trained on: sample 2."),
+    exchanged: (
+        "exchanged between ranks",
+        "counted on another rank: sample 4 (rank 1), sample 5 (rank 1)",
+        "never trained on: sample 0, sample 1",
+    ),
+    stale: (
+        "of another step",
+        "not of this step: yesterday's 4, yesterday's 5",
+        "never trained on: sample 4, sample 5",
+    ),
+    other_mask: ("masks have changed since", "not of this step: sample 0"),
+    other_window: ("another context-parallel rank than the one that ran it",),
+}
+"""The faults that leave the sum of the weights at 1, and words that stand in the message of some rank."""
+LOSSES = {dropped: "never trained on: sample 3", duplicated: "trained on twice: sample 5"}
+
+
+def metrics_of(
+    step: Step, aggregation: str, totals_of: Callable[[int], StepTotals] = totals_of_rank
+) -> list[list[MicroBatchMetrics]]:
+    """Of every process, a data- and a context-parallel rank, those of its micro-batches."""
+    config, found = config_of(aggregation), []
+    for rank, micro_batches in enumerate(step.fed):
+        totals, cp_size = totals_of(rank), len(micro_batches[0][1])
+        for cp_rank in range(cp_size):
+            of_process = []
+            for fed, windows in micro_batches:
+                window = windows[cp_rank]
+                batch = pack(fed, cp_rank=window, cp_size=cp_size)
+                log_probs = torch.zeros(len(batch.window))
+                share = 1 / (len(step.fed) * len(micro_batches) * cp_size)
+                _, metrics = policy_loss_from_log_probs(
+                    config, batch, log_probs, None, totals=totals, step_share=share
+                )
+                of_process.append(metrics)
+            found.append(of_process)
+    return found
+
+
+def config_of(aggregation: str, *, check_aggregation: bool = False) -> PolicyLossConfig:
+    divisor = 16.0 if aggregation == "constant" else None
+    return PolicyLossConfig(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor,
+        pg_metrics="none",
+        check_aggregation=check_aggregation,
+    )
+
+
+def sums_of(metrics: list[list[MicroBatchMetrics]]) -> dict[str, float]:
+    """The three sums of the step, as its all-reduce gives them."""
+    sums = torch.stack(
+        [torch.stack([each[name] for name in CHECKSUMS]) for of in metrics for each in of]
+    ).sum(0)
+    return dict(zip(CHECKSUMS, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+
+
+def messages(metrics: list[list[MicroBatchMetrics]]) -> str:
+    """What the processes say, all of which stop."""
+    config, said = config_of("sample_mean", check_aggregation=True), []
+    for of_process in metrics:
+        with pytest.raises(RuntimeError, match="expected 1") as error:
+            check_checksum(config, sums_of(metrics), of_process)
+        said.append(str(error.value))
+    return "\n".join(said)
+
+
+@EVERY_SIZE
+@EVERY_MODE
+def test_a_whole_step_is_one_in_all_three_sums(aggregation: str, cp_size: int) -> None:
+    found = sums_of(metrics_of(whole(cp_size), aggregation))
+    assert found == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-13)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize(
+    ("fault", "cp_size"),
+    [(fault, size) for fault in EXCHANGES for size in (1, 2) if (fault, size) != (other_window, 1)],
+)
+def test_an_exchange_of_equal_weights_is_seen_and_named(
+    fault: Callable[[Step], Step], aggregation: str, cp_size: int
+) -> None:
+    step = fault(whole(cp_size))
+    metrics = metrics_of(step, aggregation)
+    found = sums_of(metrics)
+    assert found[CHECKSUM] == pytest.approx(1.0, abs=1e-12)  # nothing for the weights to see
+    by_sample, by_rank = (abs(found[name] - 1) > 1e-4 for name in CHECKSUMS[1:])
+    assert (by_sample, by_rank) == (fault is not exchanged, True)
+    said = messages(metrics)
+    for words in EXCHANGES[fault]:
+        assert words in said
+    reported = reduce_metrics(
+        config_of(aggregation), sum(metrics, []), contributes=True, device="cpu"
+    )
+    assert set(reported) == {"loss", "pg_loss", CHECKSUM}
+    assert abs(reported[CHECKSUM] - 1) > 1e-4
+
+
+@EVERY_SIZE
+@EVERY_MODE
+@pytest.mark.parametrize("fault", LOSSES, ids=lambda fault: fault.__name__)
+def test_a_loss_keeps_its_number_and_is_named(
+    fault: Callable[[Step], Step], aggregation: str, cp_size: int
+) -> None:
+    metrics = metrics_of(fault(whole(cp_size)), aggregation)
+    said = messages(metrics)
+    assert "samples were dropped" in said and LOSSES[fault] in said
+    sign = 1 if fault is duplicated else -1
+    assert sums_of(metrics)[CHECKSUM] == pytest.approx(1 + sign / NUM_SAMPLES)
+
+
+# --------------------------------------------------------------------------------------------------
+# Mutants: what each part of the coefficients is for
+# --------------------------------------------------------------------------------------------------
+
+
+def missed(fault: Callable[[Step], Step], cp_size: int) -> bool:
+    found = sums_of(metrics_of(fault(whole(cp_size)), "sample_mean"))
+    return all(abs(value - 1) < 1e-9 for value in found.values())
+
+
+def test_of_weights_alone_no_exchange_is_seen() -> None:
+    def without_identity(rank: int) -> StepTotals:
+        return replace(totals_of_rank(rank), by_identity=None)
+
+    for fault in EXCHANGES:
+        found = sums_of(metrics_of(fault(whole(2)), "sample_mean", without_identity))
+        assert found == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
+
+
+MUTANTS = {
+    "coefficient_of": (lambda hash_: 1.0, {one_for_another, fed_twice, stale, exchanged}),
+    "coefficients_of_positions": (
+        lambda count: torch.ones(count, dtype=torch.float64),
+        {other_window},
+    ),
+    "coefficient_of_rank": (lambda rank: 1.0, {exchanged}),
+}
+"""A part of the coefficients that says nothing, and the faults that pass then."""
+
+
+@pytest.mark.parametrize("part", MUTANTS)
+def test_without_a_part_of_the_coefficients_some_pass(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant, expected = MUTANTS[part]
+    for sample in (*SAMPLES, *STALE):
+        vars(sample).pop("active_coefficients", None)
+    for module in ("step.sample", "step.totals", "loss.reducer"):
+        monkeypatch.setattr(f"megatron_pg.{module}.{part}", mutant, raising=False)
+    assert {fault for fault in EXCHANGES if missed(fault, 2)} == expected
+    for sample in (*SAMPLES, *STALE):
+        vars(sample).pop("active_coefficients", None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The hashes, against plain integers
+# --------------------------------------------------------------------------------------------------
+
+WORD = 2**64
+
+
+def plain_mixed(number: int) -> int:
+    number %= WORD
+    number = (number ^ number // 2**30) * 0xBF58476D1CE4E5B9 % WORD
+    number = (number ^ number // 2**27) * 0x94D049BB133111EB % WORD
+    return number ^ number // 2**31
+
+
+def plain_identity(tokens: list[int], mask: list[int] | None) -> int:
+    """sum_i k_i (x_i + golden m_i) and the two lengths, mixed."""
+    golden = 0x9E3779B97F4A7C15
+    keys = [plain_mixed(place * golden) | 1 for place in range(1, len(tokens) + 1)]
+    total = sum(key * token for key, token in zip(keys, tokens, strict=True))
+    total += golden * len(tokens)
+    if mask is not None:
+        total += golden * sum(key * bit for key, bit in zip(keys, mask, strict=False))
+        total += plain_mixed(len(mask))
+    return plain_mixed(total)
+
+
+token_lists = st.lists(st.integers(-3, 200_000), min_size=1, max_size=40)
+
+
+@settings(max_examples=50)
+@given(tokens=token_lists, data=st.data())
+def test_the_hash_is_that_of_plain_integers(tokens: list[int], data: st.DataObject) -> None:
+    mask = data.draw(st.lists(st.integers(0, 1), max_size=len(tokens)))
+    vector = torch.tensor(tokens)
+    assert identity.hash_of(vector) == plain_identity(tokens, None)
+    found = identity.hash_of(vector, torch.tensor(mask, dtype=torch.bool))
+    assert found == plain_identity(tokens, mask)
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025, 5000])
+def test_longer_tables_begin_with_shorter_ones(count: int) -> None:
+    tokens = list(range(count))
+    assert identity.hash_of(torch.tensor(tokens)) == plain_identity(tokens, None)
+    table = identity.coefficients_of_positions(count)
+    assert torch.equal(table[:1000], identity.coefficients_of_positions(1000))
+    assert 0.5 <= table.min() < table.max() < 1.5
+    assert table.unique().numel() == count
+
+
+def test_a_sample_is_another_where_anything_of_it_is() -> None:
+    tokens, mask = list(range(12)), [1, 0, 1, 1]
+    changes = [(tokens[:i] + [99] + tokens[i + 1 :], mask) for i in range(12)]
+    changes += [(tokens, mask[:i] + [1 - mask[i]] + mask[i + 1 :]) for i in range(4)]
+    changes += [
+        (tokens, [*mask, 0]),
+        (tokens, [0, *mask]),
+        (tokens, mask[:3]),
+        ([*tokens, 0], mask),
+    ]
+    found = {
+        Sample(tokens=each, response_length=len(of), loss_mask=of).identity
+        for each, of in [*changes, (tokens, mask)]
+    }
+    assert len(found) == len(changes) + 1
+
+
+def test_ranks_are_far_apart() -> None:
+    """Three gaps: of n multiples of the golden ratio no two are nearer than 0.38 / n."""
+    for count in (2, 8, 100, 1000):
+        values = sorted(identity.coefficient_of_rank(rank) for rank in range(count))
+        gaps = [after - before for before, after in itertools.pairwise(values)]
+        assert min(gaps) > 0.38 / count and 0.5 <= values[0] and values[-1] < 1.5
+
+
+# --------------------------------------------------------------------------------------------------
+# Any step, any two samples
+# --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kept=st.integers(0, 8),
+    lost=st.integers(0, 8),
+    aggregation=st.sampled_from(tuple(AGGREGATIONS)),
+)
+def test_one_sample_in_the_place_of_another_is_seen(
+    seed: int, kept: int, lost: int, aggregation: str
+) -> None:
+    step = package_samples(random_step(seed))
+    assume(kept != lost and step[kept].num_active_tokens and step[lost].num_active_tokens)
+    totals = totals_of_counts([sample_counts(step)], 0)
+    sums = []
+    for fed in (step, [step[kept] if i == lost else each for i, each in enumerate(step)]):
+        batch = pack(fed)
+        _, metrics = policy_loss_from_log_probs(
+            config_of(aggregation), batch, torch.zeros(len(batch.window)), None, totals=totals
+        )
+        sums.append(sums_of([[metrics]]))
+    assert sums[0] == pytest.approx(dict.fromkeys(CHECKSUMS, 1.0), abs=1e-12)
+    assert abs(sums[1][CHECKSUMS[1]] - 1) > 1e-9
+
+
+def test_a_miss_is_as_rare_as_the_docs_say() -> None:
+    """Of pairs of n samples of equal weight, those within the tolerance; the bound is 1e-8 n."""
+    coefficients = torch.tensor(
+        [identity.coefficient_of(identity.mixed(number)) for number in range(20_000)],
+        dtype=torch.float64,
+    ).sort()[0]
+    tolerance = 1e-9 * coefficients.sum()
+    above = torch.searchsorted(coefficients, coefficients + tolerance, right=True)
+    near = int((above - torch.arange(1, 20_001)).sum())
+    pairs = 20_000 * 19_999 / 2
+    assert 0 < near / pairs < 1e-8 * 20_000
+
+
+# --------------------------------------------------------------------------------------------------
+# What has no content
+# --------------------------------------------------------------------------------------------------
+
+
+def test_totals_of_bare_samples_compare_weights_alone() -> None:
+    bare = [BareSample(sample.num_active_tokens, sample.group_index) for sample in SAMPLES]
+    totals = totals_of_counts([sample_counts(bare[:4]), sample_counts(bare[4:])], 0)
+    assert totals.by_identity is None
+    found = metrics_of(dropped(whole(1)), "token_mean", lambda rank: totals)
+    assert sums_of(found) == pytest.approx(dict.fromkeys(CHECKSUMS, 7 / 8))
+    assert "On data-parallel rank" not in messages(found)
+    for fault in EXCHANGES:
+        found = metrics_of(fault(whole(2)), "token_mean", lambda rank: totals)
+        assert math.isclose(sums_of(found)[CHECKSUMS[2]], 1.0)

@@ -1,0 +1,380 @@
+"""Ids that two ranks or two files number alike are refused, with both samples named, and may be made distinct."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pg import Sample, step_totals
+from megatron_pg.cli import main as cli
+from megatron_pg.config.planning import PlanningConfig
+from megatron_pg.loss.padded import padded_totals
+from megatron_pg.rollout_files import RolloutFiles, RowError, with_group_advantages
+from megatron_pg.step import StepCollector, plan_step, with_distinct_ids
+from megatron_pg.step import ids as ids_module
+from megatron_pg.step.advantages import group_advantages
+from megatron_pg.step.ids import check_ids, ids_of
+from megatron_pg.step.sample import Sample as SampleClass
+from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from tests.distributed.launch import run_ranks
+
+MAX_TOKENS = 64
+
+
+def sample(
+    prompt: Sequence[int], group: int | None, rollout: int | None = None, **others: Any
+) -> Sample:
+    return Sample([*prompt, 1, 2], 2, [1, 1], group_index=group, rollout_id=rollout, **others)
+
+
+def of_rank(rank: int) -> list[Sample]:
+    """Two prompts, two answers each; every rank has prompts of its own and numbers them from 0."""
+    return [
+        sample([10 * rank + prompt, 7], prompt, name=f"answer {prompt}{answer}")
+        for prompt in range(2)
+        for answer in range(2)
+    ]
+
+
+def totals(ranks: Sequence[Sequence[Any]], **keywords: Any) -> StepTotals:
+    return totals_of_counts([sample_counts(each) for each in ranks], 0, **keywords)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        function(*args, **keywords)
+    return str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Two data-parallel ranks
+# --------------------------------------------------------------------------------------------------
+
+
+def two_ranks() -> tuple[list[str], int | None, list[float]]:
+    rank = dist.get_rank()
+    mine, group = of_rank(rank), dist.group.WORLD
+    said = [
+        refusal(step_totals, mine, data_parallel_group=group),
+        refusal(plan_step, mine, max_tokens_per_microbatch=MAX_TOKENS, data_parallel_group=group),
+    ]
+    allowed = plan_step(
+        mine,
+        max_tokens_per_microbatch=MAX_TOKENS,
+        data_parallel_group=group,
+        allow_different_prompts=True,
+    )
+    assert allowed.totals.num_prompt_groups == 2
+    distinct = [with_distinct_ids(each, rank) for each in mine]
+    counted = step_totals(distinct, data_parallel_group=group)
+    return said, counted.num_prompt_groups, counted.group_denominators(distinct).tolist()
+
+
+def test_two_ranks_that_number_their_groups_from_0_are_refused_by_name() -> None:
+    for said, num_groups, denominators in run_ranks(two_ranks, 2):
+        for message in said:
+            assert (
+                "group_index 0 is given to answer 00 (number 0 of data-parallel rank 0)" in message
+            )
+            assert "and to answer 00 (number 0 of data-parallel rank 1)" in message
+            assert "--distinct-ids rank" in message
+            assert "--allow-different-prompts-in-group" in message
+        assert num_groups == 4 and denominators == [4.0] * 4
+
+
+def test_a_group_on_two_ranks_is_none() -> None:
+    ranks = [[sample([5], 0, name="a")], [sample([5], 0, name="b")], [sample([6], 1, name="c")]]
+    assert totals(ranks).num_prompt_groups == 2
+
+
+def test_samples_without_a_group_have_any_prompts() -> None:
+    assert totals([[sample([5], None)], [sample([6], None)]]).num_rollouts == 2
+
+
+def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name() -> None:
+    ranks = [[sample([5], None, 0, name=name)] for name in ("a", "b")]
+    message = refusal(totals, ranks)
+    assert "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b (" in message
+    assert "--distinct-ids rank" in message and "id_source" in message
+    # Whatever the prompts may be.
+    assert refusal(totals, ranks, allow_different_prompts=True) == message
+
+
+def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None:
+    ranks = [[sample([5], 0, 0, id_source="environment 3")], [sample([5], 0, 0, id_source=None)]]
+    assert "(environment 3) and to sample (number 0 of data-parallel rank 1)" in refusal(
+        totals, ranks
+    )
+    ranks[1] = [sample([5], 0, 0, id_source="environment 3")]
+    assert totals(ranks).num_rollouts == 1
+
+
+def test_rows_of_a_matrix_have_rollouts_and_no_prompts() -> None:
+    rows = [[BareSample(3, 0, 0, "row 0")], [BareSample(3, 0, 0, "row 0")]]
+    assert "rollout_id 0" in refusal(totals, rows)
+    rows = [[BareSample(3, 0, name="row 0")], [BareSample(3, 0, name="row 0")]]
+    assert totals(rows).num_prompt_groups == 1
+    given = padded_totals(torch.ones(2, 3), rollout_id=[0, 0], id_source="the trainer")
+    assert given.counts[0][0].ids.id_source == "the trainer"
+
+
+# --------------------------------------------------------------------------------------------------
+# Rollouts of several samples
+# --------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_of_several_samples_share_a_prompt() -> None:
+    """Of a conversation that is trained on in pieces, each piece has a prompt of its own, and one of them the first."""
+    pieces = [sample([5], 0, 0, name="a"), sample([5, 1, 2], 0, 0, name="a, turn 2")]
+    others = [sample([5, 2, 2], 0, 1, name="b, turn 2"), sample([5], 0, 1, name="b")]
+    assert totals([[*pieces, *others]]).num_rollouts == 2
+    assert totals([[*pieces, sample([5], 0)], others]).num_rollouts == 3
+    strangers = [sample([6], 0, 1, name="c"), sample([6, 1], 0, 1, name="c, turn 2")]
+    assert "is given to a (number 0 of data-parallel rank 0) and to c (" in refusal(
+        totals, [[*pieces, *strangers]]
+    )
+    assert totals([[*pieces, *strangers]], allow_different_prompts=True).num_rollouts == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, first_prompt: int, first_group: int = 0, rollouts: bool = False) -> str:
+    """Two prompts of two rows each."""
+    rows = [
+        {
+            "prompt_ids": [first_prompt + index // 2],
+            "response_ids": [1, 2],
+            "reward": float(index % 2),
+            "group_index": first_group + index // 2,
+        }
+        | ({"rollout_id": index} if rollouts else {})
+        for index in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def step_of(paths: Sequence[str], **keywords: Any) -> list[Sample]:
+    collected = StepCollector(RolloutFiles(paths, **keywords), docs_per_step=100).collect()
+    assert collected is not None
+    return list(collected.samples)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return [write(tmp_path / "monday.jsonl", 10), write(tmp_path / "tuesday.jsonl", 20)]
+
+
+def test_two_files_that_number_their_groups_from_0_are_refused_by_name(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = step_of(files)
+    said = [refusal(step_totals, samples), refusal(with_group_advantages, samples)]
+    assert cli(["explain", "--rollout-files", *files, "--policy-loss", "reinforce"]) == 2
+    said.append(capsys.readouterr().err)
+    for message in said:
+        assert "group_index 0 is given to monday.jsonl row 0 (file 1 of --rollout-files)" in message
+        assert "tuesday.jsonl row 0 (file 2 of --rollout-files)" in message
+        assert "--distinct-ids file" in message
+
+
+def test_distinct_ids_of_files_are_those_of_their_prompts(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = step_of(files, distinct_ids=True)
+    assert step_totals(samples).num_prompt_groups == 4
+    _, groups = with_group_advantages(samples)
+    assert groups.num_groups == 4 and not groups.zero_advantage_groups
+    line = ["--policy-loss", "reinforce", "--distinct-ids", "file", "--json"]
+    assert cli(["explain", "--rollout-files", *files, *line]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 4
+
+
+def test_different_prompts_are_allowed_by_a_flag(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = step_of(files)
+    assert step_totals(samples, allow_different_prompts=True).num_prompt_groups == 2
+    _, groups = with_group_advantages(samples, allow_different_prompts=True)
+    assert groups.num_groups == 2
+    line = ["--policy-loss", "reinforce", "--allow-different-prompts-in-group", "--json"]
+    assert cli(["explain", "--rollout-files", *files, *line]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["num_prompt_groups"] == 2
+
+
+def test_rollouts_of_two_files_are_refused_and_made_distinct(tmp_path: Path) -> None:
+    """Here the prompts tell nothing: each merged rollout has one of each file."""
+    paths = [
+        write(tmp_path / f"{name}.jsonl", first, rollouts=True)
+        for name, first in (("monday", 10), ("tuesday", 20))
+    ]
+    message = refusal(step_totals, step_of(paths))
+    assert "rollout_id 0 is given to monday.jsonl row 0 (file 1" in message
+    counted = step_totals(step_of(paths, distinct_ids=True))
+    assert (counted.num_rollouts, counted.num_prompt_groups) == (8, 4)
+
+
+def test_the_rows_of_one_rollout_are_dealt_over_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    row = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "group_index": 0, "rollout_id": 0}
+    path.write_text(2 * (json.dumps(row) + "\n"))
+    ranks = [
+        RolloutFiles([path], data_parallel_rank=rank, data_parallel_size=2).pull(1)
+        for rank in range(2)
+    ]
+    assert totals(ranks).num_rollouts == 1
+
+
+@pytest.mark.parametrize("identifier", [-1, 2**40, -(2**63)])
+def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(
+    tmp_path: Path, identifier: int
+) -> None:
+    path = write(tmp_path / "a.jsonl", 10, first_group=identifier)
+    with pytest.raises(RowError, match=r"row 0: group_index is .*--distinct-ids file"):
+        RolloutFiles([path], distinct_ids=True).pull(1)
+    message = refusal(with_distinct_ids, sample([5], identifier, name="answer 7"), 1)
+    assert f"answer 7: group_index is {identifier}" in message and "--distinct-ids" in message
+
+
+def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')
+    with pytest.raises(RowError, match="64-bit integer"):
+        RolloutFiles([path], distinct_ids=True).pull(1)
+
+
+def test_flags_that_ask_for_what_is_not_there_are_refused() -> None:
+    assert "give files" in refusal(PlanningConfig, 64, distinct_ids="file")
+    message = refusal(PlanningConfig, 64, distinct_ids="rank", rollout_files=("a.jsonl",))
+    assert "dealt over the ranks" in message and "choose file" in message
+    assert "one of rank, file" in refusal(PlanningConfig, 64, distinct_ids="node")
+    PlanningConfig(64, distinct_ids="rank")
+    PlanningConfig(64, distinct_ids="file", rollout_files=("a.jsonl",))
+
+
+# --------------------------------------------------------------------------------------------------
+# Advantages
+# --------------------------------------------------------------------------------------------------
+
+
+def test_advantages_compare_answers_to_one_prompt() -> None:
+    rewards, groups = [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1]
+    prompts = [[1, 2], [1, 2], [3, 4], [3, 4]]
+    given = group_advantages(rewards, groups, prompts=prompts)
+    assert torch.equal(given.advantages, group_advantages(rewards, groups).advantages)
+    message = refusal(group_advantages, rewards, [0, 0, 0, 0], prompts=prompts)
+    assert "group_index 0 is given to rewards[0]" in message and "rewards[2]" in message
+    assert "3 prompts for 4 rewards" in refusal(
+        group_advantages, rewards, groups, prompts=prompts[:3]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Any step
+# --------------------------------------------------------------------------------------------------
+
+steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=12)
+"""Of each sample its prompt and its rank."""
+
+
+def ranks_of(
+    step: list[tuple[int, int]], group_of: Callable[[int, int], int]
+) -> list[list[Sample]]:
+    ranks: list[list[Sample]] = [[] for _ in range(3)]
+    for prompt, rank in step:
+        # Equally long, of the same first token.
+        ranks[rank].append(sample([7, prompt], group_of(prompt, rank)))
+    return ranks
+
+
+def check_unique(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
+    check([ids_of(each) for each in ranks_of(step, lambda prompt, rank: prompt)])
+
+
+def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
+    """Every group id stands for two prompts, where the step has both."""
+    by_group: dict[int, set[int]] = {}
+    for prompt, _ in step:
+        by_group.setdefault(prompt % 2, set()).add(prompt)
+    ranks = [ids_of(each) for each in ranks_of(step, lambda prompt, rank: prompt % 2)]
+    if max(map(len, by_group.values())) > 1:
+        with pytest.raises(ValueError, match="whose prompts have different tokens"):
+            check(ranks)
+    else:
+        check(ranks)
+
+
+@settings(max_examples=50)
+@given(step=steps)
+def test_unique_ids_pass_and_ids_of_two_prompts_do_not(step: list[tuple[int, int]]) -> None:
+    check_unique(check_ids, step)
+    check_colliding(check_ids, step)
+
+
+@settings(max_examples=30)
+@given(step=steps, data=st.data())
+def test_distinct_ids_of_any_numbering_pass(
+    step: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    numbering = data.draw(st.permutations(range(4)))
+    ranks = ranks_of(step, lambda prompt, rank: numbering[(prompt + rank) % 4])
+    distinct = [[with_distinct_ids(each, rank) for each in of] for rank, of in enumerate(ranks)]
+    found = totals(distinct)
+    assert found.num_prompt_groups == len(set(step))
+
+
+def lengths_alone(self: SampleClass) -> int:
+    return self.prompt_length
+
+
+def first_token_alone(self: SampleClass) -> int:
+    return int(self.tokens[0])
+
+
+@pytest.mark.parametrize("mutant", [lengths_alone, first_token_alone])
+def test_a_weaker_hash_lets_ids_of_two_prompts_pass(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[SampleClass], int]
+) -> None:
+    monkeypatch.setattr(SampleClass, "prompt_hash", property(mutant))
+    with pytest.raises(pytest.fail.Exception):
+        check_colliding(check_ids, [(0, 0), (2, 1)])
+
+
+def test_a_check_within_ranks_lets_two_of_them_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_each_rank(everyone: Sequence[Any], **keywords: Any) -> None:
+        for each in everyone:
+            check_ids([each], **keywords)
+
+    with pytest.raises(pytest.fail.Exception):
+        check_colliding(of_each_rank, [(0, 0), (2, 1)])
+
+
+def test_a_check_against_the_last_alone_lets_rollouts_of_pieces_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt that all have in common, and not one that each has with the next."""
+    chain = [
+        sample([prompt], 0, rollout)
+        for rollout, prompts in enumerate(((1, 2), (2, 3), (3, 4)))
+        for prompt in prompts
+    ]
+
+    def with_the_next(rollouts: Sequence[Any]) -> None:
+        for pair in zip(rollouts, rollouts[1:], strict=False):
+            check_prompts(pair)
+
+    check_prompts = ids_module._check_prompts
+    assert "whose prompts" in refusal(totals, [chain])
+    monkeypatch.setattr(ids_module, "_check_prompts", with_the_next)
+    totals([chain])

@@ -8,13 +8,17 @@ HERE = Path(__file__).parent
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
 EXAMPLES = [
+    "filelock>=3.12",
     "matplotlib>=3.8",
     "psutil>=5.9",  # for megatron.core.dist_checkpointing
     "pyarrow>=15",
     "reasoning-gym>=0.1.25",
     "rich>=13",
+    "scipy>=1.11",
     "tensorboard>=2.15",
 ]
+# What examples/trainer/ needs beside EXAMPLES to begin with Hugging Face's weights.
+MODELS = ["gguf>=0.17", "safetensors>=0.5", "transformers>=4.51"]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
     "build>=1.2",
@@ -22,6 +26,8 @@ TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    # Of one lane (tests/lanes.py).
+    *[f'{package}; python_version >= "3.12"' for package in MODELS],
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",
     "ruff==0.17.5",
@@ -44,6 +50,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.11"],
         "docs": DOCS,
         "examples": MEGATRON + EXAMPLES,
+        "models": MEGATRON + EXAMPLES + MODELS,
         "test": MEGATRON + EXAMPLES + DOCS + TEST,
     },
 )

@@ -15,16 +15,5 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits
 # Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
 export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning
 
-MODEL=(
-    --num-layers 2 --hidden-size 128 --num-attention-heads 4
-    --seq-length 32 --max-position-embeddings 32 --position-embedding-type learned_absolute
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-)
-PARALLEL=(--device cpu --context-parallel-size 2 --max-tokens-per-microbatch 4096)
-LOSS=(--loss-aggregation prompt_mean --eps-clip 0.2)
-ROLLOUTS=(--rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 256)
-OPTIMIZER=(--train-iters 80 --lr 5e-4 --lr-warmup-iters 8 --lr-decay-style linear --clip-grad 1.0 --seed 1)
-OUTPUT=(--run-dir runs/quickstart --save-interval 20)
-
 exec "$VENV_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_grpo.py \
-    "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "${ROLLOUTS[@]}" "${OPTIMIZER[@]}" "${OUTPUT[@]}" "$@"
+    --context-parallel-size 2 --loss-aggregation prompt_mean --run-dir runs/quickstart "$@"

@@ -1,105 +1,311 @@
-"""Policy gradients on Megatron-Core, online or from rollout files, with the policy loss of megatron_pg: a training loop to start your own from.
+"""GRPO on Megatron-Core from the first line to the last: to read from top to bottom, and to start your own from.
 
-Launched by quickstart.sh, or by hand (one line of flags; --help explains each):
+A small GPT answers reasoning-gym questions, is rewarded by the task's own verifier, and learns. `quickstart.sh` starts it
+on two CPU processes; by hand, where --help explains each flag:
 
-    torchrun --nproc-per-node 2 examples/train_grpo.py --device cpu --context-parallel-size 2 ...
+    torchrun --nproc-per-node 2 examples/train_grpo.py --context-parallel-size 2 --run-dir runs/mine
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import distributed as megatron_ddp
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from quickstart.arguments import parse_arguments
-from quickstart.dry_run import print_plan
-from quickstart.errors import mendable, plain_errors
-from quickstart.model import Policy
-from quickstart.run import Run
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
+from tasks import RolloutWorker, Tasks, check_task_args
 from torch import Tensor
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, accepted_samples, pack
-from megatron_pg.megatron import PolicyStep
-from megatron_pg.step import plan_step
+import megatron_pg as pg
+from megatron_pg.megatron import (
+    ParallelGroups,
+    PolicyStep,
+    compute_log_probs,
+    enable_cpu_runtime,
+    torch_block_spec,
+)
+
+SIZES = {
+    "tensor-model-parallel-size": (1, "TP"),
+    "context-parallel-size": (1, "CP; what is left of the processes is data parallel"),
+    "num-layers": (2, "of the GPT"),
+    "hidden-size": (128, "of the GPT"),
+    "num-attention-heads": (4, "of the GPT"),
+    "max-tokens-per-microbatch": (4096, "packed tokens over the context-parallel ranks"),
+    "train-iters": (80, "optimizer steps of reinforcement learning"),
+    "rollout-batch-size": (64, "questions of a round"),
+    "n-samples-per-prompt": (8, "answers to each question"),
+    "global-batch-size": (256, "answers of an optimizer step; a round is cut into such"),
+    "max-response-len": (8, "tokens of an answer, its end included"),
+    "num-training-tasks": (16384, "distinct questions"),
+    "num-held-out-tasks": (256, "other questions, scored before and after"),
+    "warm-start-iters": (250, "supervised steps before"),
+    "warm-start-batch-size": (128, "answers of a supervised step"),
+    "save-interval": (20, "steps from one checkpoint to the next"),
+}
+"""Flags of whole numbers from 1 on: default and meaning."""
+NUMBERS = {
+    "lr": (5e-4, "of reinforcement learning; warms up and decays to 0"),
+    "warm-start-lr": (2e-3, "of the supervised steps"),
+    "warm-start-corruption": (0.5, "share of the answers to imitate with two letters exchanged"),
+    "warm-start-stutter": (0.0, "share with a letter said 1 to 6 times more"),
+}
 
 
-def train_step(
-    args: argparse.Namespace, config: PolicyLossConfig, policy: Policy, samples: Sequence[Sample]
-) -> dict[str, float]:
-    """One optimizer step on this data-parallel rank's samples; every rank must call it.
-
-    Returns:
-        The step's metrics; empty where no token is active, and then nothing is updated.
-    """
-    groups = policy.groups
-    with mendable():
-        samples = accepted_samples(config, samples)
-        plan = plan_step(
-            samples,
-            max_tokens_per_microbatch=args.max_tokens_per_microbatch,
-            data_parallel_group=groups.data,
-            cp_size=groups.context_size,
-            pad_to_multiple=policy.pad_to_multiple,
-            microbatch_group_size=policy.microbatch_group_size,
-            ragged=args.ragged_microbatches,
-            oversized=args.oversized_samples,
-            allow_different_prompts=args.allow_different_prompts_in_group,
+def parse_arguments() -> argparse.Namespace:
+    """The flags; a refusal names the flag, what was found and what to do."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    for name, (default, meaning) in (SIZES | NUMBERS).items():
+        add(f"--{name}", type=type(default), default=default, help=f"{meaning} ({default})")
+    add("--run-dir", type=Path, required=True, help="for what the run leaves")
+    add("--resume", action="store_true", help="go on with the run in --run-dir")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--seed", type=int, default=1)
+    args = pg.add_policy_loss_args(parser).parse_args()
+    least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
+    for name, lowest in least.items():
+        if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):
+            raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
+    check_task_args(args)
+    fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
+    pg.validate_policy_loss_args(args, sample_fields=fields)
+    model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
+    if rest or not data_size:
+        raise ValueError(
+            f"--tensor-model-parallel-size x --context-parallel-size is {model_ranks}, which does not divide the processes: "
+            "change one of them, or --nproc-per-node of torchrun"
         )
-    if plan.totals.num_active_tokens == 0:
-        return {}
-    batches = [
-        pack(
-            [samples[index] for index in microbatch],
-            cp_rank=groups.context_rank,
-            cp_size=groups.context_size,
-            pad_to_multiple=policy.pad_to_multiple,
-        ).to(policy.device)
-        for microbatch in plan.microbatches
-    ]
+    answers = args.rollout_batch_size * args.n_samples_per_prompt
+    args.steps_per_round, rest = divmod(answers, args.global_batch_size)
+    multiple = args.n_samples_per_prompt * data_size
+    if rest or args.global_batch_size % multiple or args.train_iters % args.steps_per_round:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size}: give a multiple of {multiple}, the answers to one question on "
+            f"each data-parallel rank, that cuts the {answers} answers of a round into steps, and a multiple of these for "
+            f"--train-iters {args.train_iters}"
+        )
+    return args
 
-    step = PolicyStep(config, plan, model=policy.chunks, vocab_size=policy.vocabulary_size)
 
-    def forward_step(batch_iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        head = step.head(next(batch_iterator))
-        return model(**head.model_inputs), head.loss_func
+class Run:
+    """The model, what updates it, and how far it is; every rank makes one."""
 
-    policy.zero_grad()
-    micro_batch_metrics = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in policy.chunks],
-        model=policy.chunks,
-        num_microbatches=plan.num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=False,
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.config = args, pg.PolicyLossConfig.from_args(args)
+        self.device = torch.device(args.device)
+        self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
+        self.groups = ParallelGroups.from_parallel_state()
+        self.model = self._build_model()
+        self.reference: torch.nn.Module | None = None
+        self.start_optimizer()
+        self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
+        self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
+
+    def _build_model(self) -> megatron_ddp.DistributedDataParallel:
+        """A GPT with learned positions."""
+        size = self.groups.tensor_size
+        config = TransformerConfig(
+            num_layers=self.args.num_layers,
+            hidden_size=self.args.hidden_size,
+            num_attention_heads=self.args.num_attention_heads,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            tensor_model_parallel_size=size,
+            context_parallel_size=self.groups.context_size,
+            use_cpu_initialization=self.args.device == "cpu",
+            calculate_per_token_loss=self.args.calculate_per_token_loss,
+            finalize_model_grads_func=megatron_ddp.finalize_model_grads,
+        )
+        model = GPTModel(
+            config,
+            torch_block_spec(config),
+            vocab_size=-(-self.tasks.vocabulary_size // size) * size,
+            max_sequence_length=self.tasks.longest_prompt + self.args.max_response_len + 8,
+        ).to(self.device)
+        ddp_config = megatron_ddp.DistributedDataParallelConfig()
+        return megatron_ddp.DistributedDataParallel(config, ddp_config, model)
+
+    def start_optimizer(self) -> None:
+        """Adam without a history; `train_step` is told the learning rate."""
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [self.model])
+
+    def train_step(
+        self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
+    ) -> dict[str, float]:
+        """One optimizer step on this data-parallel rank's samples: the metrics, equal on every rank."""
+        context = {"cp_size": self.groups.context_size}
+        max_tokens = self.args.max_tokens_per_microbatch
+        samples = pg.accepted_samples(config, samples)
+        plan = pg.plan_step(
+            samples,
+            max_tokens_per_microbatch=max_tokens,
+            data_parallel_group=self.groups.data,
+            **context,
+        )
+        if plan.totals.num_active_tokens == 0:
+            return {}  # nothing is updated
+        batches = [
+            pg.pack([samples[i] for i in indices], cp_rank=self.groups.context_rank, **context)
+            for indices in plan.microbatches
+        ]
+        step = PolicyStep(config, plan, model=self.model, vocab_size=self.tasks.vocabulary_size)
+
+        def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+            head = step.head(next(batch_iterator))
+            return model(**head.model_inputs), head.loss_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        schedule_output = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([batch.to(self.device) for batch in batches]),
+            model=self.model,
+            num_microbatches=plan.num_microbatches,
+            seq_length=max_tokens,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        _, grad_norm, _ = self.optimizer.step()
+        return {**step.metrics(schedule_output), "grad_norm": float(grad_norm), "learning_rate": lr}
+
+    def begin_reinforcement_learning(self) -> None:
+        """The model as it is becomes the reference of a KL term, and the optimizer forgets."""
+        self.start_optimizer()
+        if self.config.kl_loss_coef:
+            self.reference = self._build_model()
+            self.reference.load_state_dict(self.model.state_dict())
+
+    def with_reference(self, samples: list[pg.Sample]) -> list[pg.Sample]:
+        """The samples with the reference's log-probs, where the loss has a KL term."""
+        if self.reference is None:
+            return samples
+        budget = self.args.max_tokens_per_microbatch
+        scores = compute_log_probs(
+            self.reference, samples, self.config, max_tokens_per_microbatch=budget
+        )
+        found = zip(samples, scores.log_probs, strict=True)
+        return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in found]
+
+    def save(self) -> None:
+        """Writes a checkpoint; every rank calls it."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
+        save_checkpoint(self.args.run_dir, self.progress, state)
+
+    def restore(self, folder: Path) -> None:
+        """Goes on from a checkpoint."""
+        state = read_checkpoint(folder)
+        self.progress = state["progress"]
+        if self.progress["held_out_before"] is not None:
+            self.begin_reinforcement_learning()
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self.worker.generator.set_state(state["generator"])
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def start_megatron(args: argparse.Namespace) -> None:
+    """Process groups and random state; every rank calls it."""
+    if args.device == "cpu":
+        enable_cpu_runtime()
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
     )
-    grad_norm = policy.update()
-    return {**step.metrics(micro_batch_metrics), "grad_norm": grad_norm}
+    torch.manual_seed(args.seed)
+    model_parallel_cuda_manual_seed(args.seed)
 
 
-@plain_errors()
-def main() -> None:
-    """Warm start and generation, or rollout files."""
-    with mendable():
-        args = parse_arguments()
-        config = PolicyLossConfig.from_args(args)
-        if args.dry_run:
-            print_plan(args, config)
-            return
-        run = Run(args, config)
-    imitation = PolicyLossConfig(
+def train(run: Run, log: Log | None) -> None:
+    """What remains of a run."""
+    args, config, progress = run.args, run.config, run.progress
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.append(number))
+
+    def pause(is_due: bool) -> None:
+        """A checkpoint where one is due, and the end where a rank was asked to stop."""
+        stops = torch.tensor(len(received), device=run.device)
+        dist.all_reduce(stops, op=dist.ReduceOp.MAX)
+        if is_due or stops:
+            run.save()
+        if stops:
+            sys.exit("stopped as asked, after a checkpoint: --resume goes on from there")
+
+    # With advantages of 1 the loss is the negative log-likelihood of the answers.
+    kept = ("calculate_per_token_loss", "fused_lm_head", "fp32_lm_head")
+    imitation = pg.PolicyLossConfig(
         policy_loss="reinforce",
         loss_aggregation="token_mean",
-        calculate_per_token_loss=config.calculate_per_token_loss,
-        fused_lm_head=config.fused_lm_head,
-        fp32_lm_head=config.fp32_lm_head,
+        **{name: getattr(config, name) for name in kept},
     )
-    for samples in run.warm_start():
-        run.log_warm_start(train_step(args, imitation, run.policy, samples))
-    for step in run.steps():
-        run.log_step(step, train_step(args, config, run.policy, step.samples))
-    run.finish()
+    while progress["warm_start"] < args.warm_start_iters:
+        samples = run.tasks.imitation_batch(progress["warm_start"], args)
+        mine = samples[run.groups.data_rank :: run.groups.data_size]
+        progress["warm_start"] += 1
+        lr = args.warm_start_lr * min(progress["warm_start"] / 50, 1)
+        metrics = run.train_step(imitation, mine, lr)
+        if log:
+            log.write("warm_start", metrics)
+        pause(is_due=False)
+    if progress["held_out_before"] is None:
+        run.begin_reinforcement_learning()
+        progress["held_out_before"] = run.worker.held_out_reward()
+        pause(is_due=True)
+    while progress["step"] < args.train_iters:
+        for samples, metrics in run.worker.steps(progress["step"] // args.steps_per_round):
+            progress["step"] += 1
+            share = min(10 * progress["step"], args.train_iters - progress["step"] + 1)
+            lr = args.lr * share / args.train_iters
+            metrics |= run.train_step(config, run.with_reference(samples), lr)
+            if log:
+                log.write("step", metrics)
+        pause(progress["step"] % args.save_interval < args.steps_per_round)
+    after = run.worker.held_out_reward()
+    if log:
+        log.finish(held_out_before=progress["held_out_before"], held_out_after=after)
+
+
+def main() -> None:
+    """A run from its flags to its picture; what is refused is said in one line."""
+    try:
+        args = parse_arguments()
+        start_megatron(args)
+        lock = claim_folder(args, dist.get_world_size()) if dist.get_rank() == 0 else None
+    except (ValueError, NotImplementedError) as error:
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    dist.barrier()
+    run = Run(args)
+    if args.resume and (found := checkpoints(args.run_dir)):
+        run.restore(found[-1])
+    train(run, Log(args, run.progress) if lock else None)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

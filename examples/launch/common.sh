@@ -1,6 +1,6 @@
 # Sourced by the launch scripts. What they share: settings of the environment, and the dry run.
 #
-#   start GPUS LAUNCHER... -- FLAGS...     starts train_grpo.py on GPUS processes in all
+#   start GPUS LAUNCHER... -- FLAGS...     starts examples/trainer on GPUS processes in all
 #
 # With --dry-run among the flags nothing is launched: one process on this machine, without a GPU, checks the flags for
 # that many processes, prints the plan and ends.
@@ -27,10 +27,10 @@ start() {
     shift
     for flag in "$@"; do
         if [ "$flag" = --dry-run ]; then
-            WORLD_SIZE="$gpus" exec "$PYTHON" examples/train_grpo.py "$@"
+            WORLD_SIZE="$gpus" exec "$PYTHON" examples/trainer "$@"
         fi
     done
-    exec "${launcher[@]}" examples/train_grpo.py "$@"
+    exec "${launcher[@]}" examples/trainer "$@"
 }
 
 # What every launch has.
@@ -48,5 +48,7 @@ COMMON=(
     --docs-per-step-mode exact --keep-prompt-groups   # steps end between prompt groups, and hold what they should
     --fused-lm-head --fp32-lm-head                # no logits of all tokens in memory; float32 logits of a chunk
     --check-aggregation                           # stop where a sample is counted twice, dropped or mis-sliced
-    --run-dir "$RUN_DIR" --save-interval 50 --resume  # started again, it goes on from the last whole checkpoint
+    --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 50   # started again, it goes on from the last whole checkpoint
+    --exit-signal-handler                         # at SIGTERM a checkpoint is written first
+    --tensorboard-dir "$RUN_DIR/tensorboard"      # metrics.jsonl is beside the checkpoints
 )

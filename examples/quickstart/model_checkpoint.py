@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_pg.check.sharded_parameters import unwrapped
+from megatron_pg.megatron.groups import unwrapped
 
 from .model import Policy
 

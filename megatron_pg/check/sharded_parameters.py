@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pg.check.options import LEAN_PERIOD
+from megatron_pg.megatron.groups import unwrapped
 
 COMMON, LEAN, PULL = 0, 1, 2
 """Seeds of the three directions of `set_parameters`."""
@@ -170,13 +171,6 @@ def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
         for (bucket, _), gradients in zip(buckets, kept, strict=True):
             bucket.grad_data.copy_(gradients)
     return owned
-
-
-def unwrapped(chunk: Any) -> Any:
-    """The model inside DDP and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _complete_reduce_scatter(chunk: Any) -> None:

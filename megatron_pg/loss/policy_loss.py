@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios
 from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
 
@@ -159,6 +161,42 @@ def policy_loss_function(
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
+    log_probs, entropy = log_probs_of_logits(
+        config,
+        batch,
+        logits,
+        tensor_parallel_group=tensor_parallel_group,
+        vocab_size=vocab_size,
+        with_entropy=config.needs_entropy,
+    )
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    return loss(log_probs, entropy)
+
+
+def log_probs_of_logits(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropy of the window's response tokens at the rollout temperature; 0 at masked ones.
+
+    Every rank of the tensor-parallel group must call it.
+
+    Args:
+        config: its temperature.
+        batch, logits, tensor_parallel_group, vocab_size: as for `policy_loss_function`.
+        with_entropy: also return the entropy.
+
+    Returns:
+        `[window]` float32 each, in nats, differentiable; None for the entropy without `with_entropy`.
+
+    Raises:
+        ValueError: the batch does not fit the logits.
+    """
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
@@ -173,10 +211,9 @@ def policy_loss_function(
         temperature=config.rollout_temperature,
         row_mask=batch.row_mask,
         vocab_size=vocab_size,
-        with_entropy=config.needs_entropy,
+        with_entropy=with_entropy,
     )
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    return loss(log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows])
+    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
 
 
 def policy_loss_from_log_probs(
@@ -215,9 +252,13 @@ def check_vocabulary(
         vocab_size = local_columns * (
             dist.get_world_size(tensor_parallel_group) if has_group else 1
         )
-    if batch.largest_target < vocab_size:
-        return
-    for sample in batch.samples:
+    if batch.largest_target >= vocab_size:
+        refuse_tokens_outside(batch.samples, vocab_size)
+
+
+def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
+    """Refuses, by name, the first sample with a response token outside the vocabulary."""
+    for sample in samples:
         largest = sample.tokens[sample.prompt_length :].amax() if sample.response_length else -1
         if largest >= vocab_size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Megatron-Core's side: a step's policy loss in its schedules, process groups, running on a CPU.
+"""Megatron-Core's side: a step's policy loss and its log-probs in the schedules, process groups, running on a CPU.
 
 What is named here is imported when it is first used, so that `megatron_pg.megatron.scale_contract` and the reading of a
 trainer's globals work where Megatron-Core is not installed.
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.groups import ParallelGroups
+    from megatron_pg.megatron.log_probs import ScoredSamples, compute_log_probs
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
 
 __all__ = [
     "ParallelGroups",
     "PolicyStep",
+    "ScoredSamples",
+    "compute_log_probs",
     "enable_cpu_runtime",
     "packed_seq_params",
     "torch_block_spec",
@@ -28,6 +31,8 @@ __all__ = [
 _PLACES = {
     "ParallelGroups": "groups",
     "PolicyStep": "policy_step",
+    "ScoredSamples": "log_probs",
+    "compute_log_probs": "log_probs",
     "enable_cpu_runtime": "cpu.runtime",
     "packed_seq_params": "policy_step",
     "torch_block_spec": "cpu.layer_spec",

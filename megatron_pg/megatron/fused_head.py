@@ -27,8 +27,82 @@ from megatron_pg.loss.policy_loss import (
     is_sum_over_tokens,
     leaves_out_zero_advantages,
 )
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.step.batch import PackedBatch, to_device
+
+
+class OutputRows:
+    """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token.
+
+    Args:
+        config: the temperature, the precision of the logits, and which tokens have a gradient.
+        batch: the micro-batch.
+        groups: the process groups.
+        vocab_size: the vocabulary without padding; None counts every column.
+        chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        batch: PackedBatch,
+        groups: ParallelGroups,
+        *,
+        vocab_size: int | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self._batch, self._groups = batch, groups
+        self.options = HeadOptions(
+            tensor_parallel_group=groups.tensor,
+            temperature=config.rollout_temperature,
+            vocab_size=vocab_size,
+            fp32_logits=config.fp32_lm_head,
+            chunk_tokens=chunk_tokens,
+        )
+        """What the functions of `megatron_pg.head` take."""
+        active, self.gradient_rows = active_rows(config, batch)
+        self._active = to_device(active, batch.tokens.device)
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def factors(
+        self,
+        hidden_states: Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: Tensor | None,
+        config: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
+
+        Args and errors are those of `FusedHead.output_processor`.
+        """
+        weight = _plain_weight(output_layer, output_weight, config)
+        vocab_size = self.options.vocab_size
+        check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
+        rows = self._batch.logit_rows[self._active]
+        hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
+        return hidden, weight, self._batch.targets[rows]
+
+    def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Values [rows] -> [window], 0 elsewhere: the loss masks those positions."""
+        window = values.new_zeros(len(self._batch.window))
+        return window.index_copy(0, self._active[rows], values)
+
+    def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
+        """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
+        group = self._groups.tensor
+        if getattr(output_layer, "sequence_parallel", False):
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        elif self._groups.tensor_size > 1:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        tokens = self._batch.window.local_tokens
+        if tuple(hidden_states.shape[:2]) != (tokens, 1):
+            raise ValueError(
+                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
+                "feed the model batch.tokens[None]"
+            )
+        return hidden_states[:, 0]
 
 
 class FusedHead:
@@ -41,10 +115,8 @@ class FusedHead:
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
-        groups: the process groups.
-        vocab_size: the vocabulary without padding; None counts every column.
+        groups, vocab_size, chunk_tokens: see `OutputRows`.
         keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
-        chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
     """
 
     def __init__(
@@ -56,18 +128,14 @@ class FusedHead:
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        config = micro_batch_loss.config
-        self._micro_batch_loss, self._batch = micro_batch_loss, micro_batch_loss.batch
-        self._groups, self._keep_logits = groups, keep_logits
-        self._options = HeadOptions(
-            tensor_parallel_group=groups.tensor,
-            temperature=config.rollout_temperature,
+        self._micro_batch_loss, self._keep_logits = micro_batch_loss, keep_logits
+        self._rows = OutputRows(
+            micro_batch_loss.config,
+            micro_batch_loss.batch,
+            groups,
             vocab_size=vocab_size,
-            fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
         )
-        active, self._gradient_rows = active_rows(config, self._batch)
-        self._active = to_device(active, self._batch.tokens.device)
         self._metrics = MicroBatchMetrics()
 
     def output_processor(
@@ -95,43 +163,18 @@ class FusedHead:
             ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
                 vocabulary.
         """
-        weight = _plain_weight(output_layer, output_weight, config)
-        vocab_size = self._options.vocab_size
-        check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
-        rows = self._batch.logit_rows[self._active]
-        hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
-        targets = self._batch.targets[rows]
+        factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
         if is_sum_over_tokens(self._micro_batch_loss.config):
-            return self._loss_in_one_pass(hidden, weight, targets)
+            return self._loss_in_one_pass(*factors)
         outputs = linear_log_probs_and_entropy(
-            hidden, weight, targets, self._options, keep_logits=self._keep_logits
+            *factors, self._rows.options, keep_logits=self._keep_logits
         )
-        loss, self._metrics = self._micro_batch_loss(*map(self._in_window, outputs))
+        loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, outputs))
         return loss[None]
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
         return output_tensor[0], self._metrics
-
-    def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
-        """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
-        group = self._groups.tensor
-        if getattr(output_layer, "sequence_parallel", False):
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-        elif self._groups.tensor_size > 1:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        tokens = self._batch.window.local_tokens
-        if tuple(hidden_states.shape[:2]) != (tokens, 1):
-            raise ValueError(
-                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
-                "feed the model batch.tokens[None]"
-            )
-        return hidden_states[:, 0]
-
-    def _in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Values [rows of the active tokens] -> [window], 0 elsewhere: the loss masks those positions."""
-        window = values.new_zeros(len(self._batch.window))
-        return window.index_copy(0, self._active[rows], values)
 
     def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
@@ -140,13 +183,13 @@ class FusedHead:
         coefficients, which is what a sum over tokens means.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(
-            self._micro_batch_loss.config, self._batch.tokens.device
+            self._micro_batch_loss.config, hidden.device
         )
-        everything = slice(0, len(self._active))
+        everything = slice(0, len(self._rows))
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-            of_window = self._in_window(log_probs, rows), self._in_window(entropy, rows)
+            of_window = self._rows.in_window(log_probs, rows), self._rows.in_window(entropy, rows)
             if rows != everything:
                 return self._micro_batch_loss.terms(*of_window)[0]
             whole[:] = [self._micro_batch_loss(*of_window)]
@@ -157,15 +200,15 @@ class FusedHead:
             weight,
             targets,
             token_loss,
-            self._options,
-            gradient_rows=self._gradient_rows,
+            self._rows.options,
+            gradient_rows=self._rows.gradient_rows,
             defer=True,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
             if not whole:  # in several chunks, or of no token
-                of_window = self._in_window(log_probs), self._in_window(entropy)
+                of_window = self._rows.in_window(log_probs), self._rows.in_window(entropy)
                 whole.append(self._micro_batch_loss(*of_window))
             loss, found = whole.pop()
             value.copy_(loss.detach())
@@ -210,9 +253,7 @@ def require_output_processor(model: Any) -> None:
             "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
             "older one drop --fused-lm-head"
         )
-    module = model[0] if isinstance(model, (list, tuple)) else model
-    while hasattr(module, "module"):
-        module = module.module
+    module = unwrapped(model[0] if isinstance(model, (list, tuple)) else model)
     if module is None:
         return
     if "output_processor" not in inspect.signature(type(module).forward).parameters:
@@ -229,7 +270,7 @@ def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) 
     if getattr(config, "use_mup", False):
         raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
     weight: Tensor = output_layer.weight if output_weight is None else output_weight
-    if getattr(config, "mtp_num_layers", None):
+    if getattr(config, "mtp_num_layers", None) and torch.is_grad_enabled():
         # Multi-token prediction multiplies by this weight too, in the same graph, and where Megatron does not fuse the
         # addition to main_grad its gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
         weight.zero_out_wgrad = True  # type: ignore[attr-defined]

@@ -122,3 +122,10 @@ def _process_group_collection(model: Any) -> Any | None:
         collection = getattr(module, "pg_collection", None) or collection
         module = getattr(module, "module", None)
     return collection
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -119,12 +119,7 @@ class PolicyStep:
                 of the objective.
         """
         self._check_packing(batch)
-        inputs = {
-            "input_ids": batch.tokens[None],
-            "position_ids": batch.position_ids[None],
-            "attention_mask": None,
-            "packed_seq_params": packed_seq_params(batch),
-        }
+        inputs = model_inputs(batch)
         if not self.config.fused_lm_head:
             return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
         fused = self.fused_head(batch)
@@ -191,6 +186,16 @@ class PolicyStep:
                 f"rank {groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with "
                 "the rank's own"
             )
+
+
+def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+    """The keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
+    return {
+        "input_ids": batch.tokens[None],
+        "position_ids": batch.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": packed_seq_params(batch),
+    }
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:

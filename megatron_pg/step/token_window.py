@@ -72,6 +72,16 @@ class TokenWindow:
     def __len__(self) -> int:
         return self.logit_rows.numel()
 
+    def in_responses(self, values: Tensor) -> Tensor:
+        """Values [..., window] of this rank at their places among all response tokens of the micro-batch.
+
+        Returns:
+            [..., sum of the response lengths], 0 where another rank scores: summed over the context-parallel group,
+            every rank's values.
+        """
+        whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
+        return whole.index_copy_(-1, self.response_indices.to(values.device), values)
+
     @classmethod
     def build(
         cls,

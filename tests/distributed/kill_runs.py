@@ -81,7 +81,8 @@ def interrupt(rollouts: Path | None, run_dir: Path, moment: Moment) -> list[int]
         return wait(start(rollouts, run_dir, flags, WORLD_SIZE, fill))
     ranks = start(rollouts, run_dir, flags, WORLD_SIZE)
     try:
-        _send_signal(ranks, run_dir, moment)
+        wait_for_steps(ranks, run_dir, moment.step)
+        send_signal(ranks, moment)
     finally:
         codes = wait(ranks)
     return codes
@@ -119,8 +120,8 @@ def _largest_of(rank: int, checkpoint: Path | None) -> int:
     return max((file.stat().st_size for file in files), default=4096)
 
 
-def _send_signal(ranks: list[BaseProcess], run_dir: Path, moment: Moment) -> None:
-    wait_for_steps(ranks, run_dir, moment.step)
+def send_signal(ranks: list[BaseProcess], moment: Moment) -> None:
+    """The signal of the moment, after its delay, to the ranks that get it."""
     time.sleep(moment.delay)
     number = signal.SIGTERM if moment.kind == "SIGTERM" else signal.SIGKILL
     for rank in [ranks[moment.rank]] if moment.kind == "kill one rank" else ranks:

@@ -17,7 +17,7 @@ import train_grpo  # noqa: E402, F401
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():
-    import megatron.training.arguments  # noqa: F401
+    import trainer.train  # noqa: F401
 
 # megatron.training gives the root logger a handler of its own, to standard output.
 logging.basicConfig(force=True, level=logging.WARNING, handlers=[logging.lastResort])

@@ -26,7 +26,7 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     outcomes = []
     for run in runs:
         model.zero_grad_buffer()
-        logits = [_logits_alone(model, sample) for sample in run.samples]
+        logits = [logits_alone(model, sample) for sample in run.samples]
         result = oracle.policy_loss(run.samples, logits, run.objective)
         with model.no_sync():
             result.loss.backward()
@@ -44,7 +44,7 @@ def reference_log_probs(run: Run) -> list[list[float]]:
         replace(sample, loss_mask=[1] * sample.response_length) for sample in run.samples
     ]
     with torch.no_grad():
-        logits = [_logits_alone(model, sample) for sample in everything_active]
+        logits = [logits_alone(model, sample) for sample in everything_active]
     result = oracle.policy_loss(everything_active, logits, run.objective)
     return [log_probs.tolist() for log_probs in result.log_probs]
 
@@ -62,7 +62,7 @@ def thd(boundaries: list[int]) -> PackedSeqParams:
     )
 
 
-def _logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
+def logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     """[total_length, vocab] float64 logits of one sample, neither packed nor padded."""
     length = len(sample.tokens)
     tokens, positions = torch.tensor([sample.tokens]), torch.arange(length)[None]

@@ -18,7 +18,6 @@ from tests.distributed.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples/launch"
-SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.name != "common.sh")
 WORLD_SIZES = {
     "single_gpu.sh": 1,
     "one_node.sh": 8,
@@ -27,6 +26,9 @@ WORLD_SIZES = {
     "moe.sh": 16,
     "long_context.sh": 16,
 }
+SCRIPTS = sorted(LAUNCH / name for name in WORLD_SIZES)
+FROM_WEIGHTS = [LAUNCH / "smollm2.sh"]
+"""What its model is, a folder of weights says, and its dry run needs that."""
 PARAMETERS = {  # billions; those of the published models
     "single_gpu.sh": 1.72,  # Qwen3-1.7B
     "one_node.sh": 8.19,  # Qwen3-8B
@@ -53,7 +55,7 @@ def started_by(script: Path, folder: Path, *flags: str) -> tuple[int, list[str]]
 
 def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
     """What processes as `started_by` describes them print, or why they end; on a forked rank, one after the other."""
-    from train_grpo import main
+    from trainer.train import main
 
     os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     texts = []
@@ -87,7 +89,7 @@ def write_rollouts(folder: Path) -> None:
     (folder / "rollouts/step.jsonl").write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("script", SCRIPTS + FROM_WEIGHTS, ids=lambda path: path.name)
 def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK)
@@ -197,7 +199,7 @@ def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -
     printed = subprocess.run(
         ["bash", script], capture_output=True, text=True, check=True, env=environment
     ).stdout.splitlines()
-    launcher = printed[: printed.index("examples/train_grpo.py")]
+    launcher = printed[: printed.index("examples/trainer")]
     assert launcher[:2] == ["-m", "torch.distributed.run"]
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
     if script.name == "multi_node.sh":

@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from quickstart.arguments import parse_arguments
 
 from megatron_pg.config.versions import has_megatron_training
 
 if not has_megatron_training():
     pytest.skip("the estimate is megatron.training's: 0.17 and later", allow_module_level=True)
 
-from quickstart.memory_estimate import GIB, MemoryEstimate, estimate_memory  # noqa: E402
+from trainer.arguments import parse_arguments  # noqa: E402
+from trainer.memory_estimate import GIB, MemoryEstimate, estimate_memory  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
 MODEL = (
-    "train.py --device cuda --bf16 --run-dir run --use-distributed-optimizer --num-layers 16 --hidden-size 2048 "
+    "train.py --device cuda --bf16 --use-distributed-optimizer --num-layers 16 --hidden-size 2048 "
     "--ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention --num-query-groups 8 --swiglu "
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope --vocab-size 151936 "
     "--seq-length 65536 --max-position-embeddings 65536 --attention-dropout 0 --hidden-dropout 0 --lr 1e-6 "

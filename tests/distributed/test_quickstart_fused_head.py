@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.config.versions import supports_output_processor
 
 from .launch import run_ranks
-from .test_quickstart import parse_for_two_ranks
+from .test_quickstart import new_run, parse_for_two_ranks, samples_of_lengths
 
 
 def two_steps(flags: str) -> list[dict[str, float]]:
     """The metrics of two optimizer steps on the same samples; every rank runs it."""
-    from quickstart.model import build_policy, start_megatron
-    from train_grpo import train_step
-
-    args = parse_for_two_ranks(f"--context-parallel-size 2 {flags}")
-    groups, device = start_megatron(args)
-    policy = build_policy(args, groups, device, vocabulary_size=11)
-    policy.start_optimizer(args, lr=1e-2, num_steps=10, warmup_steps=0, decay_style="constant")
+    run = new_run(f"--context-parallel-size 2 {flags}")
     samples = [
-        Sample(
-            tokens=torch.arange(length) % 11,
-            response_length=3,
-            loss_mask=torch.tensor([1, 0, 1]),
-            advantages=length - 6.0,
-            old_log_probs=torch.full((3,), -2.4),
-            group_index=length,
-        )
-        for length in (5, 7, 8)
+        dataclasses.replace(sample, advantages=sample.total_length - 6.0)
+        for sample in samples_of_lengths(5, 7, 8, loss_mask=torch.tensor([1, 0, 1]))
     ]
-    config = PolicyLossConfig.from_args(args)
-    return [train_step(args, config, policy, samples) for _ in range(2)]
+    return [run.train_step(run.config, samples, lr=1e-2) for _ in range(2)]
 
 
 @pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")

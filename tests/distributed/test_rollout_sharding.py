@@ -111,7 +111,8 @@ def _begin_alike(rank: int) -> None:
     """Parameters that depend on their names alone."""
     from quickstart import run as quickstart_run
 
-    from megatron_pg.check.sharded_parameters import set_parameters, unwrapped
+    from megatron_pg.check.sharded_parameters import set_parameters
+    from megatron_pg.megatron.groups import unwrapped
 
     build_policy: Any = quickstart_run.build_policy
 

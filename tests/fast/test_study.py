@@ -17,28 +17,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 import study  # noqa: E402
 
 
-def probability_within(critical: float, freedom: int) -> float:
-    """That |t| is at most `critical`: Simpson's rule over the density of Student's t."""
-    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
-    steps = 20000
-    width = critical / steps
-    total = 0.0
-    for index in range(steps + 1):
-        weight = 1 if index in (0, steps) else 4 if index % 2 else 2
-        total += weight * scale * (1 + (index * width) ** 2 / freedom) ** (-(freedom + 1) / 2)
-    return 2 * total * width / 3
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 17, 29, 30])
-def test_the_critical_values_cover_95_percent(freedom: int) -> None:
-    critical = study.CRITICAL_VALUES[freedom - 1]
-    assert probability_within(critical, freedom) == pytest.approx(0.95, abs=1e-4)
-
-
 def test_an_interval_by_hand() -> None:
     centre, width = study.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert centre == 3.0
-    assert width == pytest.approx(2.776 * math.sqrt(2.5) / math.sqrt(5))
+    assert width == pytest.approx(2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5))
     with pytest.raises(ValueError, match="1 seeds: .*--seeds"):
         study.interval([1.0])
 
@@ -71,7 +53,7 @@ def test_finished_runs_are_read_and_not_repeated(
     monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "3", "--out", str(tmp_path)])
     study.main()
     table = (tmp_path / "study.md").read_text()
-    width = 4.303 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
+    width = 4.302652729911275 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
     assert f"| `sample_mean` | 0.200 ± {width:.3f} |" in table
     assert f"| 8.200 ± {width:.3f} |" in table, "the mean over the steps that have wrong answers"
     assert "| `constant - sample_mean` | +0.030 ± 0.000 |" in table, "paired: the seeds fall out"

@@ -232,6 +232,18 @@ def test_packed_batch_holds_the_windows_of_the_samples(cp_size: int) -> None:
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_windows_back_among_the_responses_add_up_to_them(name: str, cp_size: int) -> None:
+    totals, responses = MICRO_BATCHES[name]
+    whole = torch.rand(2, sum(responses))
+    found = torch.zeros_like(whole)
+    for rank in range(cp_size):
+        window = TokenWindow.build(totals, responses, cp_rank=rank, cp_size=cp_size)
+        found += window.in_responses(whole[:, window.response_indices])
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("pad_to_multiple", (1, 16))
 def test_empty_micro_batch_is_one_masked_dummy_segment(cp_size: int, pad_to_multiple: int) -> None:
     smallest = math.lcm(1 if cp_size == 1 else 2 * cp_size, pad_to_multiple)

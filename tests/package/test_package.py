@@ -94,5 +94,5 @@ def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:
     assert "Two commands" in (metadata.description or "")
     required = {each.name for each in metadata.requires_dist or [] if each.marker is None}
     assert required == {"torch", "numpy"}
-    extras = {"megatron", "te", "docs", "examples", "test"}
+    extras = {"megatron", "te", "models", "docs", "examples", "test"}
     assert set(metadata.provides_extra or []) == extras

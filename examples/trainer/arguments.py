@@ -1,0 +1,176 @@
+"""The command line: Megatron's flags, those of the policy loss and of planning, and a few of this program."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from megatron.training import arguments as megatron
+from megatron.training.checkpointing import load_args_from_checkpoint
+
+from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.planning import add_planning_args, validate_planning_args
+
+from .hugging_face_config import megatron_arguments_of, read_config
+from .refusals import refuse_combinations, refuse_flags
+
+SAMPLE_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
+"""The optional fields of `Sample` that rollout files may fill."""
+
+FUSIONS = (
+    "masked_softmax_fusion",
+    "bias_gelu_fusion",
+    "bias_swiglu_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+)
+"""Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line and validate it; the only place of this program that changes arguments.
+
+    Raises:
+        ValueError, NotImplementedError: naming the flag and what to do.
+    """
+    parsers: list[argparse.ArgumentParser] = []
+
+    def add_trainer_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parsers.append(_add_flags(parser))
+        return parser
+
+    with _flags_of_hugging_face():
+        args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
+    refuse_flags(args, parsers[0])
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args)
+    _settle(args)
+    refuse_combinations(args)
+    validate_planning_args(args)
+    validate_policy_loss_args(args, sample_fields=SAMPLE_FIELDS)
+    _validate_as_megatron_does(args)
+    # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other how long they are.
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    return args
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add_policy_loss_args(parser)
+    add_planning_args(parser)
+    add = parser.add_argument_group("trainer").add_argument
+    add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
+    )
+    add(
+        "--hf-model",
+        metavar="FOLDER",
+        help="Hugging Face weights (Llama, Qwen2, Qwen3, Qwen3-MoE) to begin with; they say what the model is too",
+    )
+    add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
+    add(
+        "--ref-load",
+        metavar="FOLDER",
+        help="reference policy of the KL term, where rollouts have no ref_log_probs: a checkpoint of Megatron, or "
+        "Hugging Face weights",
+    )
+    add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
+    add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")
+    add("--system-prompt", help="before every question")
+    add(
+        "--prompt-examples",
+        type=int,
+        default=0,
+        help="tasks with their answers before every question",
+    )
+    add("--prompts-per-step", type=int, default=16, help="questions of a step of --task")
+    add("--samples-per-prompt", type=int, default=8, help="answers to each")
+    add("--max-response-tokens", type=int, default=128, help="of an answer, at most")
+    add("--held-out-tasks", type=int, default=64, help="scored before and after, never trained on")
+    # Checkpoints are read at any sharding, the distributed optimizer's part too.
+    parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
+    parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
+    _mend_help(parser)
+    return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron-Core 0.19.2 has a bare % in a help text, with which --help ends in an error."""
+    for action in parser._actions:
+        try:
+            if action.help:
+                action.help % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
+@contextlib.contextmanager
+def _flags_of_hugging_face() -> Iterator[None]:
+    """The flags that --hf-model means, before those of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hf-model")
+    folder = parser.parse_known_args()[0].hf_model
+    meant = [] if folder is None else megatron_arguments_of(read_config(folder))
+    with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
+        yield
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """What is no choice here: one pack a micro-batch, and what needs a device or a package that is not there."""
+    args.micro_batch_size = 1
+    args.seq_length = args.seq_length or args.max_position_embeddings
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    args.rerun_mode = "disabled"
+    if not args.group_query_attention:  # Megatron sets it so when it makes the model's config
+        args.num_query_groups = args.num_attention_heads
+    # Of Apex, or of a Transformer Engine that is new enough.
+    args.gradient_accumulation_fusion = _is_installed("fused_weight_gradient_mlp_cuda")
+    if args.moe_token_dispatcher_type == "allgather":
+        # Packs differ in length from rank to rank and from one micro-batch to the next.
+        args.moe_token_dispatcher_type = "alltoall"
+    if args.device == "cpu":
+        args.distributed_backend = "gloo"
+        args.use_cpu_initialization = True
+        # Megatron's random state is that of CUDA. Nothing here is random on a CPU but the initial weights.
+        args.no_save_rng = args.no_load_rng = True
+    if args.device == "cpu" or not _is_installed("transformer_engine"):
+        args.transformer_impl = "local"
+        args.no_persist_layer_norm = True
+        args.moe_grouped_gemm = False
+        for fusion in FUSIONS:
+            setattr(args, fusion, False)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _validate_as_megatron_does(args: argparse.Namespace) -> None:
+    with contextlib.ExitStack() as stack:
+        # It prints every one of its arguments, 600 lines.
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if args.device == "cpu" or not torch.cuda.is_available():
+            # Under model parallelism it asks for the architecture of a GPU: what it wants of Hopper's, a dry run of
+            # --device cuda is to find where there is none.
+            version = 10 if args.device == "cpu" else 9
+            stack.enter_context(
+                mock.patch.object(megatron, "get_device_arch_version", lambda: version)
+            )
+        try:
+            megatron.validate_args(args)
+        except AssertionError as error:
+            condition = traceback.extract_tb(error.__traceback__)[-1].line
+            raise ValueError(f"Megatron refuses these flags: {str(error) or condition}") from error

@@ -1,0 +1,263 @@
+"""What a run needs around Megatron's checkpoints, to lose nothing wherever it is killed.
+
+Megatron writes a checkpoint into a folder of its own and then names it in the tracker file. The place in the rollouts
+travels in the arguments that Megatron stores with every checkpoint, so it is whole or absent with the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import operator
+import queue
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training import checkpointing
+
+from megatron_pg import Sample
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.rollout_files import RewardedSample, RolloutPosition
+from megatron_pg.step import CollectorState
+from megatron_pg.step.agreement import gather
+
+from .errors import RunError, agreed, alone
+
+STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
+"""What torch.load may build of a place in the rollouts, beside tensors and plain values."""
+LOCK_PATIENCE = 5.0
+"""Seconds in which the processes of a killed run may still be ending, and hold its lock."""
+_locks: list[FileLock] = []
+"""Held until the process ends."""
+TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
+"""Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
+
+
+def claim_save_folder(args: argparse.Namespace) -> None:
+    """Keep other runs out of `--save` until this process ends, however it ends; every rank must call it.
+
+    Raises:
+        RunError: another run is writing there, or it holds the checkpoints of a run that this one does not go on with.
+    """
+    with agreed("--save"):
+        if args.save and args.rank == 0:
+            _claim(Path(args.save), args)
+
+
+def _claim(folder: Path, args: argparse.Namespace) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=LOCK_PATIENCE)
+    except Timeout as error:
+        raise ValueError(
+            f"another run is writing to {folder}: stop it, or give another folder"
+        ) from error
+    _locks.append(lock)
+    _mend_tracker(folder)
+    goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
+    if (folder / TRACKER).exists() and not goes_on:
+        raise ValueError(
+            f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
+            "--pretrained-checkpoint for the weights that it began with), or give another folder"
+        )
+
+
+def _mend_tracker(folder: Path) -> None:
+    """Let the tracker file name a whole checkpoint.
+
+    Megatron writes it in place: a run that was killed then leaves it empty, and a power failure may leave it ahead.
+    """
+    tracker = folder / TRACKER
+    named = tracker.read_text().strip() if tracker.exists() else "release"
+    is_number = named.isdigit()
+    if (named and not is_number) or (is_number and _is_whole(_folder_of(folder, int(named)))):
+        return
+    whole = sorted(path for path in folder.glob("iter_*") if _is_whole(path))
+    if whole:
+        aside = folder / f"{TRACKER}.partial"
+        aside.write_text(str(int(whole[-1].name.removeprefix("iter_"))))
+        aside.replace(tracker)
+    elif not named:
+        tracker.unlink()
+
+
+def _folder_of(folder: Path, iteration: int) -> Path:
+    return folder / f"iter_{iteration:07d}"
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / LAST_WRITTEN).exists()
+
+
+def stored_arguments(args: argparse.Namespace) -> argparse.Namespace | None:
+    """The arguments in the checkpoint that the run goes on from, None where it begins anew; every rank must call it.
+
+    Raises:
+        RunError: the checkpoint cannot be read.
+    """
+    if args.finetune or not checkpointing.checkpoint_exists(args.load):
+        return None
+    _, is_release = checkpointing.read_metadata(
+        checkpointing.get_checkpoint_tracker_filename(args.load)
+    )
+    if is_release:
+        return None
+    path = checkpointing.get_load_checkpoint_path_by_args(args)
+    with alone(f"{path} cannot be read"):
+        state = dist_checkpointing.load_common_state_dict(path)
+    return state.get("args") or argparse.Namespace()
+
+
+def rollout_states(stored: argparse.Namespace) -> list[CollectorState[Sample]]:
+    """The place in the rollouts that is stored with the arguments: of all data-parallel ranks of the run that wrote it.
+
+    Raises:
+        ValueError: another program wrote the checkpoint.
+    """
+    states = getattr(stored, "rollout_states", None)
+    if states is None:
+        raise ValueError(
+            "--load: the checkpoint is of another program and has no place in the rollouts; give --finetune to begin "
+            "with its weights"
+        )
+    with torch.serialization.safe_globals(list(STORED_TYPES)):
+        return [torch.load(io.BytesIO(state), map_location="cpu") for state in states]
+
+
+def _store_rollout_state(
+    args: argparse.Namespace, state: CollectorState[Sample], groups: ParallelGroups
+) -> None:
+    """Put the place in the rollouts among the arguments, the same on all ranks, every one of which must call it."""
+    mine: bytes | None = None
+    if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
+        file = io.BytesIO()
+        torch.save(state, file)
+        mine = file.getvalue()
+    gathered = gather((groups.data_rank, mine), dist.group.WORLD)
+    in_order = sorted(gathered, key=operator.itemgetter(0))
+    args.rollout_states = [state for _, state in in_order if state]
+
+
+def saving(
+    save: Callable[..., None],
+    args: argparse.Namespace,
+    groups: ParallelGroups,
+    state: Callable[[], CollectorState[Sample]],
+    flush: Callable[[], None],
+) -> Callable[..., None]:
+    """Megatron's `save_checkpoint`, with the place in the rollouts; every rank must call it.
+
+    Args:
+        save: Megatron's.
+        state: gives this data-parallel rank's place in the rollouts.
+        flush: brings to the disk what a checkpoint must not be ahead of.
+
+    Returns:
+        The function, which raises `RunError` where a rank cannot write; the checkpoints that are there stay.
+    """
+
+    @functools.wraps(save)
+    def save_all(
+        iteration: int, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **named: Any
+    ) -> None:
+        path = _folder_of(Path(args.save), iteration)
+        flush()
+        with agreed(f"{path} cannot be written"):
+            if args.rank == 0 and path.exists():
+                shutil.rmtree(path)  # what a killed run has left half-written
+        _store_rollout_state(args, state(), groups)
+        _begin_moments(optimizer)
+        with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
+            save(iteration, model, optimizer, scheduler, *rest, **named)
+
+    return save_all
+
+
+def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """Megatron's `load_checkpoint`, for the optimizers of torch too; every rank must call it."""
+
+    @functools.wraps(load)
+    def load_all(model: Any, optimizer: Any, *rest: Any, **named: Any) -> tuple[int, int]:
+        if optimizer is None:
+            return load(model, optimizer, *rest, **named)
+        _begin_moments(optimizer)
+        with alone("--load cannot be read"), _steps_of_torch_adam(optimizer):
+            try:
+                return load(model, optimizer, *rest, **named)
+            except AssertionError as error:  # of a comparison, the same on all ranks
+                raise RunError(
+                    f"--load: {error} (--override-opt-param-scheduler takes the schedules of this run)"
+                ) from error
+
+    return load_all
+
+
+def _parts_with_torch_adam(optimizer: Any) -> list[Any]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
+
+
+def _begin_moments(optimizer: Any) -> None:
+    """Give torch's Adam the zeros that its first step would begin with.
+
+    Megatron takes it where neither Transformer Engine nor Apex is there. A checkpoint before its first step would
+    otherwise hold no moments, and loading asks for them.
+    """
+    for part in _parts_with_torch_adam(optimizer):
+        if not part.optimizer.state and part.init_state_fn:
+            part.init_state_fn(part.optimizer, part.config)
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
+@contextlib.contextmanager
+def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
+    """Let Megatron's distributed optimizer load into torch's Adam, which keeps a step with every parameter.
+
+    It looks for a step among a parameter's tensors, and leaves one step tensor to all parameters, which each of them
+    would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
+    """
+    parts = [p for p in _parts_with_torch_adam(optimizer) if isinstance(p, DistributedOptimizer)]
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            name = "_set_main_param_and_optimizer_states"
+            put = functools.partial(_put_with_step, getattr(part, name), part.optimizer)
+            stack.enter_context(mock.patch.object(part, name, put))
+        yield
+    for part in parts:
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _put_with_step(
+    put: Callable[..., None], adam: torch.optim.Adam, parameter: Any, tensors: dict[str, Any]
+) -> None:
+    """The step has been loaded before; it is put onto itself."""
+    step = next(iter(adam.state.values()))["step"]
+    put(parameter, {**tensors, "step": step})
+
+
+@contextlib.contextmanager
+def _results_stay_in_this_process(is_asynchronous: bool) -> Iterator[None]:
+    """Spare Megatron's writer the process that it starts to hand its results back, where its caller waits.
+
+    It costs the first checkpoint seconds, and outlives a run that is killed.
+    """
+    names = ("get_write_results_queue", "_get_write_results_queue")  # of 0.19.2, of 0.17.1
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if hasattr(filesystem_async, name) and not is_asynchronous:
+                stack.enter_context(mock.patch.object(filesystem_async, name, queue.Queue))
+        yield

@@ -1,0 +1,96 @@
+"""Errors that the user can mend: said once, in one line, and the end of every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_pg.step.agreement import OtherRankError, gather
+
+REMEDY = "pip install 'megatron_pg[models]'"
+
+
+class RunError(RuntimeError):
+    """A run cannot begin or go on, for a reason that its user can mend; raised on all ranks."""
+
+
+class RankError(RunError):
+    """A `RunError` of one rank, while others may be waiting for it: it says so itself, and its end ends them."""
+
+
+@contextlib.contextmanager
+def mendable() -> Iterator[None]:
+    """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group.
+
+    So is the end of another rank. A disk may fail on one node alone, so its rank says it itself.
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, FileNotFoundError, OtherRankError) as error:
+        raise RunError(str(error)) from error
+    except OSError as error:
+        raise RankError(str(error)) from error
+    except ImportError as error:
+        raise RunError(f"{error}: {REMEDY}") from error
+
+
+@contextlib.contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """An error that one rank has in the body is a `RunError` on all at its end: none waits for one that has failed.
+
+    Every rank must enter it, and the body must not wait for another rank (see `alone`).
+
+    Args:
+        doing: what failed where something does, before the message.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        failure = error
+    except ImportError as error:
+        failure = ImportError(f"{error}: {REMEDY}")
+    mine = None if failure is None else _in_a_line(failure)
+    for rank, message in enumerate(gather(mine, dist.group.WORLD)):
+        if message is not None:
+            raise RunError(f"{doing} (rank {rank}): {message}") from failure
+
+
+@contextlib.contextmanager
+def alone(doing: str) -> Iterator[None]:
+    """An error in the body is a `RankError`: the ranks exchange something in it, so they cannot agree on it.
+
+    Over gloo the others then find their connections closed; elsewhere the launcher ends them.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
+        raise RankError(f"{doing} (rank {dist.get_rank()}): {_in_a_line(error)}") from error
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the process with the message of a `RunError`, which rank 0 says; any other error is a fault, and is traced."""
+    try:
+        yield
+    except RunError as error:
+        speaks = isinstance(error, RankError) or os.environ.get("RANK", "0") == "0"
+        sys.exit(f"error: {error}" if speaks else 1)
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Of a distributed save, whose errors are told in tracebacks of many layers, the error of the first rank."""
+    if isinstance(error, CheckpointException):
+        for found in error.failures.values():
+            cause = found[0] if isinstance(found, tuple) else found
+            return _in_a_line(cause) if isinstance(cause, BaseException) else str(cause)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1]

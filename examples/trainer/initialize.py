@@ -1,0 +1,85 @@
+"""Megatron's processes: its global variables, process groups and random state, on GPUs or on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import signal
+import sys
+from unittest import mock
+
+import torch
+from megatron.core import num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.training import initialize
+from megatron.training.global_vars import set_global_variables
+
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+
+TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
+"""Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
+
+
+class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
+    """As many micro-batches as the plan of a step has, in place of Megatron's constant number.
+
+    What Megatron's own lines call a sample is one micro-batch of one data-parallel rank.
+    """
+
+    def __init__(self, data_parallel_size: int) -> None:
+        super().__init__()
+        self.micro_batch_size = 1
+        self._data_parallel_size = data_parallel_size
+        self.plan(1)
+
+    def plan(self, number: int) -> None:
+        """The step that begins has this many on this rank."""
+        self.num_micro_batches = number
+        batch = number * self._data_parallel_size
+        self.current_global_batch_size = self.current_running_global_batch_size = batch
+
+    def update(self, *_: object, **__: object) -> None:
+        """Called between steps, where Megatron's loop looks whether the number changes for good."""
+        self.plan(1)
+
+
+def start_megatron(args: argparse.Namespace) -> StepMicrobatches:
+    """Everything up to the model; every rank must call it."""
+    _die_with_launcher()
+    # One line for each parameter and setting would bury the progress.
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    for name in TALKATIVE:
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+    is_on_cpu = args.device == "cpu"
+    if is_on_cpu:
+        enable_cpu_runtime()
+    set_global_variables(args, build_tokenizer=False)
+    microbatches = StepMicrobatches(args.data_parallel_size)
+    num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = microbatches
+    # The learning rate is counted in steps: Megatron multiplies iterations by it.
+    args.global_batch_size = 1
+    with contextlib.ExitStack() as stack:
+        # It would build the index of Megatron's data sets with a C++ compiler.
+        stack.enter_context(mock.patch.object(initialize, "_compile_dependencies", lambda: None))
+        if is_on_cpu:  # it starts model parallelism where it counts a GPU
+            stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
+        initialize.initialize_megatron(allow_no_cuda=is_on_cpu)
+    return microbatches
+
+
+def _die_with_launcher() -> None:
+    """Ask the system to kill this process when torchrun is killed, which would otherwise leave its workers running.
+
+    On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is started again.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        die_with_parent = functools.partial(
+            ctypes.CDLL(None).prctl, set_parent_death_signal, signal.SIGKILL
+        )
+        die_with_parent()
+        os.register_at_fork(after_in_child=die_with_parent)

@@ -1,0 +1,124 @@
+"""Memory of a GPU, estimated from the arguments: Megatron's formulas, and this package's output layer.
+
+Megatron's are in megatron/training/theoretical_memory_usage.py, in the wheel from 0.17 on. They are for bfloat16, and for an
+attention that keeps no scores (flash attention).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import dataclass
+
+from megatron.training import theoretical_memory_usage as megatron
+
+GIB = 2**30
+CHUNK_BYTES = 5 * GIB // 4
+"""Logits that `--fused-lm-head` holds at once."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of a GPU, and the number of parameters of the model.
+
+    Attributes:
+        states: weights, gradients and optimizer of the fullest rank.
+        activations: of the first pipeline stage, which holds as many micro-batches as there are stages.
+        last_stage_activations: of the last one, which holds one.
+        logits: of the output layer, with the logits of all tokens.
+        fused_head: of the output layer with `--fused-lm-head`.
+    """
+
+    parameters: float
+    states: float
+    activations: float
+    last_stage_activations: float
+    logits: float
+    fused_head: float
+
+    def total(self, *, fused: bool) -> float:
+        """Of the fuller one of the first and the last pipeline stage."""
+        head = self.fused_head if fused else self.logits
+        return self.states + max(self.activations, self.last_stage_activations + head)
+
+
+def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
+    """The estimate for validated arguments."""
+    stages = args.pipeline_model_parallel_size
+    activations = _activations(args)
+    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    columns = args.vocab_size / args.tensor_model_parallel_size
+    # bfloat16 logits and the float32 copy of them that Megatron's Float16Module makes; the gradient takes its place.
+    logits = tokens * columns * 6
+    widths = 2 if args.fp32_lm_head else 1
+    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
+    fused_head = widths * min(tokens * columns * 2, CHUNK_BYTES) + tokens * args.hidden_size * 4
+    return MemoryEstimate(
+        parameters=_states(_unsharded(args)) / 18,
+        states=_states(args),
+        activations=activations,
+        last_stage_activations=activations / stages,
+        logits=logits,
+        fused_head=fused_head,
+    )
+
+
+def _unsharded(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of one process that holds everything: 18 bytes a parameter."""
+    whole = copy.copy(args)
+    for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        setattr(whole, f"{axis}_parallel_size", 1)
+    whole.world_size = whole.data_parallel_size = 1
+    whole.use_distributed_optimizer = False
+    return whole
+
+
+def _states(args: argparse.Namespace) -> float:
+    copied = copy.copy(args)
+    copied.padded_vocab_size = args.vocab_size
+    # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves them out.
+    copied.data_parallel_size = args.data_parallel_size * args.context_parallel_size
+    return float(megatron.compute_weight_and_optimizer_memory(copied))
+
+
+def _activations(args: argparse.Namespace) -> float:
+    """Without those of the output layer."""
+    copied = copy.copy(args)
+    copied.seq_length = args.max_tokens_per_microbatch / args.context_parallel_size
+    copied.padded_vocab_size = 0
+    if args.recompute_granularity == "full":
+        return _recomputed(copied)
+    # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over tensor parallelism.
+    whole = _bytes_of_a_layer(args) * args.tensor_model_parallel_size
+    copied.ffn_hidden_size = (whole - 18) / 4 * args.hidden_size
+    return float(megatron.compute_activation_memory(copied, num_microbatches=None))
+
+
+def _ffn_width(args: argparse.Namespace) -> float:
+    """What stands for the MLP in Megatron's formula, which knows neither gates nor experts."""
+    gate = 1.5 if args.swiglu else 1.0
+    if args.num_experts is None:
+        return float(gate * args.ffn_hidden_size)
+    experts = args.moe_router_topk * args.moe_ffn_hidden_size
+    shared = args.moe_shared_expert_intermediate_size or 0
+    # Each of a token's experts gets a copy of it and gives one back: 4 bytes of the hidden size.
+    return float(gate * (experts + shared) + args.moe_router_topk * args.hidden_size)
+
+
+def _bytes_of_a_layer(args: argparse.Namespace) -> float:
+    """What a layer keeps on a rank, in bytes a token and element of the hidden states (arXiv:2205.05198, table 2)."""
+    # Inputs of norms, attention and MLP, and two dropout masks: whole on every rank without sequence parallelism.
+    inputs = 8 + (2 if args.hidden_dropout else 0)
+    # Queries, keys, values and the attention's output, of 2 bytes each; and the MLP.
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    split = 4 + 4 * groups / args.num_attention_heads + 4 * _ffn_width(args) / args.hidden_size
+    size = args.tensor_model_parallel_size
+    return float(inputs / (size if args.sequence_parallel else 1) + split / size)
+
+
+def _recomputed(args: argparse.Namespace) -> float:
+    """Full recomputation: every layer's input in bfloat16, and all of the layer that is being recomputed."""
+    hidden = args.seq_length * args.hidden_size
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    inputs = 2 * hidden * args.num_layers / split
+    return float(inputs + hidden * _bytes_of_a_layer(args))

@@ -1,0 +1,184 @@
+"""Steps from reasoning-gym tasks: chat prompts, answered by the policy as it is, scored by the task's own verifier."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+
+from megatron_pg import PolicyLossConfig, Sample, group_advantages
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.step.agreement import gather
+
+from .rollouts import Step
+from .sampler import Response, Sampler
+
+MOST_TASKS = 16384
+
+
+class TaskSteps:
+    """The steps of `--task`: `--prompts-per-step` tasks with `--samples-per-prompt` answers each.
+
+    What a step asks depends on the seed and its number alone, so a run that goes on needs no place.
+
+    Args:
+        args: validated.
+        config: the policy loss.
+        groups: this rank's.
+
+    Raises:
+        ValueError: no such task, or a prompt and its response do not fit.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
+    ) -> None:
+        import reasoning_gym
+        from transformers import AutoTokenizer
+
+        self._args, self._config, self._groups = args, config, groups
+        self._tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
+        settings = {"size": MOST_TASKS, "seed": args.seed} | (args.task_settings or {})
+        self._dataset = reasoning_gym.create_dataset(args.task, **settings)
+        distinct = {entry["question"]: entry for entry in self._dataset}
+        entries = list(distinct.values())
+        self._examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
+        self._held_out, self._training = (
+            entries[: args.held_out_tasks],
+            entries[args.held_out_tasks :],
+        )
+        if len(self._training) < args.prompts_per_step:
+            raise ValueError(
+                f"--task {args.task} has {len(entries)} distinct tasks: too few for --held-out-tasks "
+                f"{args.held_out_tasks} and --prompts-per-step {args.prompts_per_step}"
+            )
+        longest = max(len(self._prompt(entry)) for entry in entries[:256])
+        if longest + args.max_response_tokens > args.max_position_embeddings:
+            raise ValueError(
+                f"prompts of {longest} tokens and --max-response-tokens {args.max_response_tokens} need more than "
+                f"--max-position-embeddings {args.max_position_embeddings}"
+            )
+
+    def attach(self, model: Sequence[Any]) -> None:
+        """Generate with this model."""
+        stop = {self._tokenizer.eos_token_id, self._tokenizer.convert_tokens_to_ids("<|im_end|>")}
+        self._sampler = Sampler(
+            unwrap_model(list(model))[0],
+            vocab_size=self._args.vocab_size,
+            stop_tokens=sorted(token for token in stop if token is not None),
+            max_new_tokens=self._args.max_response_tokens,
+        )
+
+    def step(self, iteration: int) -> Step:
+        """The step after `iteration` others; every rank must call it."""
+        args = self._args
+        entries = random.Random(f"{args.seed}-{iteration}").sample(
+            self._training, args.prompts_per_step
+        )
+        rollouts = self._answers(entries, args.samples_per_prompt, iteration)
+        rewards = [reward for _, _, reward, _ in rollouts]
+        advantages = group_advantages(
+            rewards,
+            [group for _, group, _, _ in rollouts],
+            prompts=[prompt for prompt, _, _, _ in rollouts],
+        ).advantages
+        first = iteration * args.prompts_per_step
+        samples = [
+            Sample(
+                tokens=torch.tensor(prompt + response.tokens),
+                response_length=len(response.tokens),
+                loss_mask=torch.ones(len(response.tokens)),
+                advantages=advantage,
+                rollout_log_probs=torch.tensor(response.log_probs),
+                group_index=first + group,
+                name=f"answer {index} (prompt group {first + group})",
+            )
+            for index, ((prompt, group, _, response), advantage) in enumerate(
+                zip(rollouts, advantages.tolist(), strict=True)
+            )
+        ]
+        return samples, self._metrics(rollouts)
+
+    def held_out(self) -> tuple[float, list[str]]:
+        """Mean score of the held-out tasks, each answered with the likeliest tokens, and a few answers; on all ranks."""
+        rollouts = self._answers(self._held_out, 1, None)
+        score = self._metrics(rollouts)["reward"]
+        texts = [
+            self._tokenizer.decode(prompt + response.tokens) for prompt, _, _, response in rollouts
+        ]
+        return float(score or 0.0), texts[:4]
+
+    def state(self) -> None:
+        """A run that goes on needs no place."""
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """A run that goes on needs no place."""
+
+    def _prompt(self, entry: dict[str, Any]) -> list[int]:
+        messages = []
+        if self._args.system_prompt:
+            messages.append({"role": "system", "content": self._args.system_prompt})
+        for example in self._examples:
+            messages.append({"role": "user", "content": example["question"]})
+            messages.append({"role": "assistant", "content": example["answer"]})
+        messages.append({"role": "user", "content": entry["question"]})
+        found: list[int] = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        return found
+
+    def _answers(
+        self, entries: Sequence[dict[str, Any]], copies: int, iteration: int | None
+    ) -> list[tuple[list[int], int, float, Response]]:
+        """Prompt, number of the task, score and response of this data-parallel rank's share of the tasks.
+
+        The context-parallel ranks divide the share among themselves and then all hold all of it: they must pack the
+        same micro-batches.
+        """
+        groups = self._groups
+        share = range(groups.data_rank, len(entries), groups.data_size)
+        mine = share[groups.context_rank :: groups.context_size]
+        prompts = [self._prompt(entries[index]) for index in mine]
+        generator = None
+        if iteration is not None:
+            rank = dist.get_rank(groups.data_with_context)
+            seed = random.Random(f"{self._args.seed}-{iteration}-{rank}").getrandbits(48)
+            generator = torch.Generator(torch.device(torch.cuda.current_device())).manual_seed(seed)
+        responses = self._sampler.sample(
+            prompts, copies, temperature=self._config.rollout_temperature, generator=generator
+        )
+        asked = [
+            (i, prompt) for i, prompt in zip(mine, prompts, strict=True) for _ in range(copies)
+        ]
+        rollouts = [
+            (prompt, index, self._score(entries[index], response), response)
+            for (index, prompt), response in zip(asked, responses, strict=True)
+        ]
+        return [rollout for part in gather(rollouts, groups.context) for rollout in part]
+
+    def _score(self, entry: dict[str, Any], response: Response) -> float:
+        answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
+        return float(self._dataset.score_answer(answer, entry))
+
+    def _metrics(self, rollouts: Sequence[tuple[Any, int, float, Response]]) -> dict[str, Any]:
+        """Mean score, share of full marks and mean response length over all data-parallel ranks."""
+        rewards = [reward for _, _, reward, _ in rollouts]
+        sums = torch.tensor(
+            [
+                sum(rewards),
+                sum(reward == 1.0 for reward in rewards),
+                sum(len(response.tokens) for *_, response in rollouts),
+                len(rollouts),
+            ],
+            dtype=torch.float64,
+            device=torch.cuda.current_device(),
+        )
+        dist.all_reduce(sums, group=self._groups.data)
+        reward, solved, length, count = sums.tolist()
+        names = ("reward", "solved", "response_length")
+        return dict(zip(names, (each / count for each in (reward, solved, length)), strict=True))

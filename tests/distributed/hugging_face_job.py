@@ -1,0 +1,286 @@
+"""What ranks do with a Hugging Face folder: build the model its config means, load, score, train a step, write it back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_pg import PolicyLossConfig, pack, plan_step
+from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params, torch_block_spec
+from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.batch import PackedBatch
+from tests.oracle import PlainSample
+from tests.random_steps import package_samples
+
+from .models import Sharding, initialize_groups
+
+LEARNING_RATE = 0.5
+FLAGS = """
+    --seq-length 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1 --eval-iters 0
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization --tokenizer-type NullTokenizer
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --moe-token-dispatcher-type alltoall
+    --make-vocab-size-divisible-by 8
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Load `source` at a sharding, write it to `copy`; with `trained`, take a step and write that there."""
+
+    source: Path
+    samples: list[PlainSample]
+    copy: Path | None = None
+    trained: Path | None = None
+    dtype: torch.dtype = torch.float32
+    flags: tuple[str, ...] = ()
+    file_bytes: int = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A rank's part [tokens of its context-parallel rank, columns] of all samples in one pack, at the last stage."""
+
+    tensor_rank: int
+    context_rank: int
+    local: Tensor
+
+
+def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
+    """The logits as loaded and, after it, those of the trained model."""
+    from trainer.hugging_face import load_hugging_face, save_hugging_face
+
+    chunks = build(sharding, job)
+    load_hugging_face(chunks, job.source)
+    logits = [forward(chunks, sharding, job.samples)]
+    if job.copy is not None:
+        save_hugging_face(chunks, job.copy, job.source, job.file_bytes)
+    if job.trained is not None:
+        train_step(chunks, job.samples, vocab_size=vocabulary_size(job.source))
+        logits.append(forward(chunks, sharding, job.samples))
+        save_hugging_face(chunks, job.trained, job.source)
+    return logits
+
+
+def vocabulary_size(source: Path) -> int:
+    from trainer.hugging_face_config import read_config
+
+    return int(read_config(source)["vocab_size"])
+
+
+def parse(sharding: Sharding, job: Job) -> Any:
+    """Megatron's arguments, by its own parser and checks, of the flags that the config means."""
+    from megatron.training import arguments
+    from trainer.hugging_face_config import megatron_arguments_of, read_config
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # validate_args wants it under TP and CP
+    sizes = {
+        "tensor-model-parallel-size": sharding.tensor,
+        "pipeline-model-parallel-size": sharding.pipeline,
+        "context-parallel-size": sharding.context,
+        "expert-model-parallel-size": sharding.expert,
+        "expert-tensor-parallel-size": 1,
+    }
+    if sharding.virtual_pipeline is not None:
+        sizes["num-virtual-stages-per-pipeline-rank"] = sharding.virtual_pipeline
+    words = [word for flag, size in sizes.items() for word in (f"--{flag}", str(size))]
+    words += ["--sequence-parallel"] * sharding.sequence_parallel
+    sys.argv = ["train", *megatron_arguments_of(read_config(job.source)), *FLAGS.split(), *words]
+    sys.argv += job.flags
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints every argument
+        return arguments.validate_args(arguments.parse_args())
+
+
+def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
+    """This rank's chunks under DDP, as Megatron initialises them."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = parse(sharding, job)
+    args.params_dtype = job.dtype
+    initialize_groups(sharding)
+    config = core_transformer_config_from_args(args)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.variable_seq_lengths = sharding.pipeline > 1
+    multiple = args.make_vocab_size_divisible_by * sharding.tensor
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    stages = range(sharding.virtual_pipeline) if sharding.virtual_pipeline else [None]
+    chunks = []
+    for stage in stages:
+        model = GPTModel(
+            config,
+            torch_block_spec(config, stage),
+            vocab_size=-(-args.vocab_size // multiple) * multiple,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(False, vp_stage=stage),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            vp_stage=stage,
+        )
+        chunks.append(
+            DistributedDataParallel(config, ddp_config, model, disable_bucketing=bool(stage))
+        )
+    return chunks
+
+
+def forward(
+    chunks: Sequence[Any], sharding: Sharding, samples: Sequence[PlainSample]
+) -> Logits | None:
+    """All samples in one pack through Megatron's schedule; None on earlier pipeline stages."""
+    groups = ParallelGroups.from_model(chunks)
+    batch = pack(
+        package_samples(samples),
+        cp_rank=groups.context_rank,
+        cp_size=groups.context_size,
+        pad_to_multiple=_pad_to_multiple(sharding),
+    )
+    kept = []
+
+    def keep(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        kept.append(output[0].clone())
+        return output.sum(), {}
+
+    def head(batch: PackedBatch) -> Any:
+        inputs = {
+            "input_ids": batch.tokens[None],
+            "position_ids": batch.position_ids[None],
+            "attention_mask": None,
+            "packed_seq_params": packed_seq_params(batch),
+        }
+        return SimpleNamespace(model_inputs=inputs, loss_func=keep)
+
+    # An interleaved pipeline takes as many micro-batches as it has stages.
+    batches = [batch] * (sharding.pipeline if sharding.virtual_pipeline else 1)
+    with torch.no_grad():
+        run_micro_batches(head, batches, chunks, forward_only=True)
+    return Logits(groups.tensor_rank, groups.context_rank, kept[0]) if kept else None
+
+
+def _pad_to_multiple(sharding: Sharding) -> int:
+    return sharding.context * sharding.tensor if sharding.sequence_parallel else 1
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel], samples: Sequence[PlainSample], *, vocab_size: int
+) -> None:
+    """Plain gradient descent on the policy loss of all samples, in two micro-batches or more."""
+    groups = ParallelGroups.from_model(chunks)
+    mine = package_samples(samples)
+    plan = plan_step(
+        mine,
+        max_tokens_per_microbatch=sum(len(sample.tokens) for sample in samples) // 2,
+        data_parallel_group=groups.data,
+        cp_size=groups.context_size,
+        pad_to_multiple=groups.tensor_size * groups.context_size,
+    )
+    batches = [
+        pack(
+            [mine[index] for index in indices],
+            cp_rank=groups.context_rank,
+            cp_size=groups.context_size,
+            pad_to_multiple=groups.tensor_size * groups.context_size,
+        )
+        for indices in plan.microbatches
+    ]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    step = PolicyStep(PolicyLossConfig(), plan, model=list(chunks), vocab_size=vocab_size)
+    run_micro_batches(step.head, batches, chunks)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter -= LEARNING_RATE * parameter.main_grad
+
+
+def load_errors(sharding: Sharding, jobs: dict[str, Job]) -> dict[str, str]:
+    """What loading says of broken folders and of models that are not theirs, by name."""
+    from trainer.hugging_face import load_hugging_face
+    from trainer.hugging_face_config import WeightsError
+
+    said = {}
+    for name, job in jobs.items():
+        chunks = build(sharding, job)
+        before = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
+        try:
+            load_hugging_face(chunks, job.source)
+        except WeightsError as error:
+            said[name] = str(error)
+        after = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), name
+    return said
+
+
+def save_errors(job: Job, existing: Path) -> str:
+    from trainer.hugging_face import save_hugging_face
+    from trainer.hugging_face_config import WeightsError
+
+    try:
+        save_hugging_face(build(Sharding(pipeline=2), job), existing, job.source)
+    except WeightsError as error:
+        return str(error)
+    return ""
+
+
+def mutants(job: Job) -> dict[str, Logits | None]:
+    """Logits of converters that are wrong, by what they do."""
+    from trainer import hugging_face
+
+    mapping, join = dict(hugging_face.MAPPING), hugging_face._join
+    gate_and_up = mapping["mlp.linear_fc1.weight"]
+    wrong = {
+        "q, k and v one after another": {"_join": lambda parts, groups: join(parts, 1)},
+        "up before gate": {
+            "MAPPING": mapping | {"mlp.linear_fc1.weight": (gate_and_up[0], *gate_and_up[:0:-1])}
+        },
+    }
+    found = {}
+    for name, changes in wrong.items():
+        with mock.patch.multiple(hugging_face, **changes):
+            chunks = build(Sharding(), job)
+            hugging_face.load_hugging_face(chunks, job.source)
+        found[name] = forward(chunks, Sharding(), job.samples)
+    return found
+
+
+def load_by_transformer_engines_names(job: Job) -> Logits | None:
+    """The logits of a model whose parameters are named as those of Transformer Engine's layers, which need a GPU."""
+    from trainer.hugging_face import load_hugging_face
+
+    chunks = build(Sharding(), job)
+    model = chunks[0].module
+    model.named_parameters = lambda: [
+        (_transformer_engines_name(name), parameter)
+        for name, parameter in torch.nn.Module.named_parameters(model)
+    ]
+    load_hugging_face(chunks, job.source)
+    return forward(chunks, Sharding(), job.samples)
+
+
+def _transformer_engines_name(name: str) -> str:
+    """What megatron-core 0.19.2 calls it with `get_gpt_decoder_block_spec(..., use_transformer_engine=True)`."""
+    name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if name.startswith("decoder.layers.1."):  # the dense one: with experts the norm stays by itself
+        name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    return re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.weight)", r"\2\1", name)

@@ -1,0 +1,361 @@
+"""Hugging Face's weights in Megatron's model: held to `transformers`, which shares no code with the converter."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lanes import in_one_lane
+from tests.oracle import Objective, policy_loss
+from tests.random_steps import random_step
+from tests.token_layout import token_layout
+
+from .launch import run_ranks
+from .models import Sharding, relative_error
+
+pytestmark = in_one_lane
+
+VOCABULARY = 61
+"""Neither divisible by the tensor-parallel size nor by what Megatron pads to."""
+SAMPLES = random_step(3, num_samples=8, longest_prompt=6, longest_response=12)
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5, "head_dim": 16}),
+    "llama, one query group": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 moe, weights as they are": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model by name, written by `transformers` when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "_")
+            _write(name, made[name])
+        return made[name]
+
+    return folder_of
+
+
+def _write(name: str, folder: Path) -> None:
+    """Random parameters of the size at which every one of them tells in the logits."""
+    import transformers
+
+    family, changes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**COMMON | changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if "norm" in parameter_name:
+                parameter.copy_(1.0 + 0.2 * values)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * values)
+            else:
+                parameter.copy_(values / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def model_of(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def logits_of(model: Any) -> list[Tensor]:
+    """[total_length, vocabulary] of each sample, alone."""
+    return [model(torch.tensor([sample.tokens])).logits[0] for sample in SAMPLES]
+
+
+def assembled(parts: list[Any], sharding: Sharding) -> list[Tensor]:
+    """The same from the ranks' parts of a pack, by the layout of `tests.token_layout`."""
+    lengths = [len(sample.tokens) for sample in SAMPLES]
+    responses = [sample.response_length for sample in SAMPLES]
+    multiple = sharding.context * sharding.tensor if sharding.sequence_parallel else 1
+    layout = token_layout(lengths, responses, sharding.context, multiple)
+    whole: dict[int, Tensor] = {}
+    for rank, rows in enumerate(layout):
+        mine = sorted(
+            (part for part in parts if part and part.context_rank == rank),
+            key=lambda p: p.tensor_rank,
+        )
+        columns = {part.tensor_rank: part.local for part in mine}
+        logits = torch.cat([columns[number] for number in sorted(columns)], 1)[:, :VOCABULARY]
+        assert len(logits) == len(rows)
+        whole |= {
+            row.token: logits[place] for place, row in enumerate(rows) if row.token is not None
+        }
+    everything = torch.stack([whole[token] for token in range(sum(lengths))])
+    return list(everything.split(lengths))
+
+
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    return relative_error(torch.cat(found), torch.cat(expected))
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
+    }
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    ours, theirs = tensors_of(found), tensors_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name].dtype == theirs[name].dtype
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("llama", Sharding()),
+        ("llama, one query group", Sharding(tensor=2)),
+        ("qwen2", Sharding(tensor=2, sequence_parallel=True)),
+        ("qwen3", Sharding()),
+        ("qwen3", Sharding(pipeline=2)),
+        ("qwen3", Sharding(pipeline=2, virtual_pipeline=2)),
+        ("qwen3 moe", Sharding()),
+        ("qwen3 moe", Sharding(tensor=2, sequence_parallel=True, expert=2)),
+        ("qwen3 moe, weights as they are", Sharding()),
+    ],
+    ids=str,
+)
+def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit(
+    name: str, sharding: Sharding, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from .hugging_face_job import Job, load_and_save
+
+    folder, copy = folder_of(name), tmp_path / "copy"
+    job = Job(folder, SAMPLES, copy, file_bytes=20000)
+    results = run_ranks(load_and_save, sharding.world_size, sharding, job)
+    with torch.no_grad():
+        expected = logits_of(model_of(folder, torch.float32))
+        again = logits_of(model_of(copy, torch.float32))
+    found = assembled([parts[0] for parts in results], sharding)
+    assert largest_error(found, expected) <= 1e-5
+    assert largest_error(again, expected) < 1e-6
+    assert_same_weights(copy, folder)
+    assert len(list(copy.glob("*.safetensors"))) > 1
+    assert json.loads((copy / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    assert (copy / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
+    name: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its gradient by the oracle's loss and autograd through the dense model, in float64 both."""
+    from .hugging_face_job import LEARNING_RATE, Job, load_and_save
+
+    folder, trained = folder_of(name), tmp_path / "trained"
+    sharding = Sharding(tensor=2, context=2, sequence_parallel=True)
+    job = Job(folder, SAMPLES, trained=trained, dtype=torch.float64)
+    results = run_ranks(load_and_save, 4, sharding, job)
+
+    model = model_of(folder, torch.float64)
+    policy_loss(SAMPLES, logits_of(model), Objective()).loss.backward()
+    found = tensors_of(trained)
+    for parameter_name, parameter in model.named_parameters():
+        update = parameter.detach() - found[parameter_name]
+        assert relative_error(update, LEARNING_RATE * parameter.grad) < 1e-6, parameter_name
+
+    with torch.no_grad():
+        before, after = logits_of(model), logits_of(model_of(trained, torch.float64))
+    assert largest_error(assembled([parts[1] for parts in results], sharding), after) < 1e-6
+    assert largest_error(before, after) > 1e-3
+
+
+def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
+    from .hugging_face_job import Job, mutants
+
+    folder = folder_of("llama")
+    with torch.no_grad():
+        expected = logits_of(model_of(folder, torch.float32))
+    (found,) = run_ranks(mutants, 1, Job(folder, SAMPLES))
+    assert len(found) == 2
+    for name, logits in found.items():
+        assert largest_error(assembled([logits], Sharding()), expected) > 1e-2, name
+
+
+def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str], Path]) -> None:
+    """A mixture of experts with a dense layer, under the names that its fused and grouped layers have."""
+    from .hugging_face_job import Job, load_by_transformer_engines_names
+
+    folder = folder_of("qwen3 moe")
+    found = run_ranks(load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
+    with torch.no_grad():
+        expected = logits_of(model_of(folder, torch.float32))
+    assert largest_error(assembled(found, Sharding()), expected) <= 1e-5
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a folder with other tensors."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, folder)
+    tensors = tensors_of(source)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By both stages of a pipeline, the first of which has none of the last layer."""
+    from .hugging_face_job import Job, load_errors, save_errors
+
+    source, last = folder_of("llama"), "model.layers.3.self_attn.k_proj.weight"
+
+    def make(name: str, change: Callable[[dict[str, Tensor]], Any], *flags: str) -> Job:
+        return Job(changed(source, tmp_path / name, change), SAMPLES, flags=flags)
+
+    jobs = {
+        "missing": make("missing", lambda tensors: tensors.pop(last)),
+        "shape": make("shape", lambda tensors: tensors.update({last: torch.zeros(16, 32)})),
+        "left": make("left", lambda t: t.update({last.replace("weight", "bias"): torch.zeros(32)})),
+        "layers": Job(source, SAMPLES, flags=("--num-layers", "2")),
+        "base": Job(source, SAMPLES, flags=("--rotary-base", "10000")),
+        "cut off": make("cut_off", lambda tensors: None),
+    }
+    file = jobs["cut off"].source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    expected = {
+        "missing": f"{last} in {jobs['missing'].source} is missing, and the model needs (32, 32)",
+        "shape": f"{last} in {jobs['shape'].source} is (16, 32), and the model needs (32, 32)",
+        "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the model",
+        "layers": f"model.layers.2.input_layernorm.weight in {source} has no place in the model",
+        "base": "--rotary-base is 10000 in the model, and config.json means 500000",
+        "cut off": f"{file} cannot be read",
+    }
+    for said in run_ranks(load_errors, 2, Sharding(pipeline=2), jobs):
+        assert said.keys() == jobs.keys()
+        for name, words in expected.items():
+            assert words in said[name], said[name]
+    for said in run_ranks(save_errors, 2, Job(source, SAMPLES), tmp_path):
+        assert f"{tmp_path} exists: remove it or name another" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known are LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_a_config_that_no_flags_mean_is_refused(
+    changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from trainer.hugging_face_config import WeightsError, read_config
+
+    config = json.loads((folder_of("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(WeightsError, match=re.escape(words)):
+        read_config(tmp_path)
+
+
+def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
+    """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
+    from trainer.hugging_face_config import megatron_arguments_of, read_config
+
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert " ".join(megatron_arguments_of(read_config(tmp_path))) == (
+        "--num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4 "
+        "--kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960 --position-embedding-type rope "
+        "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-06 --attention-dropout 0.0 "
+        "--hidden-dropout 0.0 --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 "
+        "--moe-layer-freq [1,1,1] --group-query-attention --swiglu --disable-bias-linear --qk-layernorm "
+        "--untie-embeddings-and-output-weights"
+    )
+
+
+def test_the_page_has_every_name() -> None:
+    from trainer.hugging_face_config import ARCHITECTURES, MAPPING
+
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    names = {name for _, *names in MAPPING.values() for name in names}
+    dense = {key for key in MAPPING if "experts" not in key}
+    experts = MAPPING.keys() - dense
+    experts = {key.replace("experts.", "experts.local_experts.E.") for key in experts} | {
+        f"{key}E" for key in experts
+    }
+    for name in (*ARCHITECTURES, *dense, *experts, *names):
+        assert f"`{name}`" in page, name

@@ -1,0 +1,359 @@
+"""examples/trainer from rollout files: its steps, and that a run that goes on equals one that was never stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
+
+from .rollout_run import output_of, wait, write_rollouts
+from .trainer_run import (
+    TRACKER,
+    WHOLE_GROUPS,
+    copy_after_step,
+    end_of,
+    run,
+    start,
+    steps_of,
+    wait_for_steps,
+)
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+
+STEPS = WHOLE_GROUPS + "--train-iters 6 --save-interval 3 "
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 40)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(rollouts: Path) -> Path:
+    folder = rollouts.with_name("uninterrupted")
+    run(rollouts, folder, f"{STEPS}--tensorboard-dir {folder}/tensorboard")
+    return folder
+
+
+@pytest.fixture
+def stopped(uninterrupted: Path, tmp_path: Path) -> Path:
+    """The run as it was when its third step was done."""
+    return copy_after_step(3, uninterrupted, tmp_path / "run")
+
+
+def checkpoints_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("iter_*"))
+
+
+def is_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return len(found) == len(expected) and all(
+        _known(one) == pytest.approx(_known(other), rel=1e-4, abs=1e-5)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _known(step: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in step.items() if value is not None}
+
+
+def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
+    steps = steps_of(uninterrupted)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(10 <= step["docs"] < 14 for step in steps)
+    assert any(step["docs"] > 10 for step in steps)
+    assert sum(step["skipped_rows"] for step in steps) > 0
+    assert all(step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6) for step in steps)
+    assert all(step["grad_norm"] > 0.0 for step in steps)
+    assert all(0.0 <= step["reward"] <= 2.0 for step in steps)
+    # The rate falls to zero over --train-iters, whatever a step holds.
+    assert [step["learning_rate"] for step in steps] == pytest.approx(
+        [1e-2 * (5 - index) / 6 for index in range(6)]
+    )
+    assert checkpoints_of(uninterrupted) == ["iter_0000003", "iter_0000006"]
+    assert (uninterrupted / TRACKER).read_text() == "6"
+
+
+def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(uninterrupted / "tensorboard"))
+    events.Reload()
+    written = [event.value for event in events.Scalars("pg_loss")]
+    assert written == pytest.approx([step["pg_loss"] for step in steps_of(uninterrupted)])
+    assert len(events.Scalars("grad-norm")) == len(events.Scalars("loss-scale")) == 6
+
+
+def test_a_run_goes_on_in_the_middle_of_the_file(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    run(rollouts, stopped, STEPS)
+    assert steps_of(stopped) == steps_of(uninterrupted)
+
+
+def test_exit_interval_ends_a_run_after_a_checkpoint(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    flags = STEPS + "--save-interval 100 "
+    run(rollouts, tmp_path / "run", flags + "--exit-interval 2")
+    assert len(steps_of(tmp_path / "run")) == 2
+    run(rollouts, tmp_path / "run", flags)
+    assert checkpoints_of(tmp_path / "run") == ["iter_0000002", "iter_0000006"]
+    assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"), [(2, "--context-parallel-size 2"), (1, "")], ids=["cp2", "dp1"]
+)
+def test_a_run_of_two_data_parallel_ranks_goes_on_on_others(
+    rollouts: Path, uninterrupted: Path, stopped: Path, world_size: int, flags: str
+) -> None:
+    # The budget changes the order of sums and nothing else, so it may change too.
+    run(rollouts, stopped, f"{STEPS}{flags} --max-tokens-per-microbatch 128", world_size)
+    assert is_close(steps_of(stopped), steps_of(uninterrupted))
+
+
+def test_forgetting_a_part_of_the_checkpoint_is_noticed(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    """The mutant of the tests above: samples that were carried over are lost."""
+    run(rollouts, stopped, STEPS, prepare=_lose_carried_samples)
+    assert not is_close(steps_of(stopped), steps_of(uninterrupted))
+
+
+def _lose_carried_samples(rank: int) -> None:
+    from megatron_pg.step import StepCollector
+
+    load_states = StepCollector.load_states
+
+    def load_less(self: StepCollector, states: Sequence[Any]) -> None:
+        load_states(self, [dataclasses.replace(state, carried=()) for state in states])
+
+    StepCollector.load_states = load_less  # type: ignore[method-assign]
+
+
+def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
+    short = write_rollouts(tmp_path / "short.jsonl", 5)
+    num_rows = len(short.read_text().splitlines())
+    flags = WHOLE_GROUPS + "--train-iters 9 --save-interval 100"
+    for _ in range(2):  # and again, with nothing left to do
+        run(short, tmp_path / "run", flags)
+        steps = steps_of(tmp_path / "run")
+        assert sum(step["docs"] + step["skipped_rows"] for step in steps) == num_rows
+        assert checkpoints_of(tmp_path / "run") == [f"iter_{len(steps):07d}"]
+        assert len(steps) < 9
+
+
+def test_what_megatron_left_of_a_killed_save_is_passed_over(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
+    """A tracker file cut to nothing, and half a checkpoint of the step that comes."""
+    (stopped / TRACKER).write_text("")
+    half = stopped / "iter_0000006"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    (half / "__7_0.distcp").write_bytes(b"of another sharding")
+    run(rollouts, stopped, STEPS)
+    assert steps_of(stopped) == steps_of(uninterrupted)
+    assert not (half / "__7_0.distcp").exists() and (half / "metadata.json").exists()
+
+
+def test_finetune_begins_with_the_weights_alone(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    flags = f"{STEPS}--load {uninterrupted} --finetune"
+    run(rollouts, tmp_path / "run", flags)
+    found, first = steps_of(tmp_path / "run"), steps_of(uninterrupted)
+    assert [step["docs"] for step in found] == [step["docs"] for step in first]
+    assert found[0]["learning_rate"] == first[0]["learning_rate"]
+    # The weights are not those of the beginning.
+    assert abs(found[0]["new_logprobs"] - first[0]["new_logprobs"]) > 1e-3
+    # Started again with the same flags it would begin once more, over what it has done.
+    said = end_of(rollouts, tmp_path / "run", flags)
+    assert "holds the checkpoints of another run: go on with it" in said
+
+
+def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
+    many = write_rollouts(tmp_path / "rollouts.jsonl", 400)
+    first = start(many, tmp_path / "run", STEPS + "--train-iters 1000")
+    try:
+        wait_for_steps(first, tmp_path / "run", 1)
+        for rank in first:  # in the middle of a run, however long the second takes to begin
+            os.kill(rank.pid or 0, signal.SIGSTOP)
+        metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+        assert "another run is writing" in end_of(rollouts, tmp_path / "run", STEPS)
+        assert all(rank.is_alive() for rank in first)
+        assert (tmp_path / "run/metrics.jsonl").read_bytes().startswith(metrics)
+    finally:
+        for rank in first:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--use-distributed-optimizer", "use_distributed_optimizer False and this run has True"),
+        ("--adam-beta2 0.5", "adam_beta2 0.999 and this run has 0.5"),
+        ("--weight-decay 0.5", "start weight decay"),
+        ("--num-query-groups 2 --group-query-attention", "group_query_attention"),
+        ("--norm-epsilon 0.5", "layernorm_epsilon 1e-05 and this run has 0.5"),
+        ("--eps-clip 0.1", "eps_clip 0.2 and this run has 0.1"),
+        ("--docs-per-step 12", "docs_per_step 10 and this run has 12"),
+    ],
+)
+def test_a_run_with_other_settings_does_not_go_on(
+    rollouts: Path, stopped: Path, flags: str, message: str
+) -> None:
+    metrics = (stopped / "metrics.jsonl").read_bytes()
+    assert message in end_of(rollouts, stopped, f"{STEPS}{flags}")
+    assert (stopped / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Path) -> None:
+    (stopped / "other").mkdir()
+    other = stopped / "other" / rollouts.name
+    lines = rollouts.read_text().splitlines(keepends=True)
+    other.write_text("".join([*lines[1:], lines[0]]))
+    assert "error: --rollout-files: file 1 of the 1" in end_of(other, stopped, STEPS)
+
+
+def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
+    """As a pre-training run leaves it, without a place in the rollouts."""
+    run(rollouts, tmp_path / "run", STEPS, prepare=_store_no_place)
+    said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
+    assert "another program and has no place in the rollouts; give --finetune" in said
+
+
+def _store_no_place(rank: int) -> None:
+    from trainer import checkpoint
+
+    checkpoint._store_rollout_state = lambda *_: None
+
+
+def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
+    for path in (stopped / "iter_0000003").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    said = end_of(rollouts, stopped, STEPS)
+    assert f"{stopped}/iter_0000003 cannot be read (rank 0)" in said
+
+
+def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: Path) -> None:
+    flags = STEPS + "--verify-integrity "
+    run(rollouts, tmp_path / "run", flags + "--exit-interval 3")
+    path = tmp_path / "run/iter_0000003/__0_0.distcp"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    said = end_of(rollouts, tmp_path / "run", flags)
+    assert "__0_0.distcp" in said and "error: --load cannot be read" in said
+
+
+def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
+    rollouts: Path, tmp_path: Path
+) -> None:
+    """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
+    folder = tmp_path / "run"
+    said = end_of(rollouts, folder, STEPS, _fail_to_write_metadata)
+    assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
+    assert not (folder / TRACKER).exists()
+
+
+def _fail_to_write_metadata(rank: int) -> None:
+    from megatron.core.dist_checkpointing import serialization
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    serialization.save_config = fail
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--on-bad-row error", "token id of at least 0 and below"),
+        ("--docs-per-step 9", "is cut by the end of a step"),
+        ("--docs-per-step 9 --loss-aggregation sample_mean", "give --keep-prompt-groups"),
+        (WHOLE_GROUPS + "--max-position-embeddings 12", "more than --max-position-embeddings"),
+        (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
+    ],
+)
+def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path, flags: str, message: str
+) -> None:
+    own = "--train-iters 9 --save-interval 9 --seq-length 12 "
+    said = end_of(rollouts, tmp_path / "run", own + flags)
+    assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path, failing: int
+) -> None:
+    prepare = functools.partial(_fail_to_read, failing)
+    whose = "data-parallel rank 1: OSError: " if failing else ""
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare)
+    assert f"error: {whose}[Errno 5] Input/output error" in said
+
+
+def _fail_to_read(failing: int, rank: int) -> None:
+    from megatron_pg.rollout_files import source
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if rank == failing:
+        source.open_rows = fail  # type: ignore[assignment]
+
+
+def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path
+) -> None:
+    said = end_of(rollouts, tmp_path / "run", STEPS, _lack_the_files_on_1)
+    assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
+
+
+def _lack_the_files_on_1(rank: int) -> None:
+    from megatron_pg.rollout_files import source
+
+    def lack(_: Any) -> None:
+        raise FileNotFoundError("--rollout-files: x.jsonl does not exist")
+
+    if rank == 1:
+        source.files_of = lack  # type: ignore[assignment]
+
+
+def test_a_signal_ends_a_run_after_a_checkpoint(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=_slowly)
+    wait_for_steps(ranks, tmp_path / "run", 1)
+    ranks[1].terminate()  # one is enough
+    assert wait(ranks) == [0, 0], output_of(tmp_path / "run").read_text()
+    assert 1 <= len(steps_of(tmp_path / "run")) < 6
+    run(rollouts, tmp_path / "run", STEPS)
+    assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+
+
+def _slowly(rank: int) -> None:
+    """Time for a signal."""
+    import time
+
+    from megatron_pg.step import StepCollector
+
+    collect = StepCollector.collect
+
+    def wait_and_collect(self: StepCollector) -> Any:
+        time.sleep(0.2)
+        return collect(self)
+
+    StepCollector.collect = wait_and_collect  # type: ignore[method-assign]

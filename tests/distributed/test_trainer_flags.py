@@ -1,0 +1,147 @@
+"""The command line of examples/trainer: every flag of Megatron is read, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
+
+from .launch import run_ranks
+from .trainer_run import FLAGS, MODEL
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+
+GIVEN = f"{FLAGS}{MODEL}--train-iters 6 --rollout-files x.jsonl "
+
+REFUSED = {
+    "--train-data-path x": "--train-data-path: samples come from --rollout-files",
+    "--mock-data": "--mock-data: samples come from",
+    "--tokenizer-type NullTokenizer": "--tokenizer-type: samples come from --rollout-files",
+    "--grpo-group-size 4": "--grpo-group-size: Megatron's own RL loop is not run",
+    "--perform-rl-step": "--perform-rl-step: Megatron's own RL loop is not run",
+    "--eval-interval 4": "--eval-interval: there is no validation set",
+    "--skip-train": "--skip-train: there is no validation set",
+    "--global-batch-size 8": "--global-batch-size: a step holds --docs-per-step rollouts",
+    "--micro-batch-size 4": "--micro-batch-size: a step holds --docs-per-step rollouts",
+    "--train-samples 8": "--train-samples: steps are counted here, not samples",
+    "--mtp-num-layers 1": "--mtp-num-layers: the model is a GPTModel",
+    "--use-megatron-fsdp": "--use-megatron-fsdp: the model is wrapped in DDP",
+    "--non-persistent-save-interval 3": "cannot be gone on from",
+    "--no-save-optim": "cannot be gone on from",
+    "--cuda-graph-impl local": "--cuda-graph-impl: its buffers have one size",
+    "--ckpt-format torch": "--ckpt-format torch: checkpoints are read at any sharding",
+    "--hidden-dropout 0.1": "give 0 with --device cpu",
+    "--position-embedding-type yarn": "give one of learned_absolute, rope, none",
+    "--clip-grad nan": "--clip-grad is nan: give a finite number",
+    "--eps-clip inf": "--eps-clip",
+    "--task spell_backward": "give one of --rollout-files and --task",
+    "--save-hf x": "--save-hf x: it is written with the config and tokenizer of --hf-model",
+    "--hf-model nowhere": "there is no nowhere/config.json",
+    "--lr-warmup-iters 6": "--lr-warmup-iters 6 is not below --train-iters 6",
+    "--tensor-model-parallel-size 3": "4 processes cannot be split",
+    "--num-layers 5 --pipeline-model-parallel-size 2": "Megatron refuses these flags",
+    "--loss-aggregation constant": "--loss-aggregation-divisor",
+    "--kl-loss-coef 0.1 --save x": "Megatron refuses these flags: assert args.save_interval is not None",
+}
+
+READ_GROUPS = {
+    # What builds and shards the model, initialises and updates it, and Megatron's loop, which runs unchanged.
+    "transformer configuration",
+    "network size",
+    "Transformer-Engine",
+    "moe",
+    "mla",
+    "regularization",
+    "mixed precision",
+    "training",
+    "profiling",
+    "logging",
+    "learning rate and weight decay",
+    "RNG and initialization",
+    "distributed init",
+    "checkpointing",
+    "experimental",
+    # This package's.
+    "policy loss",
+    "planning",
+    "trainer",
+    # argparse's own.
+    "options",
+    "positional arguments",
+}
+
+
+def parse_each(lines: list[str]) -> list[str]:
+    """What each command line is refused with, or ''; on a forked rank, one after the other."""
+    from trainer.arguments import parse_arguments
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = []
+    for line in lines:
+        sys.argv = ["trainer", *line.split()]
+        try:
+            parse_arguments()
+            found.append("")
+        except (ValueError, NotImplementedError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, str]:
+    lines = ["", *REFUSED]
+    (found,) = run_ranks(parse_each, 1, [GIVEN + line for line in lines])
+    return dict(zip(lines, found, strict=True))
+
+
+def test_the_flags_of_the_tests_are_accepted(messages: dict[str, str]) -> None:
+    assert messages[""] == ""
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_is_not_done_is_refused(flags: str, messages: dict[str, str]) -> None:
+    assert REFUSED[flags] in messages[flags]
+
+
+def test_every_group_of_flags_is_read_or_refused() -> None:
+    """Fails where a release of Megatron brings a group that nobody has decided about."""
+    (found,) = run_ranks(groups_of_flags, 1)
+    refused, titles, kept, missing = found
+    assert set(titles) == READ_GROUPS & set(titles) | refused
+    assert not READ_GROUPS & refused
+    # Misspelt names would refuse nothing.
+    assert not missing, missing
+    assert kept
+
+
+def groups_of_flags() -> tuple[set[str], list[str], list[str], list[str]]:
+    from megatron.training.arguments import add_megatron_arguments
+    from trainer.arguments import _add_flags
+    from trainer.refusals import FLAGS as by_flag
+    from trainer.refusals import GROUPS, KEPT
+
+    parser: Any = _add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    titles = [str(group.title) for group in parser._action_groups if group._group_actions]
+    names = {action.dest for action in parser._actions}
+    missing = [name for name in (*by_flag, *KEPT) if name not in names]
+    return set(GROUPS) & set(titles), titles, list(KEPT), missing
+
+
+def test_help_is_printed() -> None:
+    (text,) = run_ranks(print_help, 1)
+    assert re.search(r"--ref-load FOLDER\s+reference policy", text)
+
+
+def print_help() -> str:
+    from megatron.training.arguments import add_megatron_arguments
+    from trainer.arguments import _add_flags
+
+    parser: Any = _add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return str(parser.format_help())

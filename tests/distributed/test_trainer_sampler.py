@@ -1,0 +1,180 @@
+"""The sampler of examples/trainer, held to `transformers`, which shares no code with it, and on-line steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg.config.versions import has_megatron_training
+
+from .launch import run_ranks
+from .models import Sharding
+from .trainer_run import end_of, run, steps_of
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("reasoning_gym")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+
+VOCABULARY, STOP, LONGEST = 61, 7, 24
+STOPS = list(range(7, 20))
+TASK_FLAGS = "--device cpu --seed 1 --lr 1e-3 --make-vocab-size-divisible-by 16 "
+PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 8, 9, 10, 11], [60], [12, 13, 14, 15]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama, whose answers stop now and then."""
+    path = tmp_path_factory.mktemp("model") / "hf"
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=STOP,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def sample(
+    sharding: Sharding, folder: Path, stops: list[int], seed: int | None
+) -> list[tuple[Any, Any]]:
+    """Tokens and log-probs of two answers to each prompt."""
+    from trainer.hugging_face import load_hugging_face
+    from trainer.sampler import Sampler
+
+    from .hugging_face_job import Job, build
+
+    chunks = build(sharding, Job(folder, []))
+    load_hugging_face(chunks, folder)
+    sampler = Sampler(
+        chunks[0].module, vocab_size=VOCABULARY, stop_tokens=stops, max_new_tokens=LONGEST
+    )
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    found = sampler.sample(PROMPTS, 2, temperature=0.7, generator=generator)
+    return [(response.tokens, response.log_probs) for response in found]
+
+
+@pytest.mark.parametrize(
+    "sharding", [Sharding(), Sharding(tensor=2), Sharding(context=2)], ids=["one", "TP2", "CP2"]
+)
+def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: Sharding) -> None:
+    world_size = sharding.tensor * sharding.context
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for found in run_ranks(sample, world_size, sharding, folder, [STOP], None):
+        for index, prompt in enumerate(PROMPTS):
+            whole = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=LONGEST, pad_token_id=0
+            )[0].tolist()
+            for tokens, log_probs in found[2 * index : 2 * index + 2]:
+                assert tokens == whole[len(prompt) :]
+                assert log_probs == pytest.approx(scores(model, prompt, tokens), abs=1e-4)
+
+
+def test_sampled_tokens_have_their_log_probs(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (found,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 1)
+    (other,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 2)
+    assert [tokens for tokens, _ in found] != [tokens for tokens, _ in other]
+    assert found[0][0] != found[1][0], "answers to one prompt differ"
+    assert len({len(tokens) for tokens, _ in found}) > 1
+    for index, (tokens, log_probs) in enumerate(found):
+        assert not set(STOPS).intersection(tokens[:-1])
+        assert tokens[-1] in STOPS or len(tokens) == LONGEST
+        assert log_probs == pytest.approx(scores(model, PROMPTS[index // 2], tokens), abs=1e-4)
+
+
+def scores(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Log-probs at temperature 0.7 of the whole sequence in one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / 0.7
+    picked = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
+    return [float(value) for value in picked]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "hf"
+    write_model(path)
+    return path
+
+
+def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
+    """A byte tokenizer and a random model: its answers are wrong, and a run that goes on asks and hears the same."""
+    settings = json.dumps({"size": 64, "min_terms": 2, "max_terms": 2}, separators=(",", ":"))
+    flags = (
+        f"--hf-model {models} --task chain_sum --task-settings {settings} --prompts-per-step 4 --samples-per-prompt 3 "
+        "--max-response-tokens 6 --held-out-tasks 4 --train-iters 4 --save-interval 2 --max-tokens-per-microbatch 512 "
+        "--context-parallel-size 2 --entropy-coef 0.01 "
+    )
+    run_task(tmp_path / "whole", flags)
+    steps = steps_of(tmp_path / "whole")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for step in steps)
+    assert all(step["grad_norm"] > 0 and 1 <= step["response_length"] <= 6 for step in steps)
+    run_task(tmp_path / "parts", flags + "--exit-interval 2 ")
+    run_task(tmp_path / "parts", flags)
+    assert steps_of(tmp_path / "parts") == steps
+    lines = (tmp_path / "whole/held_out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sequence-parallel --tensor-model-parallel-size 2", "--sequence-parallel with --task"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size with --task"),
+        ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
+        ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
+        ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),
+        ("--prompts-per-step 20000", "distinct tasks: too few"),
+    ],
+)
+def test_what_the_sampler_cannot_do_is_refused(
+    models: Path, tmp_path: Path, flags: str, message: str
+) -> None:
+    given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
+    assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
+
+
+def run_task(folder: Path, flags: str) -> None:
+    run(None, folder, flags, model="", base=TASK_FLAGS)
+
+
+def write_model(path: Path) -> None:
+    """A random Llama, and a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate([*alphabet, "<|im_end|>"])}
+    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone, eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    tokenizer.save_pretrained(path)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=vocabulary["<|im_end|>"],
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)

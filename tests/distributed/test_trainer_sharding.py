@@ -1,0 +1,126 @@
+"""From rollout files examples/trainer takes the same steps however Megatron shards the model.
+
+A run in one process takes three steps. Each sharding goes on from its checkpoint after the first, with parameters and
+moments cut anew, and takes the other two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
+
+from .rollout_run import write_rollouts
+from .trainer_run import TIMES, WHOLE_GROUPS, copy_after_step, run, steps_of
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+
+STEPS = WHOLE_GROUPS + (
+    "--num-layers 4 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu --ffn-hidden-size 32 "
+    "--qk-layernorm --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --lr-decay-style constant --train-iters 3 --save-interval 1 "
+    # Adam's first steps go by the signs of the gradients: one that is rounding alone would move its parameter. Not
+    # with a large epsilon.
+    "--lr 0.1 --adam-eps 0.1 "
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+
+SHARDINGS = {
+    "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "CP2 recompute": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
+UNLIKE = {*TIMES, "skipped_rows"}
+"""How far ahead of a step the files are read depends on the number of data-parallel ranks."""
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 24)
+
+
+def in_one_process(rollouts: Path, name: str, flags: str) -> Path:
+    folder = rollouts.with_name(name)
+    run(rollouts, folder, flags, 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(rollouts: Path) -> Path:
+    return in_one_process(rollouts, "dense", STEPS)
+
+
+def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """To float32 rounding, metrics of sums of a few hundred terms."""
+    assert len(found) == len(expected) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert one["grad_norm"] > 0.0
+        for name in one.keys() - UNLIKE:
+            assert one[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), name
+
+
+def go_on(rollouts: Path, first: Path, folder: Path, flags: str) -> None:
+    """Steps 2 and 3 on two processes, after the first step of `first`."""
+    copy = copy_after_step(1, first, folder / "run")
+    run(rollouts, copy, flags)
+    assert_same_steps(steps_of(copy), steps_of(first))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_every_sharding_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path, name: str
+) -> None:
+    go_on(rollouts, dense, tmp_path, STEPS + SHARDINGS[name])
+
+
+def test_the_distributed_optimizer_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path
+) -> None:
+    flags = STEPS + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    first = in_one_process(rollouts, "distributed_optimizer", flags)
+    assert_same_steps(steps_of(first), steps_of(dense))
+    go_on(rollouts, first, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", ""], ids=["distributed", "plain"])
+def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts: Path, tmp_path: Path, flags: str) -> None:
+    """Its optimizer has float32 copies of the parameters."""
+    flags = f"{STEPS} --bf16 {flags}"
+    run(rollouts, tmp_path / "uninterrupted", flags)
+    copy = copy_after_step(1, tmp_path / "uninterrupted", tmp_path / "run")
+    run(rollouts, copy, flags)
+    assert steps_of(copy) == steps_of(tmp_path / "uninterrupted")
+
+
+def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path) -> None:
+    """From the beginning: Megatron keeps one optimizer more where experts are parallel."""
+    found = {}
+    for size in (1, 2):
+        folder = tmp_path / f"EP{size}"
+        flags = f"{STEPS}{EXPERTS}--expert-model-parallel-size {size}"
+        run(rollouts, folder, flags, size, prepare=_begin_alike)
+        found[size] = steps_of(folder)
+    assert_same_steps(found[2], found[1])
+
+
+def _begin_alike(rank: int) -> None:
+    """Parameters that depend on their names alone."""
+    from trainer import train
+
+    from megatron_pg.check.sharded_parameters import set_parameters
+
+    provide_model: Any = train.provide_model
+
+    def provide_same_model(*args: Any, **named: Any) -> Any:
+        model = provide_model(*args, **named)
+        set_parameters(model)
+        return model
+
+    train.provide_model = provide_same_model

@@ -1,0 +1,157 @@
+"""Short runs of examples/trainer from a small rollout file, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .launch import fork_server
+from .rollout_run import TIMEOUT_SECONDS, VOCABULARY, output_of, wait
+
+MODEL = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 "
+    f"--vocab-size {VOCABULARY} "
+)
+FLAGS = (
+    "--device cpu --seed 1 --lr 1e-2 --make-vocab-size-divisible-by 16 --max-tokens-per-microbatch 64 "
+    "--loss-aggregation prompt_mean --docs-per-step 10 --docs-per-step-mode exact --on-bad-row skip "
+)
+WHOLE_GROUPS = "--keep-prompt-groups "
+TIMES = ("seconds_rollouts", "seconds_scoring", "seconds_training")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def start(
+    rollouts: Path | None,
+    folder: Path,
+    flags: str,
+    world_size: int = 2,
+    prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
+    base: str = FLAGS,
+) -> list[BaseProcess]:
+    """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
+
+    They are forked from a process that has imported everything, so that a start costs about a second.
+
+    Args:
+        rollouts: None where `flags` say what to train on.
+        flags: after `base` and `model`, so that a later one wins.
+        prepare: called with the rank, in its process, before the program.
+    """
+    context = fork_server()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    files = "" if rollouts is None else f"--rollout-files {rollouts} "
+    own = f"--save {folder} --load {folder} "
+    arguments = (base + model + files + own + flags).split()
+    ranks: list[BaseProcess] = []
+    for rank in range(world_size):
+        places = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        task = (places, arguments, output_of(folder), prepare)
+        ranks.append(context.Process(target=_run_rank, args=task))
+        ranks[-1].start()
+    return ranks
+
+
+def _run_rank(
+    environment: dict[str, str],
+    arguments: list[str],
+    output: Path,
+    prepare: Callable[[int], None] | None,
+) -> None:
+    """The life of one rank."""
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    sys.argv = ["trainer", *arguments]
+    if prepare is not None:
+        prepare(int(environment["RANK"]))
+    from trainer import train
+
+    train.main()
+
+
+def run(
+    rollouts: Path | None,
+    folder: Path,
+    flags: str,
+    world_size: int = 2,
+    prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
+    base: str = FLAGS,
+) -> str:
+    """The output of a run that must succeed."""
+    codes = wait(start(rollouts, folder, flags, world_size, prepare, model, base))
+    output = output_of(folder).read_text()
+    assert not any(codes), f"{codes}\n{output}"
+    return output
+
+
+def end_of(
+    rollouts: Path | None,
+    folder: Path,
+    flags: str,
+    prepare: Callable[[int], None] | None = None,
+    model: str = MODEL,
+    base: str = FLAGS,
+) -> str:
+    """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
+    ranks = start(rollouts, folder, flags, 2, prepare, model, base)
+    for rank in ranks:
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    said = output_of(folder).read_text()
+    assert "Traceback" not in said, said
+    return said
+
+
+def wait_for_steps(ranks: list[BaseProcess], folder: Path, number: int) -> None:
+    """Returns once that many steps are logged.
+
+    Raises:
+        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
+    """
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(steps_of(folder)) < number:
+        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
+            said = output_of(folder).read_text()
+            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
+        time.sleep(0.005)
+
+
+def copy_after_step(step: int, folder: Path, copy: Path) -> Path:
+    """A run that has taken `step` of another run's steps, and left a checkpoint after it."""
+    copy.mkdir(parents=True)
+    name = f"iter_{step:07d}"
+    shutil.copytree(folder / name, copy / name)
+    (copy / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes())
+    (copy / TRACKER).write_text(str(step))
+    return copy
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without their times."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) | dict.fromkeys(TIMES) for line in lines if line.endswith("\n")]

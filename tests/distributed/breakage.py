@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import pytest
 Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
 
+PER_TOKEN, PER_MICRO_BATCH = "per token", "per micro-batch"
+
 GROUPS: dict[str, tuple[int, str]] = {
     "DP2": (2, ""),
     "CP2": (2, "--context-parallel-size 2"),
     "TP2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2": (2, "--tensor-model-parallel-size 2"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
     "PP2 VPP2": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
     "EP2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
@@ -92,6 +96,7 @@ def with_argument(
     right = getattr(owner, name)
     signature = inspect.signature(right)
 
+    @functools.wraps(right)  # Megatron keeps attributes at functions
     def wrong(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
         bound.apply_defaults()

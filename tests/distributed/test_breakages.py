@@ -13,13 +13,17 @@ from .launch import run_ranks
 pytestmark = in_one_lane
 
 SOUND = {
-    "TP2": (2, "--tensor-model-parallel-size 2"),
     "TP2 SP CP2": (
         4,
         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
     ),
     "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "DP2 average in collective": (2, "--average-in-collective"),
+    "TP2 SP experts": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+        "--expert-tensor-parallel-size 2",
+    ),
 }
 """Shardings that are right, beside those of the groups, which are run unbroken too."""
 

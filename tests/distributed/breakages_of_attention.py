@@ -1,7 +1,7 @@
-"""Megatron broken inside the model: attention, positions, tensor, pipeline and expert parallelism, recomputation.
+"""Megatron broken where tokens meet: positions, attention, sums over sequences.
 
-The reference of `megatron-pg check` runs the same classes, one sequence at a time and without sharding: a breakage
-here says by the size of a group, or by there being several sequences, that it leaves that alone.
+The reference of `megatron-pg check` runs the same classes, one sequence at a time and without sharding: a breakage of a
+model says by the size of a group, or by there being several sequences, that it leaves that alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel import layers, mappings, random
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_pg.check.options import has_transformer_engine
@@ -26,8 +22,10 @@ from megatron_pg.loss.sequence import SequenceReduction
 from megatron_pg.megatron.cpu import attention
 from megatron_pg.step.token_window import local_positions
 
-from .breakage import Patch, breakage, with_argument, wrap
+from .breakage import Patch, breakage, wrap
 
+POSITIONS = 128
+"""No more than the learned ones of the check's model."""
 TILE = 32
 """Keys that one tile of an attention kernel holds, and no more than one of the CPU's long sequences."""
 
@@ -102,9 +100,11 @@ def position_ids_are_those_within_the_rank(patch: Patch) -> None:
 
 @breakage("DP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_run_on_over_the_sequences(patch: Patch) -> None:
-    position_ids(
-        patch, lambda right, packed: torch.arange(right.size(1), device=right.device)[None]
-    )
+    def wrong(right: Tensor, packed: PackedSeqParams) -> Tensor:
+        # No further than the model has positions.
+        return torch.arange(right.size(1), device=right.device)[None] % POSITIONS
+
+    position_ids(patch, wrong)
 
 
 @breakage("CP2", "position", fails="tied", passes="loss only|end to end")
@@ -188,168 +188,3 @@ def sums_over_sequences_are_of_this_rank_alone(patch: Patch) -> None:
         return right(type(reduction)(reduction.window_segment_ids, reduction.num_samples), rows)
 
     wrap(patch, SequenceReduction, "sums", sums)
-
-
-# Tensor parallelism
-
-SHARDS = ("embedding", "output.layer", "tensor-parallel rank 1")
-
-
-def tensor_rank() -> int:
-    return parallel_state.get_tensor_model_parallel_rank()
-
-
-def tensor_size() -> int:
-    return parallel_state.get_tensor_model_parallel_world_size()
-
-
-@breakage("TP2 SP", *SHARDS, passes="loss only")
-def embedding_is_one_id_off_on_the_second_rank(patch: Patch) -> None:
-    def forward(right, embedding, input_ids):  # type: ignore[no-untyped-def]
-        shift = tensor_rank()  # 0 where there is one rank
-        embedding.vocab_start_index += shift
-        output = right(embedding, input_ids)
-        embedding.vocab_start_index -= shift
-        return output
-
-    wrap(patch, layers.VocabParallelEmbedding, "forward", forward)
-
-
-def built(patch: Patch, change: Callable[[Any], None]) -> None:
-    """Has every sharded GPTModel changed once it is built."""
-
-    def init(right, model, *args, **keywords):  # type: ignore[no-untyped-def]
-        right(model, *args, **keywords)
-        change(model)
-
-    wrap(patch, GPTModel, "__init__", init)
-
-
-@breakage("TP2 SP", *SHARDS, passes="loss only")
-def output_layer_is_one_id_off_on_the_second_rank(patch: Patch) -> None:
-    def change(model: Any) -> None:
-        if tensor_rank() == 1:
-            model.output_layer.register_forward_hook(
-                lambda layer, inputs, output: (output[0].roll(1, -1), *output[1:])
-            )
-
-    built(patch, change)
-
-
-class Done:
-    """A collective's handle."""
-
-    def wait(self) -> None: ...
-
-
-@breakage("TP2 SP", "tensor-parallel", passes="loss only")
-def input_gradients_of_columns_are_not_reduced(patch: Patch) -> None:
-    def reduce_scatter(output: Tensor, whole: Tensor, *, group: Any, **_: Any) -> Done:
-        output.copy_(whole.chunk(group.size())[group.rank()])
-        return Done()
-
-    patch.setattr(layers, "dist_reduce_scatter_func", reduce_scatter)
-
-
-@breakage("TP2 SP", "loss is right|loss-only rows pass", passes="loss only")
-def rows_are_averaged_over_tensor_parallelism(patch: Patch) -> None:
-    def reduce(right, tensor, *args, **keywords):  # type: ignore[no-untyped-def]
-        return right(tensor, *args, **keywords) / tensor_size()
-
-    wrap(patch, layers, "reduce_scatter_to_sequence_parallel_region", reduce)
-
-
-# Pipelines
-
-
-def each_message(patch: Patch, argument: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Has stages send something else."""
-
-    def changed(message: Tensor | None) -> Tensor | None:
-        return None if message is None else change(message)
-
-    with_argument(patch, P2PCommunicator, "_communicate", argument, changed)
-
-
-@breakage("PP2", "pipeline|stage", "activation")
-def stage_sends_the_activation_before(patch: Patch) -> None:
-    kept: list[Tensor] = []
-
-    def change(message: Tensor) -> Tensor:
-        stale = message.detach().clone()
-        if kept:
-            before, count = kept.pop(), message.size(0)
-            stale.zero_()[: before.size(0)] = before[:count]
-        kept.append(message.detach().clone())
-        return stale
-
-    each_message(patch, "tensor_send_next", change)
-
-
-@breakage("PP2", "stage 0", "2 times", passes="loss only")
-def gradient_is_sent_back_twice_as_large(patch: Patch) -> None:
-    each_message(patch, "tensor_send_prev", lambda message: 2.0 * message)
-
-
-# Experts
-
-
-@breakage("EP2", "expert", passes="loss only")
-def gradients_of_tokens_at_other_experts_are_lost(patch: Patch) -> None:
-    right = mappings._AllToAll.backward
-
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        group, whole, *rest = right(ctx, *gradients)
-        sizes = ctx.input_split_sizes
-        if sizes is not None and ctx.group.size() > 1:
-            mine = ctx.group.rank()
-            parts = [
-                part if rank == mine else torch.zeros_like(part)
-                for rank, part in enumerate(whole.split([int(size) for size in sizes]))
-            ]
-            whole = torch.cat(parts)
-        return group, whole, *rest
-
-    patch.setattr(mappings._AllToAll, "backward", staticmethod(backward))
-
-
-def auxiliary_scale(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    """Has the schedule give another scale to the auxiliary loss."""
-    right = MoEAuxLossAutoScaler.set_loss_scale
-    patch.setattr(
-        MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda scale: right(change(scale)))
-    )
-
-
-@breakage("EP2", "auxiliary", fails="auxiliary loss", passes="gradient")
-def auxiliary_loss_is_dropped(patch: Patch) -> None:
-    auxiliary_scale(patch, lambda scale: 0.0 * scale)
-
-
-@breakage("CP2 experts", "auxiliary", fails="auxiliary loss", passes="gradient")
-def auxiliary_loss_has_the_context_parallel_factor_twice(patch: Patch) -> None:
-    auxiliary_scale(patch, lambda scale: context_size() * scale)
-
-
-@breakage("CP2 experts", "auxiliary", fails="auxiliary loss", passes="gradient|per micro-batch")
-def auxiliary_loss_is_not_scaled_by_tokens(patch: Patch) -> None:
-    def attach(right, router, *args, **keywords):  # type: ignore[no-untyped-def]
-        kept, router.calculate_per_token_loss = router.calculate_per_token_loss, False
-        result = right(router, *args, **keywords)
-        router.calculate_per_token_loss = kept
-        return result
-
-    wrap(patch, TopKRouter, "attach_and_log_load_balancing_loss", attach)
-
-
-# Recomputation
-
-
-@breakage("DP2", "recomput", fails="recompute", passes="gradient")
-def activations_are_recomputed_from_another_input(patch: Patch) -> None:
-    def detach_variable(right, inputs):  # type: ignore[no-untyped-def]
-        first, *rest = right(inputs)
-        other = (1.1 * first).detach().requires_grad_(first.requires_grad)
-        return other, *rest
-
-    wrap(patch, random, "detach_variable", detach_variable)

@@ -41,7 +41,7 @@ case " $* " in
             --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"size":1024}'   # two digits
             --prompts-per-step 4 --samples-per-prompt 4 --max-response-tokens 5 --held-out-tasks 32   # 16 answers a step
             --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
-            --lr 3e-5 --train-iters 40         # steps, at most
+            --lr 5e-6 --lr-warmup-iters 4 --train-iters 40   # at 3e-5 without warm-up every answer was the same after a step
         )
         ;;
 esac

@@ -182,6 +182,11 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
         lambda f: (
             "the first step of each model passes and those after it fail: gradients of the step before are left over "
             "(zero_grad_buffer)"
+            + (
+                ", or a reduction starts before the last micro-batch: run without --overlap-grad-reduce to tell them apart"
+                if f.options.overlap_grad_reduce
+                else ""
+            )
         ),
     ),
     (_follows, lambda f: "follows the gradient rows of this model and loss mode"),

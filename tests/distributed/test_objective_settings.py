@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
 from tests.oracle import PlainSample
 from tests.random_steps import float32
@@ -128,7 +129,8 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
         comparison = compare(found, expected)
         assert comparison.passed, str(comparison)
         config = SettingsRun(name=name).config
-        assert set(metric_names(config)) <= set(found.metrics)
+        # A step reports one of the three sums of the checksum.
+        assert set(metric_names(config)) - set(CHECKSUMS[1:]) <= set(found.metrics)
         assert any(gradient.abs().max() > 0 for gradient in found.gradients.values())
     first, second = outcomes[name][0]
     assert first.metrics["loss"] != second.metrics["loss"]

@@ -1,0 +1,100 @@
+"""examples/trainer and its rollout files: their formats, what they lack, and what may change when a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_pg.config.versions import has_megatron_training
+
+from .rollout_rows import write_rollouts
+from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
+
+STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 30)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(rollouts: Path) -> Path:
+    run(rollouts, rollouts.with_name("uninterrupted"), STEPS)
+    return rollouts.with_name("uninterrupted")
+
+
+@pytest.mark.parametrize(("rows", "message"), [(20, "20 bad rows skipped"), (0, "(no rows)")])
+def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, message: str) -> None:
+    """A misspelt column makes every row a bad one, which --on-bad-row skip passes over."""
+    row = {"prompt_ids": [1], "response_id": [2], "reward": 1.0, "group_index": 0}
+    path = tmp_path / "misnamed.jsonl"
+    path.write_text((json.dumps(row) + "\n") * rows)
+    said = end_of(path, tmp_path / "run", STEPS)
+    assert f"{path}: no sample in them" in said and message in said
+
+
+def test_parquet_gives_the_steps_of_json_lines(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    parquet = tmp_path / "rollouts.parquet"
+    # Row groups smaller than a step.
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet, row_group_size=7)
+    run(parquet, tmp_path / "run", STEPS)
+    assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+
+
+def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:
+    """The rollout engine's log-probs are far off in half of the answers, and those are rejected."""
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    for index, row in enumerate(rows):
+        shift = 2.0 * (index % 2)
+        row["rollout_log_probs"] = [value - shift for value in row["log_probs"]]
+    far = tmp_path / "far.jsonl"
+    far.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = (
+        "--train-iters 1 --save-interval 1 --loss-aggregation token_mean --use-geometric-rejection "
+    )
+    first = {}
+    for denominator in ("original", "accepted"):
+        own = f"{WHOLE_GROUPS}{flags}--rejection-denominator {denominator}"
+        run(far, tmp_path / denominator, own)
+        (first[denominator],) = steps_of(tmp_path / denominator)
+        assert first[denominator]["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
+    # The same tokens are kept; only T, what their sum is divided by, differs.
+    original, accepted = first["original"], first["accepted"]
+    ratio = original["num_tokens"] / accepted["num_tokens"]
+    assert ratio > 1.3
+    for name in ("pg_loss", "grad_norm"):
+        assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
+
+
+def test_a_run_goes_on_with_more_rollouts_in_another_folder(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
+    moved = tmp_path / "moved" / rollouts.name
+    moved.parent.mkdir()
+    moved.write_text(rollouts.read_text() + rollouts.read_text().splitlines()[0])
+    run(moved, stopped, STEPS)
+    assert steps_of(stopped) == steps_of(uninterrupted)
+
+
+def test_a_run_goes_on_with_other_micro_batches(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """The budget changes the order of sums and nothing else, so it may change."""
+    stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
+    run(rollouts, stopped, STEPS + " --max-tokens-per-microbatch 128")
+    for found, expected in zip(steps_of(stopped), steps_of(uninterrupted), strict=True):
+        known = {name: value for name, value in expected.items() if value is not None}
+        assert {name: found[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-5)

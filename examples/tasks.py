@@ -85,8 +85,8 @@ class Tasks:
         self._text = dict(enumerate(texts, END + 1))
         self._token = {text: token for token, text in self._text.items()}
         self.vocabulary_size = END + 1 + len(texts)
-        self.longest_prompt = max(len(self.prompt(entry)) for entry in entries)
-        self.longest_answer = max(len(entry["answer"]) for entry in entries) + 1
+        self._longest_prompt = max(len(self.prompt(entry)) for entry in entries)
+        self._longest_answer = max(len(entry["answer"]) for entry in entries) + 1
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def _epoch(self, number: int) -> list[Entry]:
@@ -96,6 +96,10 @@ class Tasks:
         """Batch `number` of training tasks, decided by the seed and that number alone; every epoch is shuffled anew."""
         epoch, index = divmod(number, len(self._training) // size)
         return self._epoch(epoch)[index * size : (index + 1) * size]
+
+    def longest_sequence(self, max_response_length: int) -> int:
+        """Tokens of a prompt and an answer, sampled or imitated, at most: a stutter adds 6, fewer than are kept for it."""
+        return self._longest_prompt + max(max_response_length, self._longest_answer) + 8
 
     def prompt(self, entry: Entry) -> list[int]:
         """The tokens of a question, and the separator."""

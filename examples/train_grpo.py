@@ -136,7 +136,7 @@ class Run:
             config,
             torch_block_spec(config),
             vocab_size=-(-self.tasks.vocabulary_size // size) * size,
-            max_sequence_length=self.tasks.longest_prompt + self.args.max_response_len + 8,
+            max_sequence_length=self.tasks.longest_sequence(self.args.max_response_len),
         ).to(self.device)
         ddp_config = megatron_ddp.DistributedDataParallelConfig()
         return megatron_ddp.DistributedDataParallel(config, ddp_config, model)

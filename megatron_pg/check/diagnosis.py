@@ -35,6 +35,14 @@ def _is_not_finite(f: Finding) -> bool:
     return not math.isfinite(f.row.gradient_error) or not math.isfinite(f.row.common_ratio)
 
 
+def _left_over(f: Finding) -> str:
+    early = ", or a reduction starts before the last micro-batch (run it without --overlap-grad-reduce to tell them apart)"
+    return (
+        "the first step of each model passes and those after it fail: gradients of the step before are left over "
+        f"(zero_grad_buffer){early * f.options.overlap_grad_reduce}"
+    )
+
+
 def _follows(f: Finding) -> bool:
     gradient = f.same(f.row.model)
     return f.row.what != "gradient" and gradient is not None and not gradient.passed
@@ -177,18 +185,7 @@ def _at(f: Finding) -> str:
 
 DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] = (
     (_is_not_finite, lambda f: f"not finite in {f.row.worst_parameter} on rank {f.row.worst_rank}"),
-    (
-        lambda f: f.is_left_over,
-        lambda f: (
-            "the first step of each model passes and those after it fail: gradients of the step before are left over "
-            "(zero_grad_buffer)"
-            + (
-                ", or a reduction starts before the last micro-batch: run without --overlap-grad-reduce to tell them apart"
-                if f.options.overlap_grad_reduce
-                else ""
-            )
-        ),
-    ),
+    (lambda f: f.is_left_over, _left_over),
     (_follows, lambda f: "follows the gradient rows of this model and loss mode"),
     (lambda f: f.row.gradients_agree and not f.row.loss_agrees, _reported_loss),
     (lambda f: not f.row.norm_agrees, _gradient_norm),

@@ -15,6 +15,7 @@ import resource
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -136,8 +137,9 @@ def compare(folder: Path, moments: list[Moment]) -> None:
         _fail(folder / "interrupted", f"metrics differ: {found} and uninterrupted {expected}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(compare: Callable[[Path, list[Moment]], None], description: str | None) -> None:
+    """The command line of a program's kill test."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--moments", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -148,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, __doc__)

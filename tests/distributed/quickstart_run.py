@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -40,14 +41,16 @@ def start_script(
     run_dir: Path,
     world_size: int = 2,
     prepare: Callable[[int], None] | None = None,
+    program: str = "train_grpo",
 ) -> list[BaseProcess]:
-    """The training script's ranks; what they print goes to a file beside the run's folder.
+    """The ranks of a program; what they print goes to a file beside the run's folder.
 
     They are forked from a process that has imported everything, so that a start costs about a second.
 
     Args:
         arguments: of the script.
-        prepare: called with the rank, in its process, before the script.
+        prepare: called with the rank, in its process, before the program.
+        program: the module whose `main` it is.
     """
     context = fork_server()
     with socket.socket() as free:
@@ -62,7 +65,7 @@ def start_script(
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        task = (own, arguments, output_of(run_dir), prepare)
+        task = (own, arguments, output_of(run_dir), prepare, program)
         ranks.append(context.Process(target=_run_rank, args=task))
         ranks[-1].start()
     return ranks
@@ -73,6 +76,7 @@ def _run_rank(
     arguments: list[str],
     output: Path,
     prepare: Callable[[int], None] | None,
+    program: str,
 ) -> None:
     """The life of one rank."""
     os.environ.update(environment)
@@ -80,12 +84,10 @@ def _run_rank(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    sys.argv = ["train_grpo.py", *arguments]
+    sys.argv = [program, *arguments]
     if prepare is not None:
         prepare(int(environment["RANK"]))
-    import train_grpo
-
-    train_grpo.main()
+    importlib.import_module(program).main()
 
 
 def wait(ranks: list[BaseProcess]) -> list[int]:

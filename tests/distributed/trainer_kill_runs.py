@@ -5,15 +5,12 @@ python -m tests.distributed.trainer_kill_runs --moments 10 --seed 0
 
 from __future__ import annotations
 
-import argparse
 import functools
 import resource
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from .kill_runs import LONGEST_DELAY, NUM_STEPS, WORLD_SIZE, Moment, random_moments, send_signal
+from .kill_runs import LONGEST_DELAY, NUM_STEPS, WORLD_SIZE, Moment, main, send_signal
 from .quickstart_run import output_of, wait
 from .rollout_rows import write_rollouts
 from .trainer_run import WHOLE_GROUPS, run, start, steps_of, wait_for_steps
@@ -79,16 +76,5 @@ def compare(folder: Path, moments: list[Moment]) -> None:
         raise RuntimeError(f"metrics differ: {found} and uninterrupted {expected}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--moments", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), random_moments(args.moments, args.seed))
-    print(f"{args.moments} moments: metrics equal, {time.monotonic() - started:.0f} s")
-
-
 if __name__ == "__main__":
-    main()
+    main(compare, __doc__)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .launch import fork_server
-from .quickstart_run import TIMEOUT_SECONDS, output_of, wait
+from .quickstart_run import TIMEOUT_SECONDS, output_of, start_script, wait
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -44,53 +38,15 @@ def start(
 ) -> list[BaseProcess]:
     """The ranks of a run that writes to `folder` and goes on from what is there; what they print goes beside it.
 
-    They are forked from a process that has imported everything, so that a start costs about a second.
-
     Args:
         rollouts: None where `flags` say what to train on.
         flags: after `base` and `model`, so that a later one wins.
         prepare: called with the rank, in its process, before the program.
     """
-    context = fork_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
     files = "" if rollouts is None else f"--rollout-files {rollouts} "
     own = f"--save {folder} --load {folder} "
     arguments = (base + model + files + own + flags).split()
-    ranks: list[BaseProcess] = []
-    for rank in range(world_size):
-        places = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        task = (places, arguments, output_of(folder), prepare)
-        ranks.append(context.Process(target=_run_rank, args=task))
-        ranks[-1].start()
-    return ranks
-
-
-def _run_rank(
-    environment: dict[str, str],
-    arguments: list[str],
-    output: Path,
-    prepare: Callable[[int], None] | None,
-) -> None:
-    """The life of one rank."""
-    os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
-    sys.argv = ["trainer", *arguments]
-    if prepare is not None:
-        prepare(int(environment["RANK"]))
-    from trainer import train
-
-    train.main()
+    return start_script(arguments, folder, world_size, prepare, "trainer.train")
 
 
 def run(

@@ -1,0 +1,16 @@
+"""This package inside trainers that are there already: what they load by import path, entry point or class name.
+
+    --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
+
+Importing this needs nothing of theirs.
+"""
+
+from megatron_pg.integrations.reducers import (
+    DIVISOR_VARIABLE,
+    constant,
+    prompt_mean,
+    sample_mean,
+    token_mean,
+)
+
+__all__ = ["DIVISOR_VARIABLE", "constant", "prompt_mean", "sample_mean", "token_mean"]

@@ -7,7 +7,6 @@ imported, so that asking costs nothing and needs none of what they import.
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import importlib.util
 import io
@@ -17,6 +16,9 @@ from pathlib import Path
 
 Sources = Mapping[str, Mapping[str, str]]
 """By file of the trainer's package, by function (`Class.method`): the fingerprint of its source."""
+
+_accepted: set[str] = set()
+"""The packages that were asked about in this process: an edit of the checkout is not to stop a run half-way."""
 
 
 def fingerprint(source: str) -> str:
@@ -58,7 +60,6 @@ def source_of(path: Path, name: str) -> str | None:
     return "".join(line.removeprefix(indent) for line in lines[first - 1 : node.end_lineno])
 
 
-@functools.cache
 def package_folder(package: str) -> Path:
     """The folder of a package that can be imported; it is not imported.
 
@@ -103,9 +104,12 @@ def refuse_unknown_source(
     Raises:
         ValueError: unknown version: which functions differ, and the command that proves them.
     """
+    if package in _accepted:
+        return
     found = found_sources(package_folder(package), expected)
     mine = combined(found)
     if found == expected or mine == proven_here:
+        _accepted.add(package)
         return
     differing = [
         f"{name} ({package}/{file})"
@@ -117,5 +121,5 @@ def refuse_unknown_source(
         f"unknown version of {package}: {', '.join(differing)} not as in commit {proven_with}, with which the divisors "
         f"were proven exact. Run the proof on yours, in a checkout of megatron_pg: `TRAINERS=<the folder that holds your "
         f"{package} checkout, named {package}> bash ci/trainers.sh`. If it passes, say so in the YAML of "
-        f"--custom-config-path: `megatron_pg_proven_source: {mine}`"
+        f'--custom-config-path: `megatron_pg_proven_source: "{mine}"`'
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.training.global_vars import set_args
 
 from megatron_pg.integrations import miles as integration
 from megatron_pg.integrations.source_fingerprints import combined, found_sources
@@ -58,6 +57,8 @@ KEYS = (
 def all_cases() -> dict[Case, Steps]:
     """Every case of as many ranks as there are, in one process each."""
     enable_cpu_runtime()
+    from megatron.training.global_vars import set_args
+
     modules = trees.use("miles", [f"miles.{name}" for name in MODULES])
     conversion, megatron_parallel, parallel, data, cp_utils, loss, store, types, groups = modules
     store.init_instance(Args(object_store_backend="ray"))

@@ -4,8 +4,8 @@
 #   TRAINERS=/folder bash ci/trainers.sh           # /folder/slime, /folder/miles, ...: checkouts that are there already
 #   bash ci/trainers.sh --clone /folder            # clone the commits below into a folder first, where it has none
 #
-# Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh; Megatron-Core has
-# to be one with megatron.training (Python 3.12).
+# Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
+# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has megatron_pg[test] already.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,9 +29,11 @@ if [ -z "${TRAINERS:-}" ] || [ ! -d "$TRAINERS" ]; then
 fi
 TRAINERS="$(cd "$TRAINERS" && pwd)"
 export TRAINERS OMP_NUM_THREADS=1
-source ci/environment.sh
-make_environment test
+if [ -z "${VENV_PYTHON:-}" ]; then
+    source ci/environment.sh
+    make_environment test
+fi
 for path in "$TRAINERS"/*/; do
     echo "$(basename "$path"): $(git -C "$path" rev-parse --short HEAD 2>/dev/null || echo 'no git checkout')"
 done
-"$VENV_PYTHON" -m pytest -q -rsP --no-header tests/trainers "$@" | tee "$TRAINERS/proof.log" | grep -v '^[-_]* *\(Captured\|test_\)'
+"$VENV_PYTHON" -m pytest -q -rs --no-header --show-capture=all -s tests/trainers "$@"

@@ -93,6 +93,9 @@ def _cpu(accelerator: Any) -> Any:
     class Cpu(accelerator.Accelerator):
         name = device_type = "cpu"
 
+        def is_available(self) -> bool:
+            return True
+
         def device(self, index: Any = None) -> torch.device:
             return torch.device("cpu")
 

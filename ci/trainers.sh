@@ -36,4 +36,5 @@ fi
 for path in "$TRAINERS"/*/; do
     echo "$(basename "$path"): $(git -C "$path" rev-parse --short HEAD 2>/dev/null || echo 'no git checkout')"
 done
-"$VENV_PYTHON" -m pytest -q -rs --no-header --show-capture=all -s tests/trainers "$@"
+# What the proof found, a line each; the trainers' own warnings go to stderr.
+"$VENV_PYTHON" -m pytest -q -rs --no-header -W ignore --capture=no tests/trainers "$@"

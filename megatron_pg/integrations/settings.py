@@ -20,18 +20,11 @@ def find_divisor(args: Any, path: str) -> float:
     Raises:
         ValueError: neither gives L, both give different ones, or it is no number.
     """
-    text = os.environ.get(DIVISOR_VARIABLE)
-    try:
-        of_environment = None if text is None else float(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{DIVISOR_VARIABLE} is {text!r}: expected a number of tokens above 0"
-        ) from error
     given = {
-        DIVISOR_VARIABLE: of_environment,
+        DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE),
         "--loss-aggregation-divisor": getattr(args, "loss_aggregation_divisor", None),
     }
-    found = {source: value for source, value in given.items() if value is not None}
+    found = {source: _number(source, text) for source, text in given.items() if text is not None}
     if not found:
         raise ValueError(
             f"{path} has no divisor: set {DIVISOR_VARIABLE} in the environment of the training processes, or "
@@ -43,3 +36,11 @@ def find_divisor(args: Any, path: str) -> float:
             f"{path} has two divisors, {' and '.join(f'{k}={v:g}' for k, v in found.items())}: give one"
         )
     return next(iter(found.values()))
+
+
+def _number(source: str, text: Any) -> float:
+    """YAML reads 8e3 as text, and the environment knows nothing else."""
+    try:
+        return float(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} is {text!r}: expected a number of tokens above 0") from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -89,11 +90,11 @@ def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, 
         data_parallel_group=data_parallel_group(),
         allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
     )
-    theirs = rollout_data["rollout_mask_sums"]
-    ours = torch.empty(len(theirs), dtype=torch.float64)
+    masks = rollout_data["loss_masks"]
+    ours = torch.empty(len(masks), dtype=torch.float64)
     for of_step, values in zip(indices, sums, strict=True):
         ours[of_step] = values
-    rollout_data["rollout_mask_sums"] = ours.to(theirs)
+    rollout_data["rollout_mask_sums"] = ours.to(masks[0].device, torch.float32)
 
 
 prompt_mean = functools.partial(_postprocess, "prompt_mean")
@@ -143,7 +144,7 @@ def _steps(
             active,
             groups,
             rollout_data["rollout_ids"],
-            rollout_data["sample_indices"],
+            rollout_data.get("sample_indices", range(len(active))),
             prompts,
             strict=True,
         )
@@ -160,7 +161,8 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
     field, divisor = ("sample_indices", args.n_samples_per_prompt) if key is None else (key, 1)
     if field not in rollout_data:
         raise ValueError(
-            f"loss_aggregation_group_key {key}: slime's rollout data has no such field; it has {', '.join(rollout_data)}"
+            f"{SLIME.path('prompt_mean')}: slime's rollout data has no field {field} to tell prompt groups by; it has "
+            f"{', '.join(rollout_data)}. Name one with loss_aggregation_group_key in --custom-config-path"
         )
     values = list(rollout_data[field])
     for number, value in enumerate(values):
@@ -175,11 +177,14 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
 
 def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
     """A hash of each sample's prompt tokens, which are brought to the host in one transfer."""
-    tokens = iter(torch.cat(list(rollout_data["tokens"])).tolist())
-    hashes = []
-    for length, response in zip(
-        rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True
-    ):
-        of_sample = [next(tokens) for _ in range(length)]
-        hashes.append(hash(tuple(of_sample[: length - response])))
-    return hashes
+    prompts = [
+        tokens[: total - response]
+        for tokens, total, response in zip(
+            rollout_data["tokens"],
+            rollout_data["total_lengths"],
+            rollout_data["response_lengths"],
+            strict=True,
+        )
+    ]
+    flat = iter(torch.cat(prompts).tolist())
+    return [hash(tuple(islice(flat, len(prompt)))) for prompt in prompts]

@@ -41,10 +41,10 @@ def require(trainer: Trainer, name: str, args: Any) -> tuple[Aggregation, float 
         ValueError: a setting that excludes it, all of them by flag; the trainer is an unknown version.
     """
     row = _row(trainer.path(name), name)
+    divisor = find_divisor(args, trainer.path(name)) if name == "constant" else None
     violations = list(_violations(trainer, row, args))
     if violations:
         raise ValueError(f"{trainer.path(name)}: " + "; ".join(violations))
-    divisor = find_divisor(args, trainer.path(name)) if name == "constant" else None
     if divisor is not None and divisor < 1:
         raise ValueError(
             f"{trainer.path(name)}: the divisor is {divisor:g}, and {trainer.name} divides by 1 at least: give the tokens "

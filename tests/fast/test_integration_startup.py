@@ -139,6 +139,15 @@ def test_constant_asks_for_one_divisor(
         slime.check(arguments("slime", "constant", loss_aggregation_divisor=4096))
 
 
+def test_a_divisor_that_yaml_reads_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))
+    assert "L = 8000" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--loss-aggregation-divisor is 'many': expected a number"):
+        miles.check(arguments("miles", "constant", loss_aggregation_divisor="many"))
+    with pytest.raises(ValueError, match="finite"):
+        miles.check(arguments("miles", "constant", loss_aggregation_divisor="nan"))
+
+
 @pytest.mark.parametrize("trainer", CHECKS)
 def test_a_divisor_below_one_meets_their_clamp(trainer: str) -> None:
     with pytest.raises(ValueError, match="the divisor is 0.5.*divides by 1 at least"):

@@ -214,7 +214,7 @@ def test_slimes_groups_by_a_field_of_the_rollout() -> None:
     slime.prompt_mean(arguments(), 0, by_index)
     slime.prompt_mean(arguments(loss_aggregation_group_key="round_number"), 0, by_field)
     assert by_field["rollout_mask_sums"].equal(by_index["rollout_mask_sums"])
-    with pytest.raises(ValueError, match="no such field"):
+    with pytest.raises(ValueError, match="has no field group to tell prompt groups by"):
         slime.prompt_mean(arguments(loss_aggregation_group_key="group"), 0, by_field)
 
 

@@ -33,6 +33,9 @@ class Case:
     data: int = 1
     mutant: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.aggregation}, CP {self.context}, DP {self.data}{self.mutant and ', ' + self.mutant}"
+
 
 def is_kept(token: int) -> bool:
     """The rejection of this test: which response tokens stay."""

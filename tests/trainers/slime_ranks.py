@@ -62,7 +62,9 @@ def all_cases() -> dict[Case, Steps]:
     found = {}
     for case in of_world(world_size()):
         initialize(case)
-        args = arguments(case, megatron_pg_proven_source=_proven())
+        args = arguments(
+            case, megatron_pg_proven_source=_proven(), rollout_data_transport="object-store"
+        )
         rollout_data = _rollout_data(case, args, rollout, actor, types)
         numbers = [int(reward) for reward in rollout_data["rewards"]]
         for key, field in (

@@ -30,13 +30,15 @@ def found() -> dict[Case, Steps]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_equal_plain_loops(case: Case, found: dict[Case, Steps]) -> None:
     error = largest_error(found[case], case.aggregation)
-    print(f"slime: {case.aggregation}, CP {case.context}, DP {case.data}: {error:.1e}")
+    print(f"slime: {case}: {error:.1e}")
     assert error <= 1e-6
 
 
 @pytest.mark.parametrize("case", MUTANTS, ids=str)
 def test_mutants_fail(case: Case, found: dict[Case, Steps]) -> None:
-    assert largest_error(found[case], case.aggregation) > 1e-4
+    error = largest_error(found[case], case.aggregation)
+    print(f"slime: {case}: {error:.1e}, as it must fail")
+    assert error > 1e-4
 
 
 def test_the_fingerprints_are_those_of_the_commit_that_they_name() -> None:

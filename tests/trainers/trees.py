@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from megatron_pg.config.versions import has_megatron_training
+
 STAND_INS = ("ray", "httpx", "wandb", "sglang", "sglang_router", "torch_memory_saver")
 """What is imported at the top of the modules of slime and miles that are used here, for rollouts, logging and offloading."""
 
@@ -26,11 +28,13 @@ def tree(name: str) -> Path | None:
 
 
 def needs_tree(name: str) -> pytest.MarkDecorator:
-    """Skips a module's tests, and says so, where there is no checkout."""
-    return pytest.mark.skipif(
-        tree(name) is None,
-        reason=f"needs {name}'s source: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh",
-    )
+    """Skips a module's tests, and says so, where there is no checkout, or a Megatron-Core without megatron.training."""
+    reason = ""
+    if tree(name) is None:
+        reason = f"needs {name}'s source: TRAINERS=<folder with a checkout named {name}> bash ci/trainers.sh"
+    elif not has_megatron_training():
+        reason = f"{name} imports megatron.training, which this Megatron-Core has not got"
+    return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 class StandInError(RuntimeError):

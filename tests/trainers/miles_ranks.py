@@ -24,6 +24,7 @@ from .ranks import (
     of_world,
     per_token,
     run_steps,
+    start,
     world_size,
 )
 from .rollout import Case, samples
@@ -124,7 +125,7 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
         )
         for number, sample in enumerate(samples())
     ]
-    hook = load_function(f"megatron_pg.integrations.miles.{case.aggregation}")
+    hook = start(case, args, "miles", "custom_convert_samples_to_train_data_path", load_function)
     if case.mutant == "mean over length":
         masks = [sample.loss_mask for sample in theirs]
         for sample in theirs:

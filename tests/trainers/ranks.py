@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -117,6 +119,20 @@ def per_token(
         )
         for number in numbers
     ]
+
+
+def start(
+    case: Case, args: Args, trainer: str, hook: str, load_function: Callable[[str], Any]
+) -> Callable[..., Any]:
+    """What a user's two flags do at start, through the trainer's own load_function: the check, and the hook."""
+    path = f"megatron_pg.integrations.{trainer}"
+    setattr(args, hook, f"{path}.{case.aggregation}")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        load_function(f"{path}.check")(args)
+    assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
+    loaded: Callable[..., Any] = load_function(getattr(args, hook))
+    return loaded
 
 
 def broken_sums(case: Case, sums: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .ranks import (
     of_world,
     per_token,
     run_steps,
+    start,
     world_size,
 )
 from .rollout import Case, samples
@@ -143,7 +144,7 @@ def _hook(case: Case, args: Args, rollout_data: dict[str, Any]) -> None:
     """By the import path that a user gives, through slime's own load_function."""
     from slime.utils.misc import load_function
 
-    hook = load_function(f"megatron_pg.integrations.slime.{case.aggregation}")
+    hook = start(case, args, "slime", "rollout_data_postprocess_path", load_function)
     masks = rollout_data["loss_masks"]
     if case.mutant == "mean over length":
         rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in masks]

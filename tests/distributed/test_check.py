@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pg.config.versions import supports_output_processor
+from tests.lanes import in_one_lane
 
 from .launch import run_ranks
 
@@ -42,13 +43,11 @@ def environment(**variables: object) -> dict[str, str]:
     return {**os.environ, **own, **{name: str(value) for name, value in variables.items()}}
 
 
-def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        *("-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(processes)),
-    ]
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A module under torchrun, on two ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), "-m", *arguments],
+        [sys.executable, *launcher, "-m", *arguments],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -82,25 +81,8 @@ def run_check_command(port: int, mistake: str | None, flags: list[str]) -> tuple
         return status, output.read(), errors.read()
 
 
-@pytest.mark.parametrize(
-    ("processes", "flags"),
-    [
-        (1, []),
-        (2, ["--context-parallel-size", "2"]),
-        (
-            4,
-            [
-                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
-                *("--sequence-parallel", "--use-distributed-optimizer"),
-            ],
-        ),
-    ],
-    ids=["1 process", "CP2", "TP2+SP CP2"],
-)
-def test_right_loss_passes(processes: int, flags: list[str]) -> None:
-    done = start(processes, "megatron_pg", "check", "--device", "cpu", "--json", *flags)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def assert_all_rows_pass(report: dict[str, Any], processes: int) -> None:
+    """And that there are as many as there should be, of every kind that the flags leave."""
     assert report["passed"] is True
     assert report["world_size"] == processes
     assert len(report["rows"]) == 24
@@ -119,10 +101,42 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
         *(("loss only", what) for what in ("gradient", "gspo")),
     }
     assert report["not_checked"]["auxiliary loss"] == "needs --num-experts 3 or more"
-    assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
     assert {row["aggregation"] for row in report["rows"]} == {
         *("sample_mean", "prompt_mean", "token_mean", "constant")
     }
+
+
+@in_one_lane
+def test_right_loss_passes_under_torchrun() -> None:
+    flags = ("--device", "cpu", "--json", "--context-parallel-size", "2")
+    done = start("megatron_pg", "check", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert_all_rows_pass(report, 2)
+    assert "--use-distributed-optimizer" in report["not_checked"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, []),
+        (
+            4,
+            [
+                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
+                *("--sequence-parallel", "--use-distributed-optimizer"),
+            ],
+        ),
+    ],
+    ids=["1 process", "TP2+SP CP2"],
+)
+def test_right_loss_passes(processes: int, flags: list[str]) -> None:
+    ranks = run_ranks(run_check_command, processes, free_port(), None, ["--json", *flags])
+    assert [status for status, _, _ in ranks] == [0] * processes, ranks[0][2]
+    assert not any(output for _, output, _ in ranks[1:])
+    report = json.loads(ranks[0][1])
+    assert_all_rows_pass(report, processes)
+    assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
 
 
 @pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
@@ -256,18 +270,18 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert ranks[1][1] == ""
 
 
+@in_one_lane
 def test_exception_in_a_custom_reducer_ends_all() -> None:
     started = time.monotonic()
-    done = start(
-        *(2, "tests.distributed.wrong_check", "rank_raises_in_reducer"),
-        *("--context-parallel-size", "2"),
-    )
+    flags = ("--context-parallel-size", "2")
+    done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *flags)
     assert time.monotonic() - started < FAILURE_SECONDS
     assert done.returncode == 1
     assert done.stdout == ""
     assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
 
 
+@in_one_lane
 def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
     """As under srun, whose other tasks live on when one ends."""
     port = free_port()
@@ -296,17 +310,18 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
+    from megatron_pg.check import step as run
     from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.step import run_check
 
+    run.AGGREGATIONS = {}  # the custom one is added to them
     found = []
     module = "tests.distributed.wrong_check"
     for reducer in reducers:
         paths = ["--custom-pg-loss-reducer-function-path", f"{module}:{reducer}"]
         paths += ["--custom-policy-loss-path", f"{module}.squared_log_probs"]
         options, _ = parse_options(["--device", "cpu", *paths, *flags])
-        rows = run_check(options)
+        rows = run.run_check(options)
         words = zip(rows, diagnoses(rows, options, 2), strict=True)
         found.append(
             [(r.passed, said, r.gradient_error) for r, said in words if r.aggregation == "custom"]

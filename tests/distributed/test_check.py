@@ -216,6 +216,7 @@ def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
     return dict(zip(names, rows, strict=True))
 
 
+@in_one_lane
 @pytest.mark.parametrize(
     ("mutant", "diagnosis"),
     [
@@ -235,6 +236,7 @@ def test_wrong_factor_is_named(
     assert [row[1:] for row in rows] == [(False, diagnosis)] * 8
 
 
+@in_one_lane
 def test_denominators_of_a_micro_batch_are_wrong_weights(
     context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
 ) -> None:
@@ -248,6 +250,7 @@ def test_denominators_of_a_micro_batch_are_wrong_weights(
         assert diagnosis.endswith("(aggregation_checksum)") == in_checksum
 
 
+@in_one_lane
 def test_uneven_micro_batches_are_named() -> None:
     names = ["data-parallel size dropped", "number of micro-batches dropped"]
     dropped_size, dropped_count = run_ranks(rows_of_mutants, 2, names, [])[0]
@@ -374,6 +377,7 @@ def part_in_a_thousand() -> dict[str, float]:
     return found
 
 
+@in_one_lane
 def test_a_part_in_a_thousand_of_a_term_is_seen() -> None:
     for term, error in run_ranks(part_in_a_thousand, 1)[0].items():
         assert error > 2e-6, f"{term}: {error}"

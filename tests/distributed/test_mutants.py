@@ -14,6 +14,8 @@ from .one_step import Outcome, build, train_step
 from .reference import reference_steps
 from .steps import Run
 
+pytestmark = in_one_lane
+
 SHARDING = Sharding(context=2, data=2)
 METRIC_MUTANTS = {"metric detached without a clone"}
 
@@ -75,7 +77,6 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(
             assert comparison.passed, f"{run}: {comparison}"
 
 
-@in_one_lane
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
     """Its context-parallel peers wait in the attention's backward for a partner that never comes.
 

@@ -333,6 +333,7 @@ def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     assert found == ["step_000004_000008", "step_000004_999999", "step_000004_1000000"]
 
 
+@in_one_lane
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
     project: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from megatron_pg.config.versions import supports_output_processor
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
+from .quickstart_run import output_of, start_script
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 120.0
@@ -285,39 +286,34 @@ def test_exception_in_a_custom_reducer_ends_all() -> None:
 
 
 @in_one_lane
-def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
+def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> None:
     """As under srun, whose other tasks live on when one ends."""
-    port = free_port()
-    command = [sys.executable, "-m", "tests.distributed.wrong_check"]
-    tasks = [
-        subprocess.Popen(
-            [*command, "rank_raises_while_others_wait"],
-            cwd=ROOT,
-            env=environment(
-                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    mistake = "rank_raises_while_others_wait"
+    tasks = start_script([mistake], tmp_path / "run", program="tests.distributed.wrong_check")
     try:
-        errors = [task.communicate(timeout=DEADLINE_SECONDS)[1] for task in tasks]
+        for task in tasks:
+            task.join(DEADLINE_SECONDS)
+        assert [task.exitcode for task in tasks] == [1, 1]
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [1, 1]
-    assert "rank 0 ends: rank 1 failed: ValueError: only here" in errors[0]
-    assert "Traceback" not in errors[0] and "Traceback" in errors[1]
+    said = output_of(tmp_path / "run").read_text()
+    assert "rank 0 ends: rank 1 failed: ValueError: only here" in said
+    assert "rank 1 ends: rank 1 failed: ValueError: only here" in said
+    assert said.count("Traceback") == 1, "of the one that failed"
 
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
     from megatron_pg.check import step as run
+    from megatron_pg.check.cases import GRADIENT
     from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
 
-    run.AGGREGATIONS = {}  # the custom one is added to them
+    # The rows of the custom functions alone, which the check itself adds.
+    run.AGGREGATIONS = {}
+    run.MODELS = {name: run.MODELS[name] for name in ("end to end", "loss only")}
+    run.cases_of = lambda model, options, names, per_token: [(GRADIENT, each) for each in names]
     found = []
     module = "tests.distributed.wrong_check"
     for reducer in reducers:

@@ -17,6 +17,7 @@ import torch
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
+from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 
@@ -25,6 +26,8 @@ from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
 from .steps import SHAPES, Run
+
+pytestmark = in_one_lane
 
 LEARNING_RATE = 0.05
 

@@ -24,7 +24,10 @@ from megatron_pg.explain import main as explain
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector
 from tests import oracle
+from tests.lanes import in_both_lanes
 from tests.random_steps import plain_sample
+
+pytestmark = in_both_lanes
 
 DIVISOR = 6.0
 

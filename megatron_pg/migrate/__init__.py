@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         options = build_parser().parse_args(given)
         if (options.file is None) == (not launch):
             raise ValueError("give one of a file and, after `--`, a launch line")
+        if options.group_size < 1:
+            raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
         keys = read_line(launch) if launch else read_file(options.file)
         trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
         print("\n".join(lines(trainer, trainer.read(keys), options)))
@@ -64,34 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "file",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        help="A YAML, or a shell script with the launch line.",
-    )
+    add("file", nargs="?", type=Path, metavar="FILE", help="A YAML, or a shell script.")
     add("--trainer", choices=sorted(TRAINERS), help="Whose line it is; unset: as its keys look.")
-    add(
-        "--loss-aggregation",
-        choices=list(AGGREGATIONS),
-        help="What you want; unset: what the line's policy loss has.",
-    )
+    add("--loss-aggregation", choices=list(AGGREGATIONS), help="What you want; unset: what it has.")
     add("--loss-aggregation-divisor", type=float, metavar="L", help="L of constant, in tokens.")
-    add(
-        "--lengths",
-        type=_lengths,
-        default=(),
-        metavar="L,L,...",
-        help="Active tokens of each rollout of a step, for numbers.",
-    )
-    add(
-        "--group-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Rollouts of a prompt among --lengths. Default: 1.",
-    )
+    lengths = "Active tokens of each rollout of a step, for numbers."
+    add("--lengths", type=_lengths, default=(), metavar="L,L,...", help=lengths)
+    add("--group-size", type=int, default=1, metavar="N", help="Rollouts of a prompt. Default: 1.")
     return parser
 
 
@@ -114,7 +95,5 @@ def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
 def _lengths(text: str) -> tuple[int, ...]:
     lengths = tuple(int(each) for each in text.split(","))
     if min(lengths) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected active tokens of each rollout, 1 or more"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: expected active tokens, 1 or more of each")
     return lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig
@@ -64,44 +65,36 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
 
 def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
     """The report of a launch line's settings, under the command's own options."""
-    policy, *others = terms = trainer.terms(given)
-    active = [term for term in others if term.coefficient]
-    own = policy.aggregation if policy.aggregation in AGGREGATIONS else "sample_mean"
-    mode = options.loss_aggregation or own
-    divisor = options.loss_aggregation_divisor or policy.divisor
+    terms = trainer.terms(given)
+    mode = options.loss_aggregation or terms[0].aggregation
+    mode = mode if mode in AGGREGATIONS else "sample_mean"
+    divisor = options.loss_aggregation_divisor or terms[0].divisor
+    if terms[0].aggregation == "constant":
+        terms[0] = replace(terms[0], divisor=terms[0].divisor or divisor)
+    policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
     found = [f"{trainer.name}, as in {trainer.source}", "", "What it computes"]
     for term in terms:
-        shown = term.aggregation + (f" with L = {term.divisor:g}" if term.divisor else "")
-        shown = f"{shown}: {FORMULAS[term.aggregation]}" if term.coefficient else "none"
-        found.append(
-            f"  {term.name:<12} {'' if term is policy or not term.coefficient else f'{term.coefficient:+g} * '}{shown}"
-        )
+        shown = "" if term is policy else f"{term.coefficient:+g} * "
+        shown += term.aggregation + (f" with L = {term.divisor:g}" if term.divisor else "")
+        shown += f": {FORMULAS[term.aggregation]}"
+        found.append(f"  {term.name:<12} {shown if term.coefficient else 'none'}")
     for term in active:
         ratio = effective(term, policy, options.lengths, options.group_size)
         found.append(f"  {term.name} : policy loss is {ratio}")
     limits = trainer.limits(given, terms)
-    limits += [
-        f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}: their ratio is not the coefficient (see above)."
-        for term in active
-        if term.weighing != policy.weighing
-    ]
-    found += [
-        "",
-        "Where it is off",
-        *(f"  - {each}" for each in limits or ["nowhere that is known"]),
-    ]
-    exact = trainer.exact[mode].replace("<L>", f"{divisor:g}" if divisor else "<L>")
-    found += [
-        "",
-        f"{mode} exactly, in {trainer.name}",
-        *(f"  {line}" for line in exact.strip().splitlines()),
-    ]
+    for term in active:
+        if term.weighing != policy.weighing:
+            two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
+            limits.append(f"{two}: their ratio is not the coefficient (see above).")
+    limits = limits or ["nowhere that is known"]
+    found += ["", "Where it is off", *(f"  - {each}" for each in limits)]
+    exact = trainer.exact[mode].replace("<L>", f"{divisor:g}" if divisor else "<L>").strip()
+    found += ["", f"{mode} exactly, in {trainer.name}"]
+    found += [f"  {line}" for line in exact.splitlines()]
     found += ["", "The same per-token loss in a training script of this package"]
-    found.append(f"  {here(trainer, given, terms, mode, divisor)}")
+    found.append("  " + here(trainer, given, terms, mode, divisor))
     if any(term.aggregation != "sample_mean" for term in active):
-        found.append(
-            "  (KL and entropy are sample means here: coefficients do not carry over as they stand)"
-        )
+        found.append("  (KL and entropy are sample means here: coefficients do not carry over)")
     return found
 
 
@@ -111,11 +104,7 @@ def here(
     """The flags of this package for the trainer's settings, with the aggregation that was asked for."""
     flags = [f"--loss-aggregation {mode}"]
     if mode == "constant":
-        flags.append(
-            f"--loss-aggregation-divisor {divisor:g}"
-            if divisor
-            else "--loss-aggregation-divisor <L>"
-        )
+        flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
     kl_is_on = any(term.name == "KL" and term.coefficient for term in terms)
     for key, row in trainer.settings.items():
         flag, value = row.get("here", ""), given[key]
@@ -130,10 +119,6 @@ def _flag(flag: str, value: Any) -> str:
     default = getattr(PolicyLossConfig(), flag.removeprefix("--").replace("-", "_"), None)
     if not flag or value is None or value == default:
         return ""
-    return (
-        flag
-        if value is True
-        else f"{flag} {value:g}"
-        if isinstance(value, (int, float))
-        else f"{flag} {value}"
-    )
+    if value is True:
+        return flag
+    return f"{flag} {value:g}" if isinstance(value, (int, float)) else f"{flag} {value}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -49,15 +50,12 @@ class Trainer:
     """One trainer, by its table."""
 
     def __init__(self, path: Path) -> None:
-        table = tomllib.loads(path.read_text())
+        table, base = tomllib.loads(path.read_text()), {}
+        if "like" in table:
+            base = tomllib.loads(path.with_name(table["like"] + ".toml").read_text())
         self.name: str = table["name"]
         self.source: str = table["source"]
         self._mark = re.compile(table["mark"])
-        base = (
-            tomllib.loads(path.with_name(table["like"] + ".toml").read_text())
-            if "like" in table
-            else {}
-        )
         self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
         self.exact: dict[str, str] = base.get("exact", {}) | table.get("exact", {})
         for old, new in table.get("replace", {}).items():
@@ -73,13 +71,12 @@ class Trainer:
         """The keys by the trainer's spelling: a YAML names a flag by its attribute."""
         if not next(iter(self.settings)).startswith("--"):
             return dict(given)
-        return {
-            key
-            if key.startswith("--") or key in self.settings
-            else "--" + key.replace("_", "-"): value
-            for key, value in given.items()
-            if "." not in key
-        }
+
+        def spelt(key: str) -> str:
+            as_it_is = key.startswith("--") or key in self.settings
+            return key if as_it_is else "--" + key.replace("_", "-")
+
+        return {spelt(key): value for key, value in given.items() if "." not in key}
 
     def read(self, given: Mapping[str, Any]) -> Settings:
         """The value of every setting.
@@ -172,33 +169,29 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):
             raise ValueError(f"{key} is {given!r}: expected true or false")
-        return word not in (
-            "false",
-            "0",
-        )  # a flag takes no value: what follows it on the line is another word
+        # A flag takes no value: what follows it on the line is another word.
+        return word not in ("false", "0")
     if word in ("none", "null", "~", ""):
         return row.get("default")
     if row["kind"] == "number":
         try:
-            return float(given)
+            number = float(given)
         except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             hint = "; give the line with its shell variables filled in" * ("$" in word)
-            raise ValueError(f"{key} is {given!r}: expected a number{hint}") from None
+            raise ValueError(f"{key} is {given!r}: expected a number{hint}")
+        return number
     choices = row.get("choices", [given])
     if given not in choices:
         near = difflib.get_close_matches(str(given), choices, n=1)
-        raise ValueError(
-            f"{key} is {given!r}: expected {' '.join(choices)}"
-            + f"; the nearest is {near[0]}" * bool(near)
-        )
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(f"{key} is {given!r}: expected {' '.join(choices)}{hint}")
     return given
 
 
-TRAINERS = {
-    trainer.name: trainer
-    for trainer in (
-        Trainer(Path(__file__).with_name(f"{each}.toml"))
-        for each in ("verl", "nemo_rl", "miles", "slime")
-    )
-}
+_TABLES = [
+    Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
+]
+TRAINERS = {trainer.name: trainer for trainer in map(Trainer, _TABLES)}
 """By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

@@ -145,6 +145,7 @@ BAD = {
     SLIME + "--loss-agg-mode token-mean": "--loss-agg-mode: no key of slime",
     SLIME + "--calculate-per-tokens-loss": "the nearest is --calculate-per-token-loss",
     SLIME + "--advantage-estimator grp": "--advantage-estimator is 'grp': expected grpo gspo",
+    SLIME + "--entropy-coef nan": "--entropy-coef is 'nan': expected a number",
     SLIME + "--entropy-coef small": "--entropy-coef is 'small': expected a number",
     SLIME + "--use-kl-loss --kl-loss-coef $COEF": "shell variables filled in",
     VERL + f"{ACTOR}loss_agg_mod=token-mean": f"the nearest is {ACTOR}loss_agg_mode",
@@ -276,7 +277,9 @@ def test_sixteen_fold(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--", *shlex.split(line)]) == 0
     assert "0.001 * 8192 / D_i = 0.0164 for 500 tokens" in capsys.readouterr().out
     assert main([*options, "--", *shlex.split(SLIME + reducer)]) == 0
-    assert "0.001 * L / D_i" in capsys.readouterr().out  # the line itself does not say L
+    assert "0.001 * 8192 / D_i = 0.0164" in capsys.readouterr().out  # L is not on the line itself
+    assert main(["--group-size", "0", *options, "--", *shlex.split(line)]) == 2
+    assert "--group-size is 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -333,7 +336,8 @@ def test_the_line_of_this_package_is_taken_by_its_parser(
 def scripts(name: str, folders: Sequence[str], words: str) -> list[Path]:
     """A trainer's own launch scripts that have these words."""
     root = Path(os.environ.get("TRAINERS", "/nonexistent")) / name
-    found = [path for folder in folders for path in sorted((root / folder).rglob("*.sh"))]
+    files = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
+    found = [path for path in files if path.suffix in (".sh", ".yaml")]
     return [path for path in found if words in path.read_text()]
 
 
@@ -341,6 +345,7 @@ CHECKOUTS = {
     "slime": ("slime", ("scripts", "examples"), "--advantage-estimator"),
     "miles": ("miles", ("scripts", "examples"), "--advantage-estimator"),
     "verl": ("verl-git", ("examples", "recipe"), "main_ppo"),
+    "nemo-rl": ("NeMo-RL", ("examples/configs",), "grpo:"),
 }
 
 

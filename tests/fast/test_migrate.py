@@ -333,19 +333,19 @@ def test_the_line_of_this_package_is_taken_by_its_parser(
     )
 
 
-def scripts(name: str, folders: Sequence[str], words: str) -> list[Path]:
+def scripts(name: str, folders: Sequence[str], suffix: str, words: str) -> list[Path]:
     """A trainer's own launch scripts that have these words."""
     root = Path(os.environ.get("TRAINERS", "/nonexistent")) / name
     files = [path for folder in folders for path in sorted((root / folder).rglob("*"))]
-    found = [path for path in files if path.suffix in (".sh", ".yaml")]
+    found = [path for path in files if path.suffix == suffix]
     return [path for path in found if words in path.read_text()]
 
 
 CHECKOUTS = {
-    "slime": ("slime", ("scripts", "examples"), "--advantage-estimator"),
-    "miles": ("miles", ("scripts", "examples"), "--advantage-estimator"),
-    "verl": ("verl-git", ("examples", "recipe"), "main_ppo"),
-    "nemo-rl": ("NeMo-RL", ("examples/configs",), "grpo:"),
+    "slime": ("slime", ("scripts", "examples"), ".sh", "--advantage-estimator"),
+    "miles": ("miles", ("scripts", "examples"), ".sh", "--advantage-estimator"),
+    "verl": ("verl-git", ("examples", "recipe"), ".sh", "main_ppo"),
+    "nemo-rl": ("NeMo-RL", ("examples/configs",), ".yaml", "grpo:"),
 }
 
 

@@ -3,7 +3,7 @@
 Their source is read where TRAINERS names a folder with a checkout called NeMo-RL. A process of its own, in which packages
 and modules that they import and that are not called here are stand-ins:
 
-    TRAINERS=... python -m tests.fast.test_nemo_rl_route
+    TRAINERS=... python -m tests.trainers.test_nemo_rl_route
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def differences() -> dict[str, float]:
     reason="needs NeMo-RL's source: TRAINERS=<folder with a checkout named NeMo-RL>",
 )
 def test_the_loss_object_under_their_own_loss() -> None:
-    command = [sys.executable, "-m", "tests.fast.test_nemo_rl_route"]
+    command = [sys.executable, "-m", "tests.trainers.test_nemo_rl_route"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = dict(line.split() for line in done.stdout.splitlines())

@@ -19,7 +19,7 @@ import megatron_pg
 from megatron_pg import cli
 from megatron_pg.config import add_policy_loss_args, validation
 from megatron_pg.config import planning as planning_arguments
-from megatron_pg.explain import build_parser, parse_options, show
+from megatron_pg.explain import _misspelled, build_parser, parse_options, show
 from megatron_pg.explain import main as explain
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector

@@ -198,14 +198,16 @@ def ppo_token_loss(ratio: Tensor, advantage: float, objective: Objective) -> Ten
     return loss
 
 
-def kl_token_loss(log_prob: Tensor, ref_log_prob: float, kind: str) -> Tensor:
-    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference)."""
+def kl_token_loss(
+    log_prob: Tensor, ref_log_prob: float, kind: str, weight: Tensor | float = 1.0
+) -> Tensor:
+    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), times a weight."""
     difference = log_prob - ref_log_prob
     if kind == "k1":
-        return difference
+        return weight * difference
     if kind == "k2":
-        return difference**2 / 2
-    k3 = (-difference).exp() - 1 + difference
+        return weight * difference**2 / 2
+    k3 = weight * ((-difference).exp() - 1 + difference)
     return k3.clamp(-10.0, 10.0) if kind == "low_var_kl" else k3
 
 
@@ -253,10 +255,11 @@ def policy_loss(
                 pg_token = ppo_token_loss(ratio, sample.advantages[token], objective)
                 if sample.ref_log_probs is not None:
                     kl_token = kl_token_loss(
-                        log_prob, sample.ref_log_probs[token], objective.kl_loss_type
+                        log_prob,
+                        sample.ref_log_probs[token],
+                        objective.kl_loss_type,
+                        ratio if objective.use_unbiased_kl else 1.0,
                     )
-                    if objective.use_unbiased_kl:
-                        kl_token = ratio * kl_token
             pg.append(pg_token)
             kl.append(kl_token)
             log_probs.append(log_prob)

@@ -78,6 +78,11 @@ class PolicyLossConfig:
     use_unbiased_kl: bool = False
     """Weight the KL estimate by the ratio: r * kl, with gradient through r."""
 
+    kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
+    """Whose gradient the KL term has. estimate: that of kl_loss_type. k2: that of d^2 / 2, whatever
+    kl_loss_type makes of the value (straight-through): its expectation on-policy is the gradient of
+    the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
+
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight of the entropy bonus: loss = pg - entropy_coef * sample_mean(entropy), the entropy of
     the full vocabulary in nats, with gradient. At least 0."""
@@ -253,6 +258,13 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
             "--tis-mode mask works per token: use --tis-level token, or reject whole sequences with "
             "--use-geometric-rejection"
         )
+    if sound.kl_loss_gradient == "k2" and sound.use_unbiased_kl:
+        yield (
+            "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "
+            "drop one of the two"
+        )
+    if sound.kl_loss_gradient == "k2" and not sound.kl_loss_coef:
+        yield "--kl-loss-gradient k2 is about the KL term: give --kl-loss-coef, or drop it"
     if sound.custom_tis_function_path is not None and not sound.use_tis:
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"

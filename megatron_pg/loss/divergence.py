@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -14,16 +13,15 @@ from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
 
-MAX_LOW_VAR_KL = 10.0
-"""The bound of `low_var_kl`, which is k3 held within +-10, with zero gradient outside."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class KLEstimate(Row):
     """An estimate of KL(policy || reference)."""
 
     function: Callable[[Tensor], Tensor]
     """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+    limit: float | None = None
+    """What the estimate is held within, with zero gradient outside: itself, or with `--use-unbiased-kl` its product with r.
+    None does not hold it."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
@@ -42,11 +40,6 @@ def _k3(difference: Tensor) -> Tensor:
     return (-difference).expm1() + difference
 
 
-def _low_var_kl(difference: Tensor) -> Tensor:
-    k3 = _k3(difference)
-    return torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)
-
-
 KL_ESTIMATES.add(
     KLEstimate(
         name="k1",
@@ -56,7 +49,13 @@ KL_ESTIMATES.add(
     ),
     KLEstimate(name="k2", formula="d^2 / 2", function=lambda difference: difference.square() / 2),
     KLEstimate(name="k3", formula="exp(-d) - 1 + d", about="d held within +-20", function=_k3),
-    KLEstimate(name="low_var_kl", formula="k3 clamped to +-10", function=_low_var_kl),
+    KLEstimate(
+        name="low_var_kl",
+        formula="k3 clamped to +-10",
+        about="with --use-unbiased-kl the product r k3 is clamped",
+        function=_k3,
+        limit=10.0,
+    ),
 )
 
 
@@ -65,7 +64,9 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
 
     With `--use-unbiased-kl` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
     (DeepSeek-V3.2, arXiv:2512.02556): then its expectation over the policy that sampled the tokens
-    is the divergence of the policy in training. Masked positions are exactly 0 without gradient.
+    is the divergence of the policy in training. With `--kl-loss-gradient k2` its gradient is that of
+    k2, whose expectation is the divergence's own (Tang and Munos, arXiv:2506.09477). Masked positions
+    are exactly 0 without gradient.
 
     Args:
         config: the settings of the loss.
@@ -77,8 +78,14 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     """
     reference = given_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     log_probs = masked(log_probs, batch.loss_mask)
-    kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs - reference)
-    if not config.use_unbiased_kl:
+    row, difference = KL_ESTIMATES[config.kl_loss_type], log_probs - reference
+    kl = row.function(difference)
+    if config.use_unbiased_kl:
+        old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
+        kl = clamped_log_ratio(log_probs - old_log_probs).exp() * kl
+    if row.limit is not None:
+        kl = clamped_log_ratio(kl, row.limit)
+    if config.kl_loss_gradient == "estimate":
         return kl
-    old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
-    return clamped_log_ratio(log_probs - old_log_probs).exp() * kl
+    k2 = KL_ESTIMATES["k2"].function(difference)
+    return kl.detach() + (k2 - k2.detach())

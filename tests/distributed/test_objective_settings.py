@@ -39,6 +39,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         kind: {"kl_loss_coef": 0.1, "kl_loss_type": kind, "use_unbiased_kl": kind == "k3"}
         for kind in ("k1", "k2", "k3", "low_var_kl")
     },
+    "low_var_kl_unbiased": {
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "use_unbiased_kl": True,
+    },
+    "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
     "entropy": {"entropy_coef": 0.05, "pg_metrics": "with_entropy"},
     "tis": {"use_tis": True},
     "tis_sequence": {"use_tis": True, "tis_level": "sequence"},

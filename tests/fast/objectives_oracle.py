@@ -97,7 +97,9 @@ def objective(
     return losses
 
 
-def kl(sample: Sequence1, kind: str, *, unbiased: bool = False) -> list[Tensor]:
+def kl(
+    sample: Sequence1, kind: str, *, unbiased: bool = False, gradient_of_k2: bool = False
+) -> list[Tensor]:
     """The divergence estimate of every response token; 0 where masked."""
     values = [ZERO] * len(sample.loss_mask)
     for t in sample.active():
@@ -110,10 +112,14 @@ def kl(sample: Sequence1, kind: str, *, unbiased: bool = False) -> list[Tensor]:
             if abs(difference.item()) > 20:
                 difference = torch.tensor(math.copysign(20, difference.item())).double()
             value = torch.exp(-difference) - 1 + difference
-            if kind == "low_var_kl" and value > 10:
-                value = torch.tensor(10.0, dtype=torch.float64)
         if unbiased:
             value = exp_within_20(sample.log_probs[t] - sample.old_log_probs[t]) * value
+        if kind == "low_var_kl" and value > 10:
+            value = torch.tensor(10.0, dtype=torch.float64)
+        if gradient_of_k2:  # d^2 / 2 has the gradient d: a product with a constant
+            distance = (sample.log_probs[t] - sample.ref_log_probs[t]).item()
+            line = distance * sample.log_probs[t]
+            value = torch.tensor(float(value), dtype=torch.float64) + line - line.item()
         values[t] = value
     return values
 

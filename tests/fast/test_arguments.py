@@ -206,6 +206,12 @@ REFUSED = [
         ["--tis-mode mask", "--tis-level token"],
     ),
     (
+        "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl",
+        {},
+        ["--kl-loss-gradient k2", "--use-unbiased-kl"],
+    ),
+    ("--kl-loss-gradient k2", {}, ["--kl-loss-gradient k2", "--kl-loss-coef"]),
+    (
         f"--custom-tis-function-path {HERE}.custom_tis",
         {},
         ["--custom-tis-function-path", "--use-tis"],
@@ -280,6 +286,7 @@ OUT_OF_RANGE = {
     "kl_loss_coef": [-0.1, None],
     "kl_loss_type": ["k4"],
     "use_unbiased_kl": ["no"],
+    "kl_loss_gradient": ["k3"],
     "entropy_coef": [-0.1],
     "use_tis": [0],
     "tis_level": ["group"],
@@ -395,6 +402,7 @@ LOGGED = [
     ),
     ("--kl-loss-coef 0.1 --kl-loss-type k1", "--kl-loss-type k1"),
     ("--kl-loss-coef 0.1 --kl-loss-type k1 --use-unbiased-kl", None),
+    ("--kl-loss-coef 0.1 --kl-loss-type k1 --kl-loss-gradient k2", None),
     ("--kl-loss-type k1", None),
 ]
 

@@ -80,6 +80,11 @@ FACTORS: dict[str, dict[str, Settings]] = {
             for name in ("k1", "k2", "k3", "low_var_kl")
         },
         "unbiased": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k2", "use_unbiased_kl": True},
+        "gradient_of_k2": {
+            "kl_loss_coef": KL_COEF,
+            "kl_loss_type": "k3",
+            "kl_loss_gradient": "k2",
+        },
     },
     "entropy": {"off": {}, "on": {"entropy_coef": ENTROPY_COEF}},
     "grad_divisor": {"off": {}, "on": {"grad_divisor": GRAD_DIVISOR}},
@@ -231,8 +236,11 @@ def _expected(config: PolicyLossConfig) -> Outcome:
     pg = step_oracle.aggregate(plain, losses, aggregation, get["loss_aggregation_divisor"])
     reported, penalty = {"pg_loss": pg}, torch.zeros((), dtype=torch.float64)
     if get["kl_loss_coef"]:
-        kind, unbiased = get["kl_loss_type"], get["use_unbiased_kl"]
-        kl = [oracle.kl(s, kind, unbiased=unbiased) for s in step]
+        kind = {
+            "unbiased": get["use_unbiased_kl"],
+            "gradient_of_k2": get["kl_loss_gradient"] == "k2",
+        }
+        kl = [oracle.kl(s, get["kl_loss_type"], **kind) for s in step]
         reported["kl_loss"] = step_oracle.sample_mean(plain, kl)
         penalty = penalty + get["kl_loss_coef"] * reported["kl_loss"]
     if get["entropy_coef"]:

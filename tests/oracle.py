@@ -291,12 +291,12 @@ def policy_loss(
 
 
 def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
-    """Token mean of each document that has an active token, then the mean over those documents."""
+    """Token mean of each document (rollout) that has an active token, then the mean over those documents."""
     means = []
-    for index, sample in enumerate(samples):
-        if sum(sample.loss_mask) > 0:
-            total = masked_sum(samples, values, [index]).item()
-            means.append(total / sum(sample.loss_mask))
+    for members in rollouts(samples):
+        count = active_tokens(samples, members)
+        if count > 0:
+            means.append(masked_sum(samples, values, members).item() / count)
     return sum(means) / len(means)
 
 
@@ -325,6 +325,15 @@ def metrics(
     def effective(ratio: float, advantage: float) -> bool:
         return (advantage > 0 and ratio > highest) or (advantage < 0 and ratio < lowest)
 
+    def effective_above(ratio: float, advantage: float) -> bool:
+        return advantage > 0 and ratio > highest
+
+    def effective_below(ratio: float, advantage: float) -> bool:
+        return advantage < 0 and ratio < lowest
+
+    def difference(ratio: float, advantage: float) -> float:
+        return -math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
+
     def divergence(ratio: float, advantage: float) -> float:
         return ratio - 1 - math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
 
@@ -339,7 +348,12 @@ def metrics(
     ratio = per_token(lambda ratio, advantage: ratio)
     ratio_squared = per_token(lambda ratio, advantage: ratio**2)
     outside = per_token(lambda ratio, advantage: not lowest <= ratio <= highest)
-    return {
+    effectively = document_mean(samples, per_token(effective))
+    found = {
+        "ppo_kl": document_mean(samples, per_token(difference)),
+        "pg_clipfrac": effectively,
+        "pg_clipfrac_positive": document_mean(samples, per_token(effective_above)),
+        "pg_clipfrac_negative": document_mean(samples, per_token(effective_below)),
         "old_logprobs": document_mean(samples, old),
         "new_logprobs": document_mean(samples, result.log_probs),
         "ratio_new_old": document_mean(samples, ratio),
@@ -347,11 +361,73 @@ def metrics(
         "ratio_new_old_squared_sum": masked_sum(samples, ratio_squared, everything).item(),
         "kl_new_old": document_mean(samples, per_token(divergence)),
         "clipped_ratio_fraction": document_mean(samples, outside),
-        "clipped_ratio_effective_fraction": document_mean(samples, per_token(effective)),
+        "clipped_ratio_effective_fraction": effectively,
         "advantage": document_mean(
             samples, [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
         ),
         "max_advantage": max(active_advantages),
         "min_advantage": min(active_advantages),
         "entropy": document_mean(samples, result.entropies),
+    }
+    if samples[0].ref_log_probs is not None:
+        found |= reference_metrics(samples, result, objective)
+    if samples[0].rollout_log_probs is not None:
+        found |= mismatch_metrics(samples)
+    return found
+
+
+def reference_metrics(
+    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
+) -> dict[str, float]:
+    """Of a step whose samples carry log-probs of the reference policy."""
+    references, estimates, ratios = [], [], []
+    for sample, log_probs in zip(samples, result.log_probs, strict=True):
+        reference = [float(value) for value in sample.ref_log_probs or []]
+        kinds = [
+            kl_token_loss(log_prob.detach(), each, objective.kl_loss_type)
+            for log_prob, each in zip(log_probs, reference, strict=True)
+        ]
+        references.append(torch.tensor(reference, dtype=torch.float64))
+        estimates.append(stack(kinds))
+        ratios.append(references[-1].sub(log_probs.detach()).exp())
+    return {
+        "ref_logprobs": document_mean(samples, references),
+        "kl_ref": document_mean(samples, estimates),
+        "ratio_ref_new": document_mean(samples, ratios),
+    }
+
+
+def mismatch_metrics(samples: Sequence[PlainSample]) -> dict[str, float]:
+    """Of a step whose samples carry the rollout engine's log-probs."""
+    mismatches = [
+        [old - new for old, new in zip(s.old_log_probs, s.rollout_log_probs or [], strict=True)]
+        for s in samples
+    ]
+
+    def mean_of(function: Callable[[float], float]) -> float:
+        values = [
+            torch.tensor([function(d) for d in each], dtype=torch.float64) for each in mismatches
+        ]
+        return document_mean(samples, values)
+
+    active = [
+        d
+        for sample, each in zip(samples, mismatches, strict=True)
+        for d, keep in zip(each, sample.loss_mask, strict=True)
+        if keep
+    ]
+    weights = [math.exp(d) for d in active]
+    mean, gap = mean_of(abs), mean_of(lambda d: -d)
+    variance = mean_of(lambda d: (abs(d) - mean) ** 2)
+    return {
+        "rollout_ratio": mean_of(math.exp),
+        "rollout_kl": mean_of(lambda d: math.exp(d) - 1 - d),
+        "rollout_abs_difference": mean,
+        "rollout_abs_difference_std": math.sqrt(variance),
+        "max_rollout_abs_difference": max(abs(d) for d in active),
+        "rollout_chi_square": mean_of(lambda d: math.exp(d) ** 2 - 1),
+        "rollout_log_ppl_diff": gap,
+        "rollout_ppl_ratio": math.exp(gap),
+        "rollout_effective_sample_size": sum(weights) ** 2
+        / (len(weights) * sum(w * w for w in weights)),
     }

@@ -8,6 +8,7 @@ only shrink. A NaN compares as false with any bound, hence is kept: it stays vis
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
-MISMATCH_METRICS = ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
 REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
@@ -57,6 +57,25 @@ class Scored:
     """The sums over whole sequences, where a row that is on needs some."""
     corrected: Corrected | None = None
     """After all corrections; None before."""
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
+        if self.outcome.log_ratio is None:
+            raise ValueError(
+                "the objective's row promises a ratio that the objective did not return"
+            )
+        return self.outcome.log_ratio.double()
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        """The ratio r, [window] float64, before any clamp; as `log_ratio`."""
+        return self.log_ratio.exp()
+
+    @functools.cached_property
+    def mismatch(self) -> Tensor:
+        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64, 0 where masked."""
+        return rollout_mismatch(self.batch).double()
 
     @property
     def sequences(self) -> SequenceLogRatios:
@@ -120,20 +139,14 @@ def apply_corrections(scored: Scored) -> Corrected:
         metrics = {}
     else:
         metrics[REJECTED] = (batch.loss_mask & ~kept).float()
-        if any(MISMATCH_METRICS[0] in row.metrics for row in rows):
-            mismatch = rollout_mismatch(batch).double()
-            values = (mismatch.exp(), mismatch.expm1() - mismatch, mismatch.abs())
-            metrics |= zip(MISMATCH_METRICS, values, strict=True)
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """What `apply_corrections` reports under these settings (nothing under `--pg-metrics none`).
 
-    With d = old_log_prob - rollout_log_prob: `rollout_ratio` is exp(d), `rollout_kl` exp(d) - 1 -
-    d, whose mean over the rollout engine's tokens estimates KL(rollout || old), and
-    `rollout_abs_difference` |d|. `tis_clipped_fraction` is the share of tokens whose weight is
-    out of bounds, `rejected_fraction` that of the tokens dropped by whatever correction.
+    `tis_clipped_fraction` is the share of tokens whose weight is out of bounds, `rejected_fraction`
+    that of the tokens dropped by whatever correction.
     """
     rows = CORRECTIONS.rows_on(config)
     names = dict.fromkeys(name for row in rows for name in row.metrics)
@@ -166,7 +179,7 @@ def importance_weights(scored: Scored) -> Tensor:
     when=_weights("token", "truncate"),
     inputs=MISMATCH_INPUTS,
     is_sum_over_tokens=True,
-    metrics=(*MISMATCH_METRICS, CLIPPED),
+    metrics=(CLIPPED,),
 )
 def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own truncated ratio, or by that of its sequence."""
@@ -206,7 +219,7 @@ def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
     rejected_by_data=lambda config, mismatch, mean: _is_outside(
         clamped_log_ratio(mismatch).exp(), config.tis_clip_low, config.tis_clip
     ),
-    metrics=(*MISMATCH_METRICS, CLIPPED),
+    metrics=(CLIPPED,),
 )
 def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
@@ -222,7 +235,6 @@ def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
     rejects=True,
-    metrics=MISMATCH_METRICS,
 )
 def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Calls the user's function. The shapes are checked; the values, on the device, are not."""
@@ -257,7 +269,6 @@ def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Te
     sequence_sums=("mismatch",),
     rejects=True,
     rejected_by_data=lambda config, mismatch, mean: _is_geometric_outlier(config, mean),
-    metrics=MISMATCH_METRICS,
 )
 def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Drops the sequences whose mean mismatch is out of bounds."""

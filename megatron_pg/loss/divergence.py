@@ -13,6 +13,7 @@ from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
 
+
 @dataclass(frozen=True, kw_only=True)
 class KLEstimate(Row):
     """An estimate of KL(policy || reference)."""
@@ -25,6 +26,12 @@ class KLEstimate(Row):
     inputs: tuple[str, ...] = ("ref_log_probs",)
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
+
+    def __call__(self, difference: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The estimate [window] of d = log_prob - ref_log_prob [window], times a weight, held within the limit."""
+        kl = self.function(difference)
+        kl = kl if weight is None else weight * kl
+        return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
 
 
 KL_ESTIMATES: Table[KLEstimate] = Table(
@@ -78,14 +85,12 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     """
     reference = given_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     log_probs = masked(log_probs, batch.loss_mask)
-    row, difference = KL_ESTIMATES[config.kl_loss_type], log_probs - reference
-    kl = row.function(difference)
+    difference, ratio = log_probs - reference, None
     if config.use_unbiased_kl:
         old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
-        kl = clamped_log_ratio(log_probs - old_log_probs).exp() * kl
-    if row.limit is not None:
-        kl = clamped_log_ratio(kl, row.limit)
+        ratio = clamped_log_ratio(log_probs - old_log_probs).exp()
+    kl = KL_ESTIMATES[config.kl_loss_type](difference, ratio)
     if config.kl_loss_gradient == "estimate":
         return kl
-    k2 = KL_ESTIMATES["k2"].function(difference)
+    k2 = KL_ESTIMATES["k2"](difference)
     return kl.detach() + (k2 - k2.detach())

@@ -149,12 +149,14 @@ class PolicyStep:
         schedule_output: Sequence[Mapping[str, Tensor]],
         *,
         device: torch.device | str | None = None,
+        policy_version: int | None = None,
     ) -> dict[str, float]:
         """The step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
 
         Args:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
+            policy_version: see `reduce_metrics`.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
@@ -163,7 +165,13 @@ class PolicyStep:
             device = "cpu" if self._chunk is None else next(self._chunk.parameters()).device
         # The other tensor-parallel ranks of the last stage hold the same numbers.
         contributes = self.groups.is_last_pipeline_stage and self.groups.tensor_rank == 0
-        return reduce_metrics(self.config, schedule_output, contributes=contributes, device=device)
+        return reduce_metrics(
+            self.config,
+            schedule_output,
+            contributes=contributes,
+            device=device,
+            policy_version=policy_version,
+        )
 
     def _loss_of_logits(self, batch: PackedBatch, logits: Tensor) -> ScheduleOutput:
         loss, metrics = policy_loss_function(

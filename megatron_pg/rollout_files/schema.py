@@ -36,11 +36,13 @@ COLUMNS: Mapping[str, str] = {
     "ref_log_probs": NUMBERS,
     "group_index": INTEGER,
     "rollout_id": INTEGER,
+    "policy_version": INTEGER,
 }
 """What each column holds; every other column is ignored."""
 
 OPTIONAL_FIELDS: Mapping[str, str] = {
-    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, "group_index", "rollout_id")
+    field: field.removeprefix("old_")
+    for field in (*LOG_PROB_FIELDS, "group_index", "rollout_id", "policy_version")
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 

@@ -55,6 +55,8 @@ class Sample:
     id_source: str | None = None
     """What numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples of a
     rollout have one source: one that lies on several ranks says so by a name here, the same on all of them."""
+    policy_version: int | None = None
+    """How many updates the policy had seen that generated the response, for the metrics of staleness."""
 
     if TYPE_CHECKING:
         # What may be given is wider than what is stored; the code is a dataclass's own.
@@ -71,11 +73,12 @@ class Sample:
             rollout_id: int | None = None,
             name: str = "sample",
             id_source: str | None = None,
+            policy_version: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         self._store("tokens", self._vector("tokens", torch.int64))
-        for field in ("response_length", "group_index", "rollout_id"):
+        for field in ("response_length", "group_index", "rollout_id", "policy_version"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
                 self._store(field, checked_integer(f"{self.name}: {field}", value))

@@ -119,7 +119,7 @@ def kl(
         if gradient_of_k2:  # d^2 / 2 has the gradient d: a product with a constant
             distance = (sample.log_probs[t] - sample.ref_log_probs[t]).item()
             line = distance * sample.log_probs[t]
-            value = torch.tensor(float(value), dtype=torch.float64) + line - line.item()
+            value = torch.tensor(value.item(), dtype=torch.float64) + line - line.item()
         values[t] = value
     return values
 

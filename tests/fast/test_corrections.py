@@ -315,13 +315,6 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
         return
     dropped = batch.loss_mask & ~found.loss_mask
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
-    active = batch.loss_mask
-    if "rollout_ratio" in found.metrics:
-        mismatch = torch.tensor([d for s in sequences for d in oracle.mismatches(s)]).double()
-        assert_close = torch.testing.assert_close
-        assert_close(found.metrics["rollout_ratio"][active], mismatch.exp())
-        assert_close(found.metrics["rollout_kl"][active], mismatch.exp() - 1 - mismatch)
-        assert_close(found.metrics["rollout_abs_difference"][active], mismatch.abs())
     silent = dataclasses.replace(config, pg_metrics="none")
     assert corrected(silent, batch, flat_log_probs(sequences))[0].metrics == {}
 

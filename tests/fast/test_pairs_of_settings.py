@@ -80,11 +80,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
             for name in ("k1", "k2", "k3", "low_var_kl")
         },
         "unbiased": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k2", "use_unbiased_kl": True},
-        "gradient_of_k2": {
-            "kl_loss_coef": KL_COEF,
-            "kl_loss_type": "k3",
-            "kl_loss_gradient": "k2",
-        },
+        "gradient_of_k2": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k3", "kl_loss_gradient": "k2"},
     },
     "entropy": {"off": {}, "on": {"entropy_coef": ENTROPY_COEF}},
     "grad_divisor": {"off": {}, "on": {"grad_divisor": GRAD_DIVISOR}},

@@ -169,10 +169,15 @@ class PolicyLossConfig:
     """Logits with float32 accumulation and output from the model's bf16 operands. Needs
     fused_lm_head."""
 
+    divide_gradient_twice: bool = False
+    """Differentiate inner sum / outer count^2 of the policy loss and report inner sum / outer count:
+    parity with a script that returns the mean over M documents to an engine that divides by M again
+    (DeepSpeed). KL and entropy terms keep their scale. Not with grad_divisor."""
+
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
     """Python API only. The reported loss is inner sum / outer count, the differentiated one inner
-    sum / grad_divisor, for parity with engines that divide twice. Above 0. None: the outer count
-    for both."""
+    sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step.
+    Above 0. None: the outer count for both."""
 
     def __post_init__(self) -> None:
         refuse(violations_of(vars(self))[0])
@@ -257,6 +262,11 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         yield (
             "--tis-mode mask works per token: use --tis-level token, or reject whole sequences with "
             "--use-geometric-rejection"
+        )
+    if sound.divide_gradient_twice and sound.grad_divisor is not None:
+        yield (
+            f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "
+            "of the two"
         )
     if sound.kl_loss_gradient == "k2" and sound.use_unbiased_kl:
         yield (

@@ -96,6 +96,8 @@ class MicroBatchLoss:
         pg_loss = inner_sum / self._policy_gradient.outer_count
         reported = {"pg_loss": pg_loss}
         loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
+        if config.divide_gradient_twice:
+            loss = pg_loss / self._policy_gradient.outer_count
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))

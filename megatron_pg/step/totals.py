@@ -141,6 +141,7 @@ def step_totals(
     *,
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
@@ -153,14 +154,21 @@ def step_totals(
         data_parallel_group: the data-parallel group *without* context parallelism.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
+        samples_per_group: the rollouts (samples, where each is one) that every prompt group of the step has; a group of
+            another size, which the step's border may have cut, is refused. None takes groups of any size.
 
     Raises:
-        ValueError: ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
+        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
             of none, of two ranks or files; a prompt group of different prompts.
     """
     everyone = gather(sample_counts(samples), data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    return totals_of_counts(everyone, rank, allow_different_prompts=allow_different_prompts)
+    return totals_of_counts(
+        everyone,
+        rank,
+        allow_different_prompts=allow_different_prompts,
+        samples_per_group=samples_per_group,
+    )
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
@@ -177,6 +185,7 @@ def totals_of_counts(
     num_tokens: int | None = None,
     *,
     allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> StepTotals:
     """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
@@ -186,6 +195,7 @@ def totals_of_counts(
     check_ids(
         [[count.ids for count in of_rank] for of_rank in everyone],
         allow_different_prompts=allow_different_prompts,
+        samples_per_group=samples_per_group,
     )
     groups: Counter[int | None] = Counter()
     rollouts: Counter[object] = Counter()

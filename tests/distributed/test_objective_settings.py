@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_opsm": True,
         "pg_metrics": "with_entropy",
     },
+    "divided_twice": {"divide_gradient_twice": True, "loss_aggregation": "prompt_mean"},
     "no_metrics": {"pg_metrics": "none"},
 }
 

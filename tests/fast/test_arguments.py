@@ -308,6 +308,7 @@ OUT_OF_RANGE = {
     "custom_pg_loss_reducer_function_path": [""],
     "fused_lm_head": [None],
     "fp32_lm_head": [None],
+    "divide_gradient_twice": [None],
     "grad_divisor": [0, -1],
 }
 

@@ -27,6 +27,13 @@ LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
 """Fields of `Sample` that some settings need and others do not."""
 
+BOUNDS = (
+    ("tis_clip_low", "tis_clip"),
+    ("geometric_rejection_low", "geometric_rejection_high"),
+    ("sequence_rejection_low", "sequence_rejection_high"),
+)
+"""Settings that are the lower and the upper bound of one weight."""
+
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
@@ -92,13 +99,14 @@ class PolicyLossConfig:
     the per-token loss by the weight chosen with tis_level and tis_mode. Needs the log-probs of the
     rollout engine (rollout_log_probs)."""
 
-    tis_level: Literal["token", "sequence"] = "token"
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
     """What the importance weight w is of, with d = old_log_prob - rollout_log_prob. token: w =
-    exp(d). sequence: w = exp(sum_t d), one for all tokens of the sample."""
+    exp(d). sequence: w = exp(sum_t d), one for all tokens of the sample. geometric: w = exp(mean_t
+    d), likewise."""
 
     tis_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of w. truncate: clamp(w, tis_clip_low, tis_clip). mask (IcePop, token level): w
-    inside [tis_clip_low, tis_clip], else 0."""
+    """What becomes of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: w inside [tis_clip_low,
+    tis_clip], else 0 (token level: IcePop)."""
 
     tis_clip: Annotated[float, Interval(0)] = 2.0
     """Upper bound of the importance weight. Above 0."""
@@ -111,11 +119,24 @@ class PolicyLossConfig:
     geometric_rejection_low and geometric_rejection_high. Needs the log-probs of the rollout engine
     (rollout_log_probs)."""
 
-    geometric_rejection_low: Annotated[float, Interval(0, 1, closed=True)] = 0.999
-    """Smallest exp(mean_t d) that is kept. At least 0, at most 1."""
+    geometric_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.999
+    """Smallest exp(mean_t d) that is kept. At least 0, at most geometric_rejection_high; 0 leaves the
+    bound open."""
 
-    geometric_rejection_high: Annotated[float, Interval(1, closed=True)] = 1.001
-    """Largest exp(mean_t d) that is kept. At least 1."""
+    geometric_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 1.001
+    """Largest exp(mean_t d) that is kept. At least 0; inf leaves the bound open."""
+
+    use_sequence_rejection: bool = False
+    """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between
+    sequence_rejection_low and sequence_rejection_high. Needs the log-probs of the rollout engine
+    (rollout_log_probs)."""
+
+    sequence_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.5
+    """Smallest exp(sum_t d) that is kept. At least 0, at most sequence_rejection_high; 0 leaves the
+    bound open."""
+
+    sequence_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 2.0
+    """Largest exp(sum_t d) that is kept. At least 0; inf leaves the bound open."""
 
     use_opsm: bool = False
     """Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) >
@@ -253,16 +274,13 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
             "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
             f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor or the path"
         )
-    if sound.tis_clip_low > sound.tis_clip:
-        yield (
-            f"--tis-clip-low {sound.tis_clip_low:g} exceeds --tis-clip {sound.tis_clip:g}: the lower bound of the "
-            "importance weight must not be above the upper one"
-        )
-    if sound.tis_mode == "mask" and sound.tis_level == "sequence":
-        yield (
-            "--tis-mode mask works per token: use --tis-level token, or reject whole sequences with "
-            "--use-geometric-rejection"
-        )
+    for low, high in BOUNDS:
+        lowest, highest = getattr(sound, low), getattr(sound, high)
+        if lowest > highest:
+            yield (
+                f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}: the lower bound must not be above the "
+                "upper one"
+            )
     if sound.divide_gradient_twice and sound.grad_divisor is not None:
         yield (
             f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "

@@ -227,6 +227,13 @@ def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:
                 for name in (table.replaced_by, table.field)
             )
             logger.warning(f"{new} takes the place of {old}.")
+        for row in table.rows_on(config):
+            for name in row.unread_settings(config):
+                value = getattr(config, name)
+                if value != fields_of(PolicyLossConfig)[name].default:
+                    logger.warning(
+                        f"{flag_of(name)} {value:g} is not read by {table.flag_of_row(row)}: nothing is clipped by it."
+                    )
     is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
     if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
         logger.warning(

@@ -54,6 +54,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "geometric_rejection_low": 0.95,
         "geometric_rejection_high": 1.05,
     },
+    "geometric_mask": {
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_mode": "mask",
+        "tis_clip_low": 0.95,
+        "tis_clip": 1.05,
+    },
+    "tis_geometric": {"use_tis": True, "tis_level": "geometric", "tis_clip": 1.02},
+    "sequence_rejection": {
+        "use_sequence_rejection": True,
+        "sequence_rejection_low": 0.8,
+        "sequence_rejection_high": float("inf"),
+    },
     "opsm": {"use_opsm": True, "opsm_delta": 0.05},
     "everything": {
         "policy_loss": "gspo",
@@ -143,7 +156,13 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
     assert first.metrics["loss"] != second.metrics["loss"]
 
 
-@pytest.mark.parametrize("name", ["icepop", "geometric_rejection", "opsm", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("icepop", "geometric_mask", "geometric_rejection"),
+        *("sequence_rejection", "opsm", "everything"),
+    ],
+)
 def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:
     first, _ = outcomes[name][0]
     assert 0 < first.metrics["rejected_fraction"] < 1

@@ -129,11 +129,17 @@ class Correction:
     """Settings of the corrections; None turns one off."""
 
     tis: str | None = None
-    """token, sequence or mask."""
+    """token, sequence or geometric, and mask, sequence_mask or geometric_mask."""
     tis_low: float = 0.0
     tis_high: float = 2.0
     geometric: tuple[float, float] | None = None
+    sequence: tuple[float, float] | None = None
     opsm_delta: float | None = None
+
+    def rejects(self) -> bool:
+        is_mask = self.tis is not None and self.tis.endswith("mask")
+        others = (self.geometric, self.sequence, self.opsm_delta)
+        return is_mask or any(each is not None for each in others)
 
 
 def mismatches(sample: Sequence1) -> list[float]:
@@ -155,16 +161,23 @@ def correct(
     drift = -policy_mean(sample).item()
     for t in sample.active():
         mismatch = sample.old_log_probs[t] - sample.rollout_log_probs[t]
-        weight = bounded_exp(total if settings.tis == "sequence" else mismatch)
-        if settings.tis in ("token", "sequence"):
+        kind = settings.tis or ""
+        exponent = total if kind.startswith("sequence") else mismatch
+        exponent = average if kind.startswith("geometric") else exponent
+        weight = bounded_exp(exponent)
+        if kind in ("token", "sequence", "geometric"):
             corrected[t] = losses[t] * min(max(weight, settings.tis_low), settings.tis_high)
-        if settings.tis == "mask":
+        if kind.endswith("mask"):
             corrected[t] = losses[t] * weight
             if not settings.tis_low <= weight <= settings.tis_high:
                 mask[t] = 0
         if settings.geometric is not None:
             low, high = settings.geometric
             if not low <= bounded_exp(average) <= high:
+                mask[t] = 0
+        if settings.sequence is not None:
+            low, high = settings.sequence
+            if not low <= bounded_exp(total) <= high:
                 mask[t] = 0
         if settings.opsm_delta is not None:
             if sample.advantages[t] < 0 and drift > settings.opsm_delta:

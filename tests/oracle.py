@@ -35,6 +35,7 @@ class PlainSample:
     rollout_log_probs: list[float] | None = None
     group_index: int | None = None
     rollout_id: int | None = None
+    loss_weights: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -69,6 +70,19 @@ def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
+def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator: str) -> float:
+    """What a denominator counts of these samples: their active tokens, or the sum of the loss weights of those."""
+    if denominator == "mask":
+        return active_tokens(samples, members)
+    total = 0.0
+    for index in members:
+        sample = samples[index]
+        for token, keep in enumerate(sample.loss_mask):
+            if keep:
+                total += 1.0 if sample.loss_weights is None else sample.loss_weights[token]
+    return total
+
+
 def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]) -> Tensor:
     """Sum of the losses that the mask keeps; the others are never touched."""
     total = torch.zeros((), dtype=torch.float64)
@@ -80,31 +94,40 @@ def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequen
 
 
 def mean_of_token_means(
-    samples: Sequence[PlainSample], losses: PerToken, units: list[list[int]]
+    samples: Sequence[PlainSample],
+    losses: PerToken,
+    units: list[list[int]],
+    denominator: str = "mask",
 ) -> Tensor:
     """Mean over the units of the token mean inside each; a unit without active tokens adds 0."""
     total = torch.zeros((), dtype=torch.float64)
     for members in units:
-        total = total + masked_sum(samples, losses, members) / max(
-            active_tokens(samples, members), 1
-        )
+        count = counted(samples, members, denominator)
+        total = total + masked_sum(samples, losses, members) / (count if count > 0 else 1)
     return total / len(units)
 
 
-def sample_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def sample_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """GRPO: mean over rollouts of the token mean of each."""
-    return mean_of_token_means(samples, losses, rollouts(samples))
+    return mean_of_token_means(samples, losses, rollouts(samples), denominator)
 
 
-def prompt_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def prompt_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """ScaleRL's prompt average: mean over prompt groups of the token mean of each."""
-    return mean_of_token_means(samples, losses, prompt_groups(samples))
+    return mean_of_token_means(samples, losses, prompt_groups(samples), denominator)
 
 
-def token_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def token_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """Mean over all active tokens of the step."""
     everything = range(len(samples))
-    return masked_sum(samples, losses, everything) / max(active_tokens(samples, everything), 1)
+    count = counted(samples, everything, denominator)
+    return masked_sum(samples, losses, everything) / (count if count > 0 else 1)
 
 
 def constant(samples: Sequence[PlainSample], losses: PerToken, divisor: float) -> Tensor:
@@ -117,17 +140,35 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def aggregate(
-    samples: Sequence[PlainSample], losses: PerToken, aggregation: str, divisor: float | None = None
+    samples: Sequence[PlainSample],
+    losses: PerToken,
+    aggregation: str,
+    divisor: float | None = None,
+    denominator: str = "mask",
 ) -> Tensor:
     """The objective of one step, by the name of its aggregation."""
     if aggregation == "sample_mean":
-        return sample_mean(samples, losses)
+        return sample_mean(samples, losses, denominator)
     if aggregation == "prompt_mean":
-        return prompt_mean(samples, losses)
+        return prompt_mean(samples, losses, denominator)
     if aggregation == "token_mean":
-        return token_mean(samples, losses)
+        return token_mean(samples, losses, denominator)
     assert aggregation == "constant" and divisor is not None
     return constant(samples, losses, divisor)
+
+
+def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
+    """The losses of every token times its loss weight."""
+    result = []
+    for sample, of_sample in zip(samples, losses, strict=True):
+        weights = [1.0] * sample.response_length
+        if sample.loss_weights is not None:
+            weights = [
+                weight if keep else 0.0
+                for weight, keep in zip(sample.loss_weights, sample.loss_mask, strict=True)
+            ]
+        result.append(of_sample * torch.tensor(weights, dtype=torch.float64))
+    return result
 
 
 def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
@@ -157,6 +198,7 @@ class Objective:
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    loss_weight_denominator: str = "mask"
     rollout_temperature: float = 1.0
 
 
@@ -271,12 +313,17 @@ def policy_loss(
         result.ratios.append(stack(ratios))
         result.entropies.append(stack(entropies))
 
+    denominator = objective.loss_weight_denominator
     result.pg_loss = aggregate(
-        samples, pg_losses, objective.loss_aggregation, objective.loss_aggregation_divisor
+        samples,
+        weighted(samples, pg_losses),
+        objective.loss_aggregation,
+        objective.loss_aggregation_divisor,
+        denominator,
     )
     # Only pg_loss follows the chosen aggregation: the other terms are sample means.
-    result.kl_loss = sample_mean(samples, kl_losses)
-    result.entropy = sample_mean(samples, result.entropies)
+    result.kl_loss = sample_mean(samples, weighted(samples, kl_losses), denominator)
+    result.entropy = sample_mean(samples, weighted(samples, result.entropies), denominator)
     result.loss = result.pg_loss
     if objective.kl_loss_coef:
         result.loss = result.loss + objective.kl_loss_coef * result.kl_loss

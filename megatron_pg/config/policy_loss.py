@@ -51,6 +51,11 @@ class PolicyLossConfig:
     """L of the constant aggregation 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2).
     Above 0. Needed by constant, refused with every other aggregation."""
 
+    loss_weight_denominator: Literal["mask", "weights"] = "mask"
+    """What D, G and T count where samples carry loss weights u (Sample.loss_weights), by which every
+    term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
+    sum m u, so that a weight of 0 is as good as a masked token."""
+
     calculate_per_token_loss: bool = False
     """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
     count of the step. It says how the scale is applied and not what is optimised: token_mean turns
@@ -273,6 +278,14 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         yield (
             "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
             f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor or the path"
+        )
+    if (
+        sound.custom_pg_loss_reducer_function_path is not None
+        and sound.loss_weight_denominator == "weights"
+    ):
+        yield (
+            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --loss-weight-denominator "
+            "weights: drop one of the two"
         )
     for low, high in BOUNDS:
         lowest, highest = getattr(sound, low), getattr(sound, high)

@@ -70,10 +70,11 @@ class MicroBatchLoss:
                 )
         self.config, self.batch, self._totals = config, batch, totals
         self._group, self._step_share = context_parallel_group, step_share
-        self._policy_gradient = policy_gradient_reduction(config, batch, totals)
+        counted = totals.counted_in(config.loss_weight_denominator)
+        self._policy_gradient = policy_gradient_reduction(config, batch, counted)
         self._metric_columns = metric_columns(config, batch, totals)
         if config.kl_loss_coef or config.entropy_coef:
-            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, totals)
+            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, counted)
 
     def terms(
         self, log_probs: Tensor, entropy: Tensor | None

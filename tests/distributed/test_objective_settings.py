@@ -79,6 +79,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "pg_metrics": "with_entropy",
     },
     "divided_twice": {"divide_gradient_twice": True, "loss_aggregation": "prompt_mean"},
+    "loss_weights": {"loss_aggregation": "prompt_mean", "kl_loss_coef": 0.1, "entropy_coef": 0.05},
+    "loss_weights_in_denominators": {
+        "loss_aggregation": "token_mean",
+        "loss_weight_denominator": "weights",
+    },
     "no_metrics": {"pg_metrics": "none"},
 }
 
@@ -113,7 +118,16 @@ class SettingsRun(Run):
 
     @property
     def samples(self) -> list[PlainSample]:
-        return samples_with_mismatch()
+        samples, rng = samples_with_mismatch(), random.Random(1)
+        if not self.name.startswith("loss_weights"):
+            return samples
+        return [
+            dataclasses.replace(
+                sample,
+                loss_weights=[float32(rng.choice([0.0, 1.0, 2.5])) for _ in sample.loss_mask],
+            )
+            for sample in samples
+        ]
 
     @property
     def config(self) -> PolicyLossConfig:

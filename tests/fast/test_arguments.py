@@ -290,6 +290,7 @@ def test_the_parser_lists_the_words_of_a_choice(flag, capsys):
 OUT_OF_RANGE = {
     "loss_aggregation": ["mean", "", None, 3],
     "loss_aggregation_divisor": [0, -1, "8", True],
+    "loss_weight_denominator": ["tokens"],
     "calculate_per_token_loss": [1, None, "yes"],
     "policy_loss": ["grpo"],
     "eps_clip": [0, -0.2, 1.01, None, True, "0.2"],

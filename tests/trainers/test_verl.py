@@ -1,0 +1,186 @@
+"""The four aggregations inside verl's own unmodified code: every logit's gradient against float64 loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.distributed.launch import run_ranks
+from tests.oracle import Objective
+
+from .verl_source import find_verl
+from .verl_step import (
+    CLIP,
+    CLIP_C,
+    CLIP_HIGH,
+    ENTROPY_COEF,
+    KL_COEF,
+    Case,
+    gradients,
+    logits_of,
+    step_of,
+    verl_advantages,
+    vocabulary,
+)
+
+missing = find_verl()
+pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+DIVISOR = 8
+TOLERANCE = 1e-6
+# Tool tokens inside, a sample without active tokens, and micro-batches of an even number of tokens: see `test_the_floor`.
+STEP = [
+    (2, [1, 1, 1, 0, 0, 1]),
+    (3, [1, 1, 1]),
+    (2, [0, 0]),
+    (1, [1]),
+    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
+    (2, [1, 0, 1, 1]),
+    (3, [1] * 7),
+    (1, [1, 1, 1]),
+    (2, [0, 1, 1, 1]),
+    (1, [1, 1]),
+    (3, [1, 0, 1, 1]),
+    (2, [1]),
+]
+OURS = tuple(f"megatron_pg_{aggregation}" for aggregation in oracle.AGGREGATIONS)
+THEIRS = {
+    "sample_mean": "seq-mean-token-mean",
+    "token_mean": "token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
+"""verl's own settings that are one of the four already."""
+
+
+def cases(context: int) -> list[Case]:
+    """Ours in both of Megatron's modes, with KL and entropy; verl's own, without; then the mutants."""
+    of = functools.partial(Case, context=context, loss_scale_factor=DIVISOR)
+    return [
+        *(of(mode, per_token=per_token) for mode in OURS for per_token in (False, True)),
+        *(of("vanilla", loss_agg_mode=mode, with_terms=False) for mode in THEIRS.values()),
+        *(of(mode, breakage="divisor") for mode in OURS),
+        *(of("megatron_pg_sample_mean", breakage=name) for name in ("length", "window")),
+        of("megatron_pg_prompt_mean", breakage="window"),
+    ]
+
+
+def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
+    """The gradient of every logit by plain loops in float64."""
+    own = {mode: aggregation for aggregation, mode in THEIRS.items()}
+    aggregation = case.loss_mode.removeprefix("megatron_pg_")
+    if case.loss_mode == "vanilla":
+        aggregation = own[case.loss_agg_mode]
+    grpo = verl_advantages(step, dataclasses.replace(case, loss_mode="vanilla"))
+    step = [
+        dataclasses.replace(sample, advantages=row[: sample.response_length].tolist())
+        for sample, row in zip(step, grpo, strict=True)
+    ]
+    objective = Objective(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        eps_clip=CLIP,
+        eps_clip_high=CLIP_HIGH,
+        eps_clip_c=CLIP_C,
+        kl_loss_coef=KL_COEF if case.with_terms else 0.0,
+        kl_loss_type="low_var_kl",
+        entropy_coef=ENTROPY_COEF if case.with_terms else 0.0,
+    )
+    table = logits_of(step).double().requires_grad_()
+    oracle.policy_loss(step, [table[s.tokens] for s in step], objective).loss.backward()
+    assert table.grad is not None
+    return table.grad
+
+
+def difference(found: Tensor | str, reference: Tensor) -> float:
+    assert isinstance(found, Tensor), found
+    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+@functools.cache
+def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
+    """Each case's gradient on every rank; one launch for all cases of a world."""
+    step = step_of(STEP)
+    if cut == "one":
+        return {case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)}
+    both = cases(2) + cases(1)
+    ranks = run_ranks(gradients, 2, step, both, timeout=400.0)
+    of_cut = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
+    return {case: list(found) for case, *found in zip(both[of_cut], *(r[of_cut] for r in ranks), strict=True)}
+
+
+CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_logits_gradient(cut):
+    step, looked_at = step_of(STEP), 0
+    for case, ranks in outcomes(cut).items():
+        if case.breakage:
+            continue
+        for found in ranks:
+            assert difference(found, expected(case, step)) <= TOLERANCE, case
+            looked_at += 1
+    assert looked_at == 11 * (1 if cut == "one" else 2)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_mutants_fail(cut):
+    step = step_of(STEP)
+    mutants = {case: ranks for case, ranks in outcomes(cut).items() if case.breakage}
+    assert len(mutants) == 7
+    for case, (found, *_) in mutants.items():
+        assert difference(found, expected(case, step)) > 100 * TOLERANCE, case
+
+
+def test_modes_differ():
+    step = step_of(STEP)
+    sample_mean = expected(Case("megatron_pg_sample_mean"), step)
+    for mode in OURS[1:]:
+        assert difference(expected(Case(mode), step), sample_mean) > 0.05
+
+
+def test_the_floor():
+    """verl counts `tokens // CP` of a micro-batch: the factor that the docs give, for every term."""
+    step = step_of([(2, [1, 1, 1]), (2, [1, 1, 0, 1]), (1, [1, 1, 1, 1, 1, 1])])
+    case = Case("megatron_pg_sample_mean", per_token=True, context=2, micro_batch_size=1)
+    tokens = [len(sample.tokens) for sample in step]
+    factor = sum(tokens) / (2 * sum(n // 2 for n in tokens))
+    assert tokens == [5, 6, 7] and factor == 18 / 16
+    for (found,) in run_ranks(gradients, 2, step, [case], timeout=400.0):
+        assert difference(found, factor * expected(case, step)) <= TOLERANCE
+
+
+def refusal(case: Case) -> str:
+    (found,) = gradients(step_of(STEP), [case])
+    assert isinstance(found, str)
+    return found
+
+
+def test_refusals(monkeypatch):
+    from megatron_pg.integrations import verl as ours
+
+    monkeypatch.setattr(ours, "_seen_tagged", False)
+    class Unfolded(Case):
+        estimator = "grpo"
+
+    message = refusal(Unfolded("megatron_pg_prompt_mean"))
+    assert "algorithm.adv_estimator=megatron_pg_prompt_mean_grpo" in message
+    assert "loss_scale_factor" in refusal(Case("megatron_pg_constant"))
+
+    class Folded(Case):
+        estimator = "megatron_pg_prompt_mean_grpo"
+
+    message = refusal(Folded("vanilla"))
+    assert "policy_loss.loss_mode=megatron_pg_prompt_mean" in message
+
+
+def test_the_vocabulary_is_one_row_per_token():
+    step = step_of(STEP)
+    tokens = [token for sample in step for token in sample.tokens]
+    assert len(set(tokens)) == len(tokens) == vocabulary(step) - 1
+    assert torch.all(expected(Case("megatron_pg_sample_mean"), step)[0] == 0)

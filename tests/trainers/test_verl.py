@@ -44,7 +44,7 @@ STEP = [
     (3, [1] * 7),
     (1, [1, 1, 1]),
     (2, [0, 1, 1, 1]),
-    (1, [1, 1]),
+    (2, [1, 1]),
     (3, [1, 0, 1, 1]),
     (2, [1]),
 ]
@@ -55,6 +55,10 @@ THEIRS = {
     "constant": "seq-mean-token-sum-norm",
 }
 """verl's own settings that are one of the four already."""
+
+
+CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+"""The context-parallel size of one process, of two, and of two that are data parallel."""
 
 
 def cases(context: int) -> list[Case]:
@@ -102,18 +106,20 @@ def difference(found: Tensor | str, reference: Tensor) -> float:
 
 
 @functools.cache
+def two_ranks() -> list[list[Tensor | str]]:
+    """By rank, the gradients of all cases that take two processes."""
+    return run_ranks(gradients, 2, step_of(STEP), cases(2) + cases(1), timeout=400.0)
+
+
+@functools.cache
 def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
-    """Each case's gradient on every rank; one launch for all cases of a world."""
+    """Each case's gradient on every rank."""
     step = step_of(STEP)
     if cut == "one":
         return {case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)}
-    both = cases(2) + cases(1)
-    ranks = run_ranks(gradients, 2, step, both, timeout=400.0)
-    of_cut = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
-    return {case: list(found) for case, *found in zip(both[of_cut], *(r[of_cut] for r in ranks), strict=True)}
-
-
-CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+    first = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
+    found = [of_rank[first] for of_rank in two_ranks()]
+    return {case: list(of_case) for case, *of_case in zip(cases(CUTS[cut]), *found, strict=True)}
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -134,7 +140,7 @@ def test_mutants_fail(cut):
     mutants = {case: ranks for case, ranks in outcomes(cut).items() if case.breakage}
     assert len(mutants) == 7
     for case, (found, *_) in mutants.items():
-        assert difference(found, expected(case, step)) > 100 * TOLERANCE, case
+        assert difference(found, expected(case, step)) > 20 * TOLERANCE, case
 
 
 def test_modes_differ():

@@ -50,7 +50,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.reducers import DIVISOR_VARIABLE
 from megatron_pg.integrations.verl_settings import find_divisor, refuse_estimator_settings
 from megatron_pg.loss.aggregation import AGGREGATIONS
 

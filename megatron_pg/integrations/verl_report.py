@@ -44,7 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     named = [point for point in entry_points(group="verl.plugins") if point.value == MODULE]
     if not named:
-        print(f"plugin: no entry point of the group verl.plugins names {MODULE}; install this package again (pip install)")
+        print(
+            f"plugin: no entry point of the group verl.plugins names {MODULE}; install this package again (pip install)"
+        )
     heard = _Heard()
     log = logging.getLogger("verl")
     level = log.level

@@ -26,7 +26,9 @@ def find_divisor(loss_scale_factor: float | None) -> float:
         try:
             found[source] = float(value)
         except ValueError as error:
-            raise ValueError(f"{source} is {value!r}: expected a number of tokens above 0") from error
+            raise ValueError(
+                f"{source} is {value!r}: expected a number of tokens above 0"
+            ) from error
         if not 0 < found[source] < float("inf"):
             raise ValueError(f"{source} is {value!r}: expected a finite number of tokens above 0")
     if not found:
@@ -56,7 +58,9 @@ def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: A
             one optimizer step, or the samples have no `uid`.
     """
     name = f"algorithm.adv_estimator=megatron_pg_prompt_mean_{base}"
-    actor, rollout = (_select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout"))
+    actor, rollout = (
+        _select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout")
+    )
     if actor is None or rollout is None:
         raise ValueError(
             f"{name}: this trainer hands its estimators no configuration in which actor_rollout_ref can be found, so "

@@ -116,7 +116,9 @@ def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
     """Each case's gradient on every rank."""
     step = step_of(STEP)
     if cut == "one":
-        return {case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)}
+        return {
+            case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)
+        }
     first = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
     found = [of_rank[first] for of_rank in two_ranks()]
     return {case: list(of_case) for case, *of_case in zip(cases(CUTS[cut]), *found, strict=True)}
@@ -171,6 +173,7 @@ def test_refusals(monkeypatch):
     from megatron_pg.integrations import verl as ours
 
     monkeypatch.setattr(ours, "_seen_tagged", False)
+
     class Unfolded(Case):
         estimator = "grpo"
 

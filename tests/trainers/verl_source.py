@@ -1,6 +1,6 @@
 """Where verl comes from: installed, or a work tree `verl` in the folder that TRAINERS names. Nothing of it is stored here.
 
-    pip install --no-deps verl==0.9.1 tensordict==0.10.0 omegaconf hydra-core   # and more: docs/migrating.md
+pip install --no-deps verl==0.9.1 tensordict==0.10.0 omegaconf hydra-core   # and more: docs/migrating.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from pathlib import Path
 
 from .stand_ins import stand_in_for
 
-STAND_INS = ("ray", "torchdata", "cachetools", "fastapi", "uvicorn", "aiohttp", "pandas", "zmq", "codetiming")
+STAND_INS = (
+    "ray",
+    "torchdata",
+    "cachetools",
+    "fastapi",
+    "uvicorn",
+    "aiohttp",
+    "pandas",
+    "zmq",
+    "codetiming",
+)
 """Packages that verl's modules import and of which the tests call nothing."""
 
 

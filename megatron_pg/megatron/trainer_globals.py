@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch.distributed as dist
+
 
 def context_parallel_place() -> tuple[int, int]:
     """The place (rank, size) of this process in Megatron's context-parallel group; (0, 1) where there are no groups."""
@@ -19,6 +21,15 @@ def context_parallel_place() -> tuple[int, int]:
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_context_parallel_world_size(),
     )
+
+
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """Megatron's data-parallel group of this process, without context parallelism; None where there are no groups."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return None
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=False)
+    return group
 
 
 def global_args() -> argparse.Namespace | None:

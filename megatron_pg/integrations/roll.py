@@ -89,7 +89,9 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
         kept = data.batch.get("final_response_mask", response_mask) * response_mask
         valid = data.meta_info["global_valid_samples"]
         return sample_factors(
-            data.non_tensor_batch[WEIGHT], kept, valid.get("final_response_mask", valid["response_mask"])
+            data.non_tensor_batch[WEIGHT],
+            kept,
+            valid.get("final_response_mask", valid["response_mask"]),
         )
 
 

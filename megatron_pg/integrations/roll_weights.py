@@ -80,7 +80,9 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
     return (per_token * kept.sum(dim=-1) * valid_samples).float()
 
 
-def refuse_settings(aggregation: str, config: Any, environment: Mapping[str, str] = os.environ) -> float | None:
+def refuse_settings(
+    aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
+) -> float | None:
     """Refuses what the aggregation cannot be computed with, before the model loads.
 
     Args:

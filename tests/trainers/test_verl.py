@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests import oracle
 from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
 
+from .logit_table import logits_of, step_of, vocabulary
 from .verl_source import find_verl
 from .verl_step import (
     CLIP,
@@ -22,15 +26,13 @@ from .verl_step import (
     KL_COEF,
     Case,
     gradients,
-    logits_of,
-    step_of,
     verl_advantages,
-    vocabulary,
 )
 
 missing = find_verl()
 pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
 
+ROOT = Path(__file__).parents[2]
 DIVISOR = 8
 TOLERANCE = 1e-6
 # Tool tokens inside, a sample without active tokens, and micro-batches of an even number of tokens: see `test_the_floor`.
@@ -193,3 +195,32 @@ def test_the_vocabulary_is_one_row_per_token():
     tokens = [token for sample in step for token in sample.tokens]
     assert len(set(tokens)) == len(tokens) == vocabulary(step) - 1
     assert torch.all(expected(Case("megatron_pg_sample_mean"), step)[0] == 0)
+
+
+def command(tmp_path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m megatron_pg integrations verl` of an installation with the entry points that setup.py has."""
+    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    script = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n{before}\n"
+        "from tests.trainers.verl_source import find_verl; find_verl()\n"
+        "from megatron_pg.cli import main; sys.exit(main(['integrations', 'verl']))"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_the_command_sees_the_plugin(tmp_path):
+    done = command(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plugin: entry point megatron_pg" in done.stdout
+    assert f"loss_mode): {', '.join(sorted(OURS))}\n" in done.stdout
+    assert "megatron_pg_prompt_mean_grpo" in done.stdout
+
+
+def test_the_command_reports_what_verl_swallows(tmp_path):
+    done = command(tmp_path, "sys.modules['megatron_pg.integrations.verl_plugin'] = None")
+    assert done.returncode == 1
+    assert "verl says: Failed to load plugin 'megatron_pg'" in done.stdout
+    assert "loss_mode): none" in done.stdout

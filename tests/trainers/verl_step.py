@@ -24,8 +24,9 @@ from torch import Tensor
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
+from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, table_under_ddp
+
 KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 3.0
-ROLLOUTS_PER_PROMPT = 3
 
 
 @dataclass(frozen=True)
@@ -46,41 +47,6 @@ class Case:
     @property
     def estimator(self) -> str:
         return "megatron_pg_prompt_mean_grpo" if "prompt_mean" in self.loss_mode else "grpo"
-
-
-def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
-    """Samples by prompt length and mask, three to a prompt group, with a token id for each position of the step."""
-    generator = torch.Generator().manual_seed(7)
-    samples, next_id = [], 1
-    for number, (prompt, mask) in enumerate(lengths):
-        total = prompt + len(mask)
-
-        def numbers(size: int = len(mask)) -> list[float]:
-            return (-4.5 + torch.rand(size, generator=generator)).tolist()
-
-        samples.append(
-            PlainSample(
-                tokens=list(range(next_id, next_id + total)),
-                response_length=len(mask),
-                loss_mask=mask,
-                advantages=[],
-                old_log_probs=numbers(),
-                ref_log_probs=numbers(),
-                group_index=number // ROLLOUTS_PER_PROMPT,
-            )
-        )
-        next_id += total
-    return samples
-
-
-def vocabulary(samples: list[PlainSample]) -> int:
-    return max(sample.tokens[-1] for sample in samples) + 1
-
-
-def logits_of(samples: list[PlainSample]) -> Tensor:
-    """The table [token id, vocabulary]; row 0 is that of padding."""
-    size = vocabulary(samples)
-    return torch.randn(size, size, generator=torch.Generator().manual_seed(3))
 
 
 def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
@@ -167,42 +133,6 @@ def actor_config(case: Case) -> Any:
     )
 
 
-def table_under_ddp(logits: Tensor, per_token: bool) -> Any:
-    """The table of logits as a Megatron model under Megatron's DDP."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.enums import ModelType
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import MegatronModule
-
-    class Table(MegatronModule):
-        def __init__(self, config: TransformerConfig) -> None:
-            super().__init__(config)
-            self.model_type, self.vp_stage = ModelType.encoder_or_decoder, None
-            self.pre_process = self.post_process = True
-            self.share_embeddings_and_output_weights = False
-            self.weight = torch.nn.Parameter(logits.clone())
-
-        def set_input_tensor(self, input_tensor: Any) -> None: ...
-
-        def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
-            return self.weight[input_ids]
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        calculate_per_token_loss=per_token,
-        use_cpu_initialization=True,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return DistributedDataParallel(config, ddp, Table(config))
-
-
 def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     """The gradient of the table [token id, vocabulary]; every rank of the world calls it, in one case after another."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -245,17 +175,6 @@ def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
         engine.forward_backward_batch(data, loss)
         (parameter,) = model.parameters()
         return parameter.main_grad.detach().clone()
-
-
-def initialize(context: int) -> None:
-    """Megatron's process groups anew, data parallel beside context parallel."""
-    from megatron.core import parallel_state
-
-    enable_cpu_runtime()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=context)
 
 
 def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor | str]:

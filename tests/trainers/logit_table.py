@@ -53,8 +53,10 @@ def logits_of(samples: list[PlainSample]) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(3))
 
 
-def table_under_ddp(logits: Tensor, per_token: bool, context: int = 1) -> Any:
-    """The table of logits as a Megatron model under Megatron's DDP."""
+def table_under_ddp(
+    logits: Tensor, per_token: bool, context: int = 1, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The table of logits as a Megatron model under Megatron's DDP, which gives logits of that dtype."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -75,7 +77,7 @@ def table_under_ddp(logits: Tensor, per_token: bool, context: int = 1) -> Any:
         def set_input_tensor(self, input_tensor: Any) -> None: ...
 
         def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
-            return self.weight[input_ids]
+            return self.weight[input_ids].to(dtype)
 
     config = TransformerConfig(
         num_layers=1,

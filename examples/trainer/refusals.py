@@ -135,7 +135,7 @@ def _of_files(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 
 def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """The sampler has the model that is trained, whole on each tensor-parallel group, one token at a time."""
+    """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
     yield bool(args.rollout_files), "what to train on: give one of --rollout-files and --task"
     yield (
         not args.hf_model,
@@ -146,7 +146,11 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.distinct_ids is not None,
         "--distinct-ids with --task: tasks are numbered over all ranks; drop it",
     )
-    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel"):
+    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
         flag = f"--{name.replace('_', '-')}"
-        message = f"{flag} with --task: every tensor-parallel group generates with the whole model, a token at a time"
+        message = f"{flag} with --task: answers are generated with one chunk of layers a stage"
+        yield getattr(args, name, None) is not None, f"{message}; drop it"
+    for name in ("expert_model_parallel_size", "sequence_parallel"):
+        flag = f"--{name.replace('_', '-')}"
+        message = f"{flag} with --task: every tensor-parallel group generates by itself, a token at a time"
         yield getattr(args, name) > 1 or getattr(args, name) is True, f"{message}; drop it"

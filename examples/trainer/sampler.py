@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,29 @@ class _RememberingAttention(nn.Module):
 
 
 class Sampler:
-    """Samples answers from a GPTModel with rotary or no positions, whole on each tensor-parallel group.
+    """Samples answers from a GPTModel with rotary or no positions.
 
-    Every tensor-parallel rank must call it alike, with the same random state. The other ranks need not.
+    Every rank of a tensor-parallel group and of a pipeline must call it alike, with the same random state, and gets
+    the answers. The other ranks need not.
 
     Args:
-        model: the GPTModel, unwrapped.
+        model: the GPTModel, unwrapped; under pipeline parallelism this stage of it.
+        pipeline: the stages of the pipeline.
         vocab_size: true size; the padded columns of the logits are never sampled.
         stop_tokens: those that end an answer.
         max_new_tokens: longest answer, the stop token included.
     """
 
     def __init__(
-        self, model: Any, *, vocab_size: int, stop_tokens: Sequence[int], max_new_tokens: int
+        self,
+        model: Any,
+        pipeline: ProcessGroup,
+        *,
+        vocab_size: int,
+        stop_tokens: Sequence[int],
+        max_new_tokens: int,
     ) -> None:
-        self._model, self._vocab_size = model, vocab_size
+        self._model, self._pipeline, self._vocab_size = model, pipeline, vocab_size
         self._stop_tokens, self._max_new_tokens = list(stop_tokens), max_new_tokens
 
     @torch.no_grad()
@@ -110,14 +120,9 @@ class Sampler:
                     logits = logits.repeat_interleave(copies, 0)
                     for attention in attentions:
                         attention.repeat(copies)
-                distribution = (logits / temperature).log_softmax(-1)
-                tokens = (
-                    distribution.argmax(-1, keepdim=True)
-                    if generator is None
-                    else torch.multinomial(distribution.exp(), 1, generator=generator)
-                )
+                tokens, log_prob = self._choose((logits / temperature).log_softmax(-1), generator)
                 chosen.append(tokens)
-                log_probs.append(distribution.gather(1, tokens))
+                log_probs.append(log_prob)
                 ended |= torch.isin(tokens, stop)
                 if bool(ended.all()):
                     break
@@ -125,18 +130,46 @@ class Sampler:
         return [self._until_stop(*row) for row in rows]
 
     def _logits(self, tokens: Tensor, start: int) -> Tensor:
-        """Run the model on [batch, new] tokens from column `start` on: float32 [batch, vocabulary] of the last."""
-        rotary = getattr(self._model, "rotary_pos_emb", None)
+        """Run the stages on [batch, new] tokens from column `start` on: float32 [batch, vocabulary] of the last.
+
+        Stages before the last have no logits, and return zeros.
+        """
+        model, stage = self._model, dist.get_rank(self._pipeline)
+        rotary = getattr(model, "rotary_pos_emb", None)
         if rotary is not None:
             # It goes by differences of positions alone, so those of the padded columns serve.
             rotary.forward = lambda *_, **__: rotary.get_emb(tokens.size(1), offset=start)
-        logits = self._model(
+        if not model.pre_process:
+            shape = (tokens.size(1), tokens.size(0), model.config.hidden_size)
+            hidden = torch.empty(shape, dtype=model.config.pipeline_dtype, device=tokens.device)
+            dist.recv(hidden, group=self._pipeline, group_src=stage - 1)
+            model.set_input_tensor(hidden)
+        output = model(
             input_ids=tokens,
             position_ids=torch.arange(start, start + tokens.size(1), device=tokens.device)[None],
             attention_mask=None,
             runtime_gather_output=True,
         )
-        return logits[:, -1, : self._vocab_size].float()
+        if model.post_process:
+            return output[:, -1, : self._vocab_size].float()
+        dist.send(output.contiguous(), group=self._pipeline, group_dst=stage + 1)
+        return torch.zeros(tokens.size(0), self._vocab_size, device=tokens.device)
+
+    def _choose(
+        self, distribution: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each row and its log-prob, both [batch, 1], as the last stage draws them."""
+        tokens = (
+            distribution.argmax(-1, keepdim=True)
+            if generator is None
+            else torch.multinomial(distribution.exp(), 1, generator=generator)
+        )
+        log_prob = distribution.gather(1, tokens)
+        last = dist.get_world_size(self._pipeline) - 1
+        if last:
+            dist.broadcast(tokens, group=self._pipeline, group_src=last)
+            dist.broadcast(log_prob, group=self._pipeline, group_src=last)
+        return tokens, log_prob
 
     @contextlib.contextmanager
     def _remembering(self, padding: Tensor) -> Iterator[list[_RememberingAttention]]:

@@ -69,6 +69,7 @@ class TaskSteps:
         stop = {self._tokenizer.eos_token_id, self._tokenizer.convert_tokens_to_ids("<|im_end|>")}
         self._sampler = Sampler(
             unwrap_model(list(model))[0],
+            self._groups.pipeline,
             vocab_size=self._args.vocab_size,
             stop_tokens=sorted(token for token in stop if token is not None),
             max_new_tokens=self._args.max_response_tokens,

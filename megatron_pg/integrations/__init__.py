@@ -5,12 +5,7 @@
 Importing this needs nothing of theirs.
 """
 
-from megatron_pg.integrations.reducers import (
-    DIVISOR_VARIABLE,
-    constant,
-    prompt_mean,
-    sample_mean,
-    token_mean,
-)
+from megatron_pg.integrations.reducers import constant, prompt_mean, sample_mean, token_mean
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE
 
 __all__ = ["DIVISOR_VARIABLE", "constant", "prompt_mean", "sample_mean", "token_mean"]

@@ -22,16 +22,14 @@ the call site does not carry: these are refused. Importing this needs nothing of
 from __future__ import annotations
 
 import functools
-import os
+import sys
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from megatron_pg.integrations.settings import find_divisor
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
-
-DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
-"""Environment variable of the divisor L of `constant`."""
 
 PREFIX = "--custom-pg-loss-reducer-function-path megatron_pg.integrations."
 
@@ -58,11 +56,35 @@ def _reducer(
         ValueError: the flag is not what the aggregation needs, or lengths and masks do not fit.
         NotImplementedError: `--qkv-format bshd` under context parallelism.
     """
+    refuse_flag(aggregation, calculate_per_token_loss)
+    cp_rank, cp_size = context_parallel_place()
+    return get_pg_loss_reducer(
+        total_lengths,
+        response_lengths,
+        loss_masks,
+        aggregation=aggregation,
+        divisor=find_divisor(global_args(), f"{PREFIX}constant")
+        if aggregation == "constant"
+        else None,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        qkv_format=getattr(global_args(), "qkv_format", None) or "thd",
+    )
+
+
+def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
+    """Refuses a reducer of this module under the wrong one of the trainer's two ways to divide.
+
+    Raises:
+        ValueError: the flag is not what the aggregation needs, or the aggregation is not possible there.
+    """
     if aggregation == "prompt_mean":
         raise ValueError(
             f"{PREFIX}prompt_mean: a prompt mean needs the prompt group of every sample and the group's active tokens "
-            "over the whole step, and this call carries lengths and masks of one micro-batch; use constant, sample_mean "
-            "or token_mean here, or compute the loss with megatron_pg.megatron.PolicyStep, which has them"
+            "over the whole step, and this call carries lengths and masks of one micro-batch; in slime and miles give "
+            "--rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean or "
+            "--custom-convert-samples-to-train-data-path megatron_pg.integrations.miles.prompt_mean instead; elsewhere use "
+            "constant, sample_mean or token_mean here, or megatron_pg.megatron.PolicyStep"
         )
     if aggregation == "token_mean" and not calculate_per_token_loss:
         raise ValueError(
@@ -75,17 +97,11 @@ def _reducer(
             f"{PREFIX}{aggregation} with --calculate-per-token-loss: the trainer would divide the result by the step's "
             "tokens and not by its rollouts; drop --calculate-per-token-loss, or use token_mean"
         )
-    cp_rank, cp_size = context_parallel_place()
-    return get_pg_loss_reducer(
-        total_lengths,
-        response_lengths,
-        loss_masks,
-        aggregation=aggregation,
-        divisor=_divisor() if aggregation == "constant" else None,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        qkv_format=getattr(global_args(), "qkv_format", None) or "thd",
-    )
+    if aggregation == "token_mean" and "miles.backends.fsdp_utils.actor" in sys.modules:
+        raise ValueError(
+            f"{PREFIX}token_mean with miles' --train-backend fsdp: its training loop drops the token count that the loss "
+            "is to be divided by, and the gradient is the count / data-parallel size too large; use --train-backend megatron"
+        )
 
 
 sample_mean = functools.partial(_reducer, "sample_mean")
@@ -106,29 +122,3 @@ The trainer counts one token for a sample without any (see above): exact where e
 
 prompt_mean = functools.partial(_reducer, "prompt_mean")
 """Refused, always: the call site carries neither prompt groups nor the step's totals."""
-
-
-def _divisor() -> float:
-    """L of `constant`, from the environment or Megatron's global args."""
-    text = os.environ.get(DIVISOR_VARIABLE)
-    try:
-        of_environment = None if text is None else float(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{DIVISOR_VARIABLE} is {text!r}: expected a number of tokens above 0"
-        ) from error
-    given = {
-        DIVISOR_VARIABLE: of_environment,
-        "--loss-aggregation-divisor": getattr(global_args(), "loss_aggregation_divisor", None),
-    }
-    found = {source: value for source, value in given.items() if value is not None}
-    if not found:
-        raise ValueError(
-            f"{PREFIX}constant has no divisor: set {DIVISOR_VARIABLE} in the environment of the training processes, or "
-            "loss_aggregation_divisor in Megatron's global args, to a finite number of tokens above 0"
-        )
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{PREFIX}constant has two divisors, {' and '.join(f'{k}={v:g}' for k, v in found.items())}: give one"
-        )
-    return next(iter(found.values()))

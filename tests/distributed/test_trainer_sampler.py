@@ -51,6 +51,7 @@ def sample(
     sharding: Sharding, folder: Path, stops: list[int], seed: int | None
 ) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of two answers to each prompt."""
+    from megatron.core import parallel_state
     from trainer.hugging_face import load_hugging_face
     from trainer.sampler import Sampler
 
@@ -59,7 +60,11 @@ def sample(
     chunks = build(sharding, Job(folder, []))
     load_hugging_face(chunks, folder)
     sampler = Sampler(
-        chunks[0].module, vocab_size=VOCABULARY, stop_tokens=stops, max_new_tokens=LONGEST
+        chunks[0].module,
+        parallel_state.get_pipeline_model_parallel_group(),
+        vocab_size=VOCABULARY,
+        stop_tokens=stops,
+        max_new_tokens=LONGEST,
     )
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found = sampler.sample(PROMPTS, 2, temperature=0.7, generator=generator)
@@ -67,10 +72,12 @@ def sample(
 
 
 @pytest.mark.parametrize(
-    "sharding", [Sharding(), Sharding(tensor=2), Sharding(context=2)], ids=["one", "TP2", "CP2"]
+    "sharding",
+    [Sharding(), Sharding(tensor=2), Sharding(context=2), Sharding(pipeline=3)],
+    ids=["one", "TP2", "CP2", "PP3"],
 )
 def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: Sharding) -> None:
-    world_size = sharding.tensor * sharding.context
+    world_size = sharding.tensor * sharding.context * sharding.pipeline
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for found in run_ranks(sample, world_size, sharding, folder, [STOP], None):
         for index, prompt in enumerate(PROMPTS):
@@ -134,7 +141,10 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--sequence-parallel --tensor-model-parallel-size 2", "--sequence-parallel with --task"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size with --task"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
+            "--num-layers-per-virtual-pipeline-stage with --task",
+        ),
         ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
         ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
         ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),

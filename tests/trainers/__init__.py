@@ -1,0 +1,5 @@
+"""The integrations against the trainers' real, unmodified source, which is never stored here.
+
+`TRAINERS=<folder> bash ci/trainers.sh`, where the folder holds checkouts named `slime` and `miles`; without it these tests
+say so and are skipped.
+"""

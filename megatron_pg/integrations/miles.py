@@ -1,0 +1,193 @@
+"""All four aggregations inside miles as it is (its Megatron backend), by two of its flags.
+
+    --custom-convert-samples-to-train-data-path megatron_pg.integrations.miles.prompt_mean
+    --custom-megatron-init-path megatron_pg.integrations.miles.check
+
+The first replaces miles' conversion of a rollout's samples (miles/ray/rollout/train_data_conversion.py), as
+`f(args, samples)` in the rollout manager, one process for all ranks: it calls theirs and overwrites `rollout_mask_sums`.
+miles gives such a function neither its reward post-processing, which is loaded here by the flag that names it, nor the
+rollout's metadata, which only features that are refused here need.
+
+The prompt group of a sample is its `group_index`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from numbers import Integral
+from typing import Any
+
+from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
+from megatron_pg.integrations.startup import Trainer, require
+from megatron_pg.integrations.startup import check as check_of
+from megatron_pg.loss.aggregation import Aggregation
+from megatron_pg.step.totals import BareSample
+
+
+def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
+    """Features in which miles' conversion, cut of steps or scale is another than was derived."""
+    on = functools.partial(getattr, args)
+    if on("train_backend", "megatron") != "megatron":
+        yield f"--train-backend {args.train_backend} does not read rollout_mask_sums: use --train-backend megatron"
+    if on("use_dynamic_global_batch_size", False):
+        yield "--use-dynamic-global-batch-size: miles does not tell a custom conversion the batch size; drop it"
+    if on("multi_lora", False):
+        yield "multi-LoRA normalizes each adapter by its own batch size, and needs metadata that a custom conversion is not given"
+    if on("indep_dp", False) or on("delay_split_train_data_by_dp", False):
+        yield "--indep-dp (fault-tolerant training) cuts the steps in each training process: drop it"
+    if on("multimodal_keys", None):
+        yield MULTIMODAL
+    if on("true_on_policy_mode", False) and on("context_parallel_size", 1) > 1:
+        yield "--true-on-policy-mode scales the loss in another way under context parallelism: use --context-parallel-size 1"
+    whole = row.name == "sample_mean" or (
+        row.name == "constant" and float(on("loss_aggregation_divisor", None) or 1).is_integer()
+    )
+    if on("object_store_backend", "ray") == "mooncake" and not whole:
+        yield (
+            "--object-store-backend mooncake carries rollout_mask_sums as whole numbers, and would cut the divisors off: "
+            "use ray"
+        )
+    if row.name == "constant" and on("loss_aggregation_divisor", None) is None:
+        yield (
+            "the conversion runs in the rollout manager, where --train-env-vars do not arrive: give the divisor as "
+            "loss_aggregation_divisor in the YAML of --custom-config-path"
+        )
+
+
+MULTIMODAL = "multimodal inputs let miles cut the steps in each training process, after the conversion: not possible"
+
+MILES = Trainer(
+    name="miles",
+    hook="custom_convert_samples_to_train_data_path",
+    refusals=_refusals,
+    proven_with="31f1ca9",
+    sources={
+        "ray/rollout/train_data_conversion.py": {
+            "convert_samples_to_train_data": "207e8bacccfceae7",
+            "can_schedule_on_rollout_side": "b87ce5ba8d8fd461",
+            "split_train_data_by_dp_scheduled_raw": "c8345bf436162391",
+            "_package_shards": "6df1d29a5efd834d",
+            "process_rollout_data_shard": "2622df1e4fe3bfc2",
+        },
+        "utils/dp_schedule.py": {"build_dp_schedule": "e182a2879f9f2992"},
+        "utils/object_store.py": {"RayObjectStore.put": "f97955c21089aff0"},
+        "backends/training_utils/data.py": {
+            "get_rollout_data": "2bab7fa1daac95fc",
+            "get_batch": "f5b0e8884ff06492",
+            "DataIterator.get_next": "50bd39c0fbb15c78",
+            "get_num_rollouts": "5c9f9ac389cf3af8",
+            "get_data_iterator": "fe5e9347b369cdbb",
+        },
+        "backends/training_utils/cp_utils.py": {
+            "get_logits_and_tokens_offset_with_cp": "6b0acd91cb346ab2",
+            "_slice_loss_mask_for_local_cp": "d1bad034b2fffdca",
+            "get_sum_of_sample_mean": "cf596d3ed9708f7f",
+            "slice_with_cp": "5ec8154c9f31ab18",
+        },
+        "backends/training_utils/loss.py": {"loss_function": "d8c15c6384015043"},
+        "backends/training_utils/loss_hub/losses.py": {"policy_loss_function": "8ed706c172a1d3fd"},
+        "backends/megatron_utils/actor.py": {
+            "MegatronTrainRayActor.train_actor": "2a6c22d43f604df8"
+        },
+        "backends/megatron_utils/model.py": {"train_one_step": "c121fd720911b4dd"},
+    },
+)
+
+
+def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
+    """miles' own train data with `rollout_mask_sums` overwritten; the functions of this module are its partials.
+
+    Raises:
+        ValueError: see `require` and `rollout_mask_sums`; a sample without `group_index` under `prompt_mean`.
+    """
+    row, divisor = require(MILES, name, args)
+    conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+    load_function = importlib.import_module("miles.utils.misc").load_function
+    data: dict[str, Any] = conversion.convert_samples_to_train_data(
+        args,
+        samples,
+        metadata={},
+        custom_convert_samples_to_train_data_func=None,
+        custom_reward_post_process_func=load_function(
+            getattr(args, "custom_reward_post_process_path", None)
+        ),
+    )
+    if "multimodal_train_inputs" in data:
+        raise ValueError(f"{MILES.path(name)}: {MULTIMODAL}")
+    steps = _indices_of_steps(data["rollout_ids"], args.global_batch_size)
+    sums = rollout_mask_sums(
+        row,
+        divisor,
+        functools.partial(_steps, row, samples, data, steps),
+        trainer="miles",
+        allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
+    )
+    for of_step, values in zip(steps, sums, strict=True):
+        for index, value in zip(of_step, values.tolist(), strict=True):
+            data["rollout_mask_sums"][index] = value
+    return data
+
+
+prompt_mean = functools.partial(_convert, "prompt_mean")
+"""The prompt mean (DAPO's paper, ScaleRL), of policy loss, KL and entropy."""
+
+token_mean = functools.partial(_convert, "token_mean")
+"""The token mean over the whole step, without `--calculate-per-token-loss`, samples without an active token included."""
+
+constant = functools.partial(_convert, "constant")
+"""Dr.GRPO's constant; L by `loss_aggregation_divisor` in `--custom-config-path`."""
+
+sample_mean = functools.partial(_convert, "sample_mean")
+"""The sample mean: what miles has without any flag."""
+
+
+def check(args: Any) -> None:
+    """For `--custom-megatron-init-path`: refuses what would not be exact before the model is loaded, and says what is on.
+
+    Called by miles in every training process; no communication. Rank 0 prints one line.
+
+    Raises:
+        ValueError: settings that exclude each other, no or two divisors, an unknown version of miles; nothing is on.
+    """
+    check_of(MILES, args)
+
+
+def _indices_of_steps(rollout_ids: list[int], global_batch_size: int) -> list[list[int]]:
+    """The samples by optimizer step: `global_batch_size` rollouts each, in the order of their first sample.
+
+    As miles/utils/dp_schedule.py, `build_dp_schedule`. The rest is one more step of fewer rollouts, which miles trains on
+    (`--allow-partial-train-step`) or drops: its divisors are right for the one and unused in the other.
+    """
+    of_rollout: dict[int, list[int]] = {}
+    for index, rollout in enumerate(rollout_ids):
+        of_rollout.setdefault(rollout, []).append(index)
+    rollouts = list(of_rollout.values())
+    return [
+        [index for of_one in rollouts[first : first + global_batch_size] for index in of_one]
+        for first in range(0, len(rollouts), global_batch_size)
+    ]
+
+
+def _steps(
+    row: Aggregation, samples: list[Any], data: dict[str, Any], steps: list[list[int]]
+) -> list[TrainerStep]:
+    """What is counted of the samples."""
+    counted = []
+    for index, (sample, mask) in enumerate(zip(samples, data["loss_masks"], strict=True)):
+        group, prompt = None, None
+        if "group_index" in row.inputs:
+            group = sample.group_index
+            if isinstance(group, bool) or not isinstance(group, Integral):
+                raise ValueError(
+                    f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is {group!r}, expected "
+                    "the number of its prompt group: set Sample.group_index as miles' data source does"
+                )
+            prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length]))
+        name = f"sample {sample.index}"
+        counted.append(BareSample(sum(mask), group, data["rollout_ids"][index], name, prompt))
+    return [
+        TrainerStep([counted[i] for i in of_step], len({data["rollout_ids"][i] for i in of_step}))
+        for of_step in steps
+    ]

@@ -1,0 +1,46 @@
+"""The divisor of `constant`, wherever a trainer's user gave it: a YAML of settings, Megatron's args, the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
+"""Environment variable of the divisor L of `constant`."""
+
+
+def find_divisor(args: Any, path: str) -> float:
+    """L of `constant`, in tokens, from the environment or the trainer's args.
+
+    Args:
+        args: the trainer's arguments, in which `--custom-config-path` leaves `loss_aggregation_divisor`; None where
+            there are none.
+        path: the flag and import path that need it, for errors.
+
+    Raises:
+        ValueError: neither gives L, both give different ones, or it is no number.
+    """
+    given = {
+        DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE),
+        "--loss-aggregation-divisor": getattr(args, "loss_aggregation_divisor", None),
+    }
+    found = {source: _number(source, text) for source, text in given.items() if text is not None}
+    if not found:
+        raise ValueError(
+            f"{path} has no divisor: set {DIVISOR_VARIABLE} in the environment of the training processes, or "
+            "loss_aggregation_divisor in Megatron's global args (in slime and miles a line of the YAML of "
+            "--custom-config-path), to a finite number of tokens above 0"
+        )
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{path} has two divisors, {' and '.join(f'{k}={v:g}' for k, v in found.items())}: give one"
+        )
+    return next(iter(found.values()))
+
+
+def _number(source: str, text: Any) -> float:
+    """YAML reads 8e3 as text, and the environment knows nothing else."""
+    try:
+        return float(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source} is {text!r}: expected a number of tokens above 0") from error

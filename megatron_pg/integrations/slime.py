@@ -1,0 +1,190 @@
+"""All four aggregations inside slime as it is, by two of its flags.
+
+    --rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean
+    --custom-megatron-init-path megatron_pg.integrations.slime.check
+
+The first is called by every training process once a rollout, after the log-probs and advantages and before training, as
+`f(args, rollout_id, rollout_data)` (slime/backends/megatron_utils/actor.py, `train_actor`). Its data iterator holds
+`rollout_data` by reference, so what is put there is what the loss divides by.
+
+The prompt group of a sample is `sample_indices // n_samples_per_prompt`, as slime's data source numbers samples, or the
+whole number in the field of `rollout_data` that `loss_aggregation_group_key` names in `--custom-config-path`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import islice
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
+from megatron_pg.integrations.startup import Trainer, require
+from megatron_pg.integrations.startup import check as check_of
+from megatron_pg.loss.aggregation import Aggregation
+from megatron_pg.megatron.trainer_globals import data_parallel_group
+from megatron_pg.step.totals import BareSample
+
+
+def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
+    """Nothing but what both trainers cannot have."""
+    yield from ()
+
+
+SLIME = Trainer(
+    name="slime",
+    hook="rollout_data_postprocess_path",
+    refusals=_refusals,
+    proven_with="624b824",
+    sources={
+        "ray/rollout.py": {
+            "RolloutManager._convert_samples_to_train_data": "51ccb5e26f6d56bc",
+            "RolloutManager._split_train_data_by_dp": "090e81bc5c57fc12",
+        },
+        "observability/rollout_data_utils.py": {
+            "tensorize_rollout_data_for_training": "7cef7645e2f6198a"
+        },
+        "utils/data.py": {"process_rollout_data": "43570eb4d3f32f08"},
+        "utils/dp_schedule.py": {"build_dp_schedule": "f9b417419a945260"},
+        "backends/megatron_utils/actor.py": {
+            "MegatronTrainRayActor._get_rollout_data": "df8bc5a486ddc6fa",
+            "MegatronTrainRayActor.train_actor": "a1686e42105a2c4d",
+        },
+        "backends/megatron_utils/data.py": {
+            "DataIterator.get_next": "9d76bc4c81fbdd0b",
+            "get_batch": "fb8d2280d2e76109",
+            "get_data_iterator": "974e3d27d75a685b",
+        },
+        "backends/megatron_utils/cp_utils.py": {
+            "get_logits_and_tokens_offset_with_cp": "35f936aa305a170e",
+            "get_sum_of_sample_mean": "c44298d9e52963c9",
+            "slice_with_cp": "db3881d593743891",
+        },
+        "backends/megatron_utils/loss.py": {
+            "policy_loss_function": "0484b82f68c0e327",
+            "loss_function": "16c11c2c23eb951d",
+        },
+        "backends/megatron_utils/model.py": {"train_one_step": "e043a1c69df148b1"},
+    },
+)
+
+
+def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Overwrites `rollout_data["rollout_mask_sums"]`; the functions of this module are its partials.
+
+    Every training process must call it; one exchange over the data-parallel group.
+
+    Raises:
+        ValueError: see `require` and `rollout_mask_sums`; a sample without a prompt group.
+    """
+    row, divisor = require(SLIME, name, args)
+    indices = _indices_of_steps(rollout_data)
+    sums = rollout_mask_sums(
+        row,
+        divisor,
+        functools.partial(_steps, row, args, rollout_data, indices),
+        trainer="slime",
+        data_parallel_group=data_parallel_group(),
+        allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
+    )
+    masks = rollout_data["loss_masks"]
+    ours = torch.empty(len(masks), dtype=torch.float64)
+    for of_step, values in zip(indices, sums, strict=True):
+        ours[of_step] = values
+    rollout_data["rollout_mask_sums"] = ours.to(masks[0].device, torch.float32)
+
+
+prompt_mean = functools.partial(_postprocess, "prompt_mean")
+"""The prompt mean (DAPO's paper, ScaleRL), of policy loss, KL and entropy."""
+
+token_mean = functools.partial(_postprocess, "token_mean")
+"""The token mean over the whole step, without `--calculate-per-token-loss`, samples without an active token included."""
+
+constant = functools.partial(_postprocess, "constant")
+"""Dr.GRPO's constant; L by `loss_aggregation_divisor` in `--custom-config-path` or by the environment variable."""
+
+sample_mean = functools.partial(_postprocess, "sample_mean")
+"""The sample mean: what slime has without any flag."""
+
+
+def check(args: Any) -> None:
+    """For `--custom-megatron-init-path`: refuses what would not be exact before the model is loaded, and says what is on.
+
+    Called by slime in every training process; no communication. Rank 0 prints one line.
+
+    Raises:
+        ValueError: settings that exclude each other, no or two divisors, an unknown version of slime; nothing is on.
+    """
+    check_of(SLIME, args)
+
+
+def _indices_of_steps(rollout_data: dict[str, Any]) -> list[list[int]]:
+    """The samples of this rank by optimizer step: its micro-batches in order, `num_microbatches` of them a step."""
+    micro_batches = iter(rollout_data["micro_batch_indices"])
+    return [
+        [index for _ in range(count) for index in next(micro_batches)]
+        for count in rollout_data["num_microbatches"]
+    ]
+
+
+def _steps(
+    row: Aggregation, args: Any, rollout_data: dict[str, Any], indices: list[list[int]]
+) -> list[TrainerStep]:
+    """What is counted of this rank's samples."""
+    active = torch.stack([mask.sum() for mask in rollout_data["loss_masks"]]).tolist()
+    needs_groups = "group_index" in row.inputs
+    groups = _groups(args, rollout_data) if needs_groups else [None] * len(active)
+    prompts = _prompt_hashes(rollout_data) if needs_groups else [None] * len(active)
+    samples = [
+        BareSample(count, group, rollout, f"sample {index}", prompt)
+        for count, group, rollout, index, prompt in zip(
+            active,
+            groups,
+            rollout_data["rollout_ids"],
+            rollout_data.get("sample_indices", range(len(active))),
+            prompts,
+            strict=True,
+        )
+    ]
+    return [
+        TrainerStep([samples[i] for i in of_step], num_rollouts)
+        for of_step, num_rollouts in zip(indices, rollout_data["global_batch_sizes"], strict=True)
+    ]
+
+
+def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
+    """The prompt group of each sample."""
+    key = getattr(args, "loss_aggregation_group_key", None)
+    field, divisor = ("sample_indices", args.n_samples_per_prompt) if key is None else (key, 1)
+    if field not in rollout_data:
+        raise ValueError(
+            f"{SLIME.path('prompt_mean')}: slime's rollout data has no field {field} to tell prompt groups by; it has "
+            f"{', '.join(rollout_data)}. Name one with loss_aggregation_group_key in --custom-config-path"
+        )
+    values = list(rollout_data[field])
+    for number, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ValueError(
+                f"{SLIME.path('prompt_mean')}: {field} of sample {number} of this rank is {value!r}, expected a whole number "
+                "that tells its prompt group; set Sample.index as slime's data source does, or name a field that has the "
+                "group with loss_aggregation_group_key in --custom-config-path"
+            )
+    return [value // divisor for value in values]
+
+
+def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
+    """A hash of each sample's prompt tokens, which are brought to the host in one transfer."""
+    prompts = [
+        tokens[: total - response]
+        for tokens, total, response in zip(
+            rollout_data["tokens"],
+            rollout_data["total_lengths"],
+            rollout_data["response_lengths"],
+            strict=True,
+        )
+    ]
+    flat = iter(torch.cat(prompts).tolist())
+    return [hash(tuple(islice(flat, len(prompt)))) for prompt in prompts]

@@ -1,0 +1,303 @@
+"""The divisors that make a trainer's sample mean every aggregation: arithmetic, clamp, groups, and both hooks."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.integrations import miles, slime, source_fingerprints
+from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.step.totals import BareSample
+from tests import oracle
+from tests.oracle import PlainSample
+from tests.random_steps import plain_sample, random_losses
+
+DIVISOR = 3.0
+ROLLOUTS_PER_GROUP, ROLLOUTS_PER_STEP = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No divisor is set, no test before this one has left Megatron's globals behind, and the trainers are known."""
+    monkeypatch.delenv("MEGATRON_PG_LOSS_AGGREGATION_DIVISOR", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
+    monkeypatch.setattr(source_fingerprints, "_accepted", {"slime", "miles"})
+
+
+def ragged(seed: int, *, num_groups: int = 4) -> list[PlainSample]:
+    """Rollouts in groups; one group has none but masked samples, one rollout is three samples, one has no token."""
+    rng = random.Random(seed)
+    step = []
+    for rollout in range(num_groups * ROLLOUTS_PER_GROUP):
+        group = rollout // ROLLOUTS_PER_GROUP
+        for _ in range(3 if rollout == 5 else 1):
+            masked = group == 2 or rollout == 1
+            mask = [int(not masked and rng.random() < 0.7) for _ in range(rng.randint(3, 12))]
+            step.append(plain_sample(mask, prompt_length=1 + group, group=group, rollout=rollout))
+    return step
+
+
+def theirs(
+    step: Sequence[PlainSample], losses: Sequence[Tensor], sums: Tensor, rollouts: int
+) -> Tensor:
+    """The trainer's reducer over a step, and what its scale and Megatron make of it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, loss, denominator in zip(step, losses, sums, strict=True):
+        mask = torch.tensor(sample.loss_mask)
+        total = total + (loss * mask).sum() / torch.clamp_min(denominator, 1)
+    return total / rollouts
+
+
+def assert_is(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance: float) -> None:
+    losses = random_losses(step)
+    found = torch.autograd.grad(theirs(step, losses, sums, len(oracle.rollouts(step))), losses)
+    expected = torch.autograd.grad(
+        oracle.aggregate(step, losses, aggregation, DIVISOR), losses, allow_unused=True
+    )
+    for ours, right, loss in zip(found, expected, losses, strict=True):
+        right = torch.zeros_like(loss) if right is None else right
+        torch.testing.assert_close(ours, right, rtol=tolerance, atol=0)
+
+
+def bare(step: Sequence[PlainSample], **others: Any) -> list[BareSample]:
+    return [
+        BareSample(
+            sum(sample.loss_mask),
+            sample.group_index,
+            sample.rollout_id,
+            f"sample {number}",
+            **others,
+        )
+        for number, sample in enumerate(step)
+    ]
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
+    step = ragged(1)
+    sums = rollout_mask_sums(
+        AGGREGATIONS[aggregation],
+        DIVISOR if aggregation == "constant" else None,
+        lambda: [TrainerStep(bare(step), len(oracle.rollouts(step)))],
+        trainer="slime",
+    )
+    assert_is(aggregation, step, sums[0], 1e-12)
+
+
+def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
+    step = ragged(1)
+    rows = AGGREGATIONS["prompt_mean"]
+    counted = lambda: [TrainerStep(bare(step), len(oracle.rollouts(step)))]  # noqa: E731
+    sums = rollout_mask_sums(rows, None, counted, trainer="slime")
+    with pytest.raises(AssertionError):
+        assert_is("prompt_mean", step, sums[0] * 1.0005, 1e-5)
+
+
+def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int) -> list[Tensor]:
+    cut = [TrainerStep(step, rollouts) for step in steps]
+    return rollout_mask_sums(AGGREGATIONS[aggregation], None, lambda: cut, trainer="slime")
+
+
+def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:
+    group = [BareSample(int(number < 3), 7, number) for number in range(4)]
+    other = [BareSample(9, 8, 10 + number) for number in range(4)]
+    with pytest.raises(
+        ValueError, match=r"prompt group 7 has 3 active tokens.*8 rollouts / 2 prompt.*0\.75"
+    ):
+        sums_of("prompt_mean", group + other, rollouts=8)
+
+
+def test_a_divisor_of_exactly_one_is_kept() -> None:
+    """49 / 49 comes out below 1 where the quotient is taken first."""
+    group = [BareSample(1, 0, number) for number in range(49)]
+    (sums,) = sums_of("prompt_mean", group, rollouts=49)
+    assert sums.tolist() == [1.0] * 49
+
+
+def test_masked_groups_below_one_are_not_refused() -> None:
+    masked = [BareSample(0, 0, number) for number in range(8)]
+    (sums,) = sums_of("prompt_mean", masked + [BareSample(9, 1, 9)], rollouts=9)
+    assert sums[-1].item() == 9 * 2 / 9
+
+
+def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean() -> None:
+    with pytest.raises(ValueError, match=r"token_mean: the step has 1 active tokens in 4 rollouts"):
+        sums_of("token_mean", [BareSample(int(n == 0), None, n) for n in range(4)], rollouts=4)
+
+
+def test_groups_split_over_steps_are_refused_by_number() -> None:
+    first = [BareSample(9, group, 10 * group + n) for group in (1, 2) for n in range(2)]
+    second = [BareSample(9, group, 100 + 10 * group + n) for group in (2, 3) for n in range(2)]
+    with pytest.raises(ValueError, match=r"1 prompt groups in several.*2 \(steps 0 and 1\)"):
+        sums_of("prompt_mean", first, second, rollouts=4)
+    sums_of("token_mean", first, second, rollouts=4)
+
+
+def test_a_group_of_different_prompts_is_refused() -> None:
+    step = [BareSample(9, 1, n, f"sample {n}", prompt_hash=n // 2) for n in range(4)]
+    with pytest.raises(ValueError, match=r"sample 0 and sample 2 of prompt group 1 have different"):
+        sums_of("prompt_mean", step, rollouts=4)
+    cut = [TrainerStep(step, 4)]
+    rollout_mask_sums(
+        AGGREGATIONS["prompt_mean"],
+        None,
+        lambda: cut,
+        trainer="slime",
+        allow_different_prompts=True,
+    )
+
+
+def arguments(**others: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        n_samples_per_prompt=ROLLOUTS_PER_GROUP, global_batch_size=ROLLOUTS_PER_STEP, **others
+    )
+
+
+def slime_data(step: list[PlainSample]) -> dict[str, Any]:
+    """What slime hands its hook on one rank: two optimizer steps of micro-batches in an order of their own."""
+    halves = [
+        [
+            number
+            for number, sample in enumerate(step)
+            if (sample.rollout_id or 0) // ROLLOUTS_PER_STEP == half
+        ]
+        for half in (0, 1)
+    ]
+    order = [number for half in halves for number in reversed(half)]
+    step = [step[number] for number in order]
+    cut = len(halves[0])
+    return {
+        "order": order,
+        "tokens": [torch.tensor(sample.tokens) for sample in step],
+        "total_lengths": [len(sample.tokens) for sample in step],
+        "response_lengths": [sample.response_length for sample in step],
+        "loss_masks": [torch.tensor(sample.loss_mask, dtype=torch.int) for sample in step],
+        "sample_indices": [sample.rollout_id for sample in step],
+        "rollout_ids": [sample.rollout_id for sample in step],
+        "rollout_mask_sums": torch.zeros(len(step)),
+        "micro_batch_indices": [[*range(2)], [*range(2, cut)], [*range(cut, len(step))]],
+        "num_microbatches": [2, 1],
+        "global_batch_sizes": [ROLLOUTS_PER_STEP] * 2,
+    }
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
+    step = ragged(2)
+    data = slime_data(step)
+    divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
+    assert getattr(slime, aggregation)(arguments(**divisor), 0, data) is None
+    assert data["rollout_mask_sums"].dtype == torch.float32
+    for half in (0, 1):
+        places = [
+            i
+            for i, n in enumerate(data["order"])
+            if (step[n].rollout_id or 0) // ROLLOUTS_PER_STEP == half
+        ]
+        members = [step[data["order"][place]] for place in places]
+        assert_is(aggregation, members, data["rollout_mask_sums"][places].double(), 2e-7)
+
+
+def test_slimes_groups_by_a_field_of_the_rollout() -> None:
+    step = ragged(2)
+    by_index, by_field = slime_data(step), slime_data(step)
+    by_field["round_number"] = [index // ROLLOUTS_PER_GROUP for index in by_field["sample_indices"]]
+    by_field["sample_indices"] = list(range(len(step)))
+    slime.prompt_mean(arguments(), 0, by_index)
+    slime.prompt_mean(arguments(loss_aggregation_group_key="round_number"), 0, by_field)
+    assert by_field["rollout_mask_sums"].equal(by_index["rollout_mask_sums"])
+    with pytest.raises(ValueError, match="has no field group to tell prompt groups by"):
+        slime.prompt_mean(arguments(loss_aggregation_group_key="group"), 0, by_field)
+
+
+def test_slimes_samples_without_an_index_are_refused() -> None:
+    data = slime_data(ragged(2))
+    data["sample_indices"][3] = None
+    with pytest.raises(ValueError, match="sample_indices of sample 3 of this rank is None"):
+        slime.prompt_mean(arguments(), 0, data)
+
+
+def test_slimes_indices_that_do_not_count_from_a_whole_group_are_refused() -> None:
+    """As after a resumption with another --n-samples-per-prompt: a group would be two halves of two prompts."""
+    data = slime_data(ragged(2))
+    data["sample_indices"] = [index + 2 for index in data["sample_indices"]]
+    with pytest.raises(ValueError, match="prompt group"):
+        slime.prompt_mean(arguments(), 0, data)
+
+
+@pytest.fixture
+def conversion(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """As much of miles' conversion as the hook meets; it says what it was called with."""
+    calls = types.SimpleNamespace(post_process="unset", extra={})
+
+    def convert(args: Any, samples: Any, metadata: Any, **functions: Any) -> dict[str, Any]:
+        calls.post_process = functions["custom_reward_post_process_func"]
+        assert metadata == {} and functions["custom_convert_samples_to_train_data_func"] is None
+        return {
+            "loss_masks": [sample.loss_mask for sample in samples],
+            "rollout_ids": [sample.rollout_id for sample in samples],
+            "rollout_mask_sums": [sum(sample.loss_mask) for sample in samples],
+            "weight_versions": "kept",
+            **calls.extra,
+        }
+
+    for name, content in {
+        "miles.ray.rollout.train_data_conversion": {"convert_samples_to_train_data": convert},
+        "miles.utils.misc": {"load_function": lambda path: path and f"the function {path}"},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def miles_samples(step: list[PlainSample]) -> list[Any]:
+    return [types.SimpleNamespace(index=n, **vars(sample)) for n, sample in enumerate(step)]
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_miles_hook_is_exact_in_each_step(
+    aggregation: str, conversion: types.SimpleNamespace
+) -> None:
+    step = ragged(3)
+    divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
+    args = arguments(custom_reward_post_process_path="my.rewards", **divisor)
+    data = getattr(miles, aggregation)(args, miles_samples(step))
+    assert data["weight_versions"] == "kept"
+    assert conversion.post_process == "the function my.rewards"
+    for half in (0, 1):
+        places = [n for n, s in enumerate(step) if (s.rollout_id or 0) // ROLLOUTS_PER_STEP == half]
+        sums = torch.tensor([data["rollout_mask_sums"][n] for n in places], dtype=torch.float64)
+        assert_is(aggregation, [step[n] for n in places], sums, 1e-12)
+
+
+def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) -> None:
+    """`--allow-partial-train-step` trains on the rest as a step of its own."""
+    step = ragged(3, num_groups=3)
+    data = miles.token_mean(arguments(), miles_samples(step))
+    rest = [n for n, s in enumerate(step) if (s.rollout_id or 0) >= ROLLOUTS_PER_STEP]
+    assert rest and all(sum(step[n].loss_mask) == 0 for n in rest)
+    full = [s for s in step if (s.rollout_id or 0) < ROLLOUTS_PER_STEP]
+    assert data["rollout_mask_sums"][0] == oracle.active_tokens(full, range(len(full))) / 8
+
+
+def test_miles_samples_without_a_group_are_refused(conversion: types.SimpleNamespace) -> None:
+    samples = miles_samples(ragged(3))
+    samples[2].group_index = None
+    with pytest.raises(ValueError, match=r"group_index of sample 2 \(index 2\) is None"):
+        miles.prompt_mean(arguments(), samples)
+    miles.token_mean(arguments(), samples)
+
+
+def test_miles_multimodal_rollouts_are_refused(conversion: types.SimpleNamespace) -> None:
+    conversion.extra = {"multimodal_train_inputs": []}
+    with pytest.raises(ValueError, match="multimodal inputs let miles cut the steps"):
+        miles.token_mean(arguments(), miles_samples(ragged(3)))

@@ -1,0 +1,176 @@
+"""miles' own way from a rollout's samples to a gradient: hook around its conversion, schedule, store, batch, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_pg.integrations import miles as integration
+from megatron_pg.integrations.source_fingerprints import combined, found_sources
+from megatron_pg.megatron import enable_cpu_runtime
+
+from . import trees
+from .ranks import (
+    Args,
+    MicroBatch,
+    Steps,
+    arguments,
+    broken_sums,
+    initialize,
+    of_world,
+    per_token,
+    run_steps,
+    start,
+    world_size,
+)
+from .rollout import Case, samples
+
+MODULES = (
+    "ray.rollout.train_data_conversion",
+    "backends.megatron_utils.parallel",
+    "backends.training_utils.parallel",
+    "backends.training_utils.data",
+    "backends.training_utils.cp_utils",
+    "backends.training_utils.loss",
+    "utils.object_store",
+    "utils.types",
+    "utils.ft_utils.process_group_utils",
+)
+KEYS = (
+    "tokens",
+    "total_lengths",
+    "response_lengths",
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "advantages",
+    "rollout_log_probs",
+    "rollout_mask_sums",
+    "rewards",
+)
+"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
+
+
+def all_cases() -> dict[Case, Steps]:
+    """Every case of as many ranks as there are, in one process each."""
+    enable_cpu_runtime()
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.training.global_vars import set_args
+
+    # Megatron's fused one, which miles imports when called, rounds its gradient to bfloat16 (0.19.2).
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
+        vocab_parallel_cross_entropy(logits, tokens)
+    )
+    modules = trees.use("miles", [f"miles.{name}" for name in MODULES])
+    conversion, megatron_parallel, parallel, data, cp_utils, loss, store, types, groups = modules
+    store.init_instance(Args(object_store_backend="ray"))
+    found = {}
+    for case in of_world(world_size()):
+        initialize(case)
+        args = arguments(
+            case,
+            megatron_pg_proven_source=_proven(),
+            train_backend="megatron",
+            qkv_format="thd",
+            object_store_backend="ray",
+            use_dynamic_global_batch_size=False,
+            delay_split_train_data_by_dp=False,
+        )
+        set_args(args)
+        alone = groups.GroupInfo(rank=0, size=1, group=None)
+        parallel.set_parallel_state(
+            megatron_parallel.create_megatron_parallel_state(indep_dp=alone)
+        )
+        rollout_data = _rollout_data(case, args, conversion, data, types)
+        numbers = [int(reward) for reward in rollout_data["rewards"]]
+        for key, field in (
+            ("log_probs", "old_log_probs"),
+            ("ref_log_probs", "ref_log_probs"),
+            ("advantages", "advantages"),
+        ):
+            rollout_data[key] = per_token(field, cp_utils.slice_log_prob_with_cp, numbers)
+        rollout_data["rollout_mask_sums"] = broken_sums(case, rollout_data["rollout_mask_sums"])
+        found[case] = run_steps(
+            case, _steps(args, rollout_data, data, loss), cp_utils.slice_with_cp
+        )
+    return found
+
+
+def _proven() -> str:
+    """So that the proof runs on a version that is not known yet."""
+    tree = trees.tree("miles")
+    assert tree is not None
+    return combined(found_sources(Path(tree) / "miles", integration.MILES.sources))
+
+
+def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any) -> dict[str, Any]:
+    """This rank's data by the hook, and miles' schedule, split, object store and transport."""
+    from miles.utils.misc import load_function
+
+    theirs = [
+        types.Sample(
+            index=number,
+            rollout_id=sample.rollout_id,
+            group_index=sample.group_index,
+            tokens=sample.tokens,
+            response_length=sample.response_length,
+            loss_mask=sample.loss_mask,
+            rollout_log_probs=sample.rollout_log_probs,
+            reward=float(number),
+        )
+        for number, sample in enumerate(samples())
+    ]
+    hook = start(case, args, "miles", "custom_convert_samples_to_train_data_path", load_function)
+    if case.mutant == "mean over length":
+        masks = [sample.loss_mask for sample in theirs]
+        for sample in theirs:
+            sample.loss_mask = [1] * sample.response_length
+    # As the rollout manager calls a custom conversion.
+    train_data = conversion.convert_samples_to_train_data(
+        args,
+        theirs,
+        metadata={},
+        custom_convert_samples_to_train_data_func=hook,
+        custom_reward_post_process_func=None,
+    )
+    if case.mutant == "mean over length":
+        train_data["loss_masks"] = masks
+    config = {
+        "dp_size": case.data,
+        "cp_size": case.context,
+        "vpp_size": 1,
+        "microbatch_group_size_per_vp_stage": 1,
+    }
+    references = conversion.split_train_data_by_dp(args, train_data, config)
+    rollout_data, _ = data.get_rollout_data(args, references)
+    assert isinstance(rollout_data["rollout_mask_sums"], torch.Tensor)
+    return dict(rollout_data)
+
+
+def _steps(
+    args: Args, rollout_data: dict[str, Any], data: Any, loss: Any
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
+    iterators, counts = data.get_data_iterator(args, None, rollout_data)
+    rollouts = data.get_num_rollouts(args, rollout_data, len(counts))
+    for count, num_rollouts in zip(counts, rollouts, strict=True):
+        batches = [data.get_batch(iterators[0], KEYS, 4, args.qkv_format) for _ in range(count)]
+        yield [
+            MicroBatch(
+                batch,
+                partial(
+                    loss.loss_function,
+                    args,
+                    batch,
+                    count,
+                    apply_megatron_loss_scaling=True,
+                    num_rollouts=num_rollouts,
+                ),
+            )
+            for batch in batches
+        ]

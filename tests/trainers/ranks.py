@@ -1,0 +1,226 @@
+"""What one rank does around a trainer's own functions: the place of its logits, Megatron's loss arithmetic, the sums."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from torch import Tensor
+
+from .rollout import (
+    DIVISOR,
+    ENTROPY_COEF,
+    EPS_CLIP,
+    EPS_CLIP_HIGH,
+    KL_COEF,
+    ROLLOUTS_PER_GROUP,
+    ROLLOUTS_PER_STEP,
+    Case,
+    is_kept,
+    logits,
+    samples,
+)
+
+Steps = list[tuple[float, dict[int, Tensor]]]
+"""Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
+
+
+class Args(SimpleNamespace):
+    """A trainer's arguments: what a case does not set is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the trainer's data iterator and its own partial give for one micro-batch."""
+
+    batch: dict[str, Any]
+    loss_func: Callable[..., Any]
+
+
+def arguments(case: Case, **others: Any) -> Args:
+    """The settings of the run, as both trainers name them."""
+    return Args(
+        **{
+            "advantage_estimator": "grpo",
+            "rewards_normalization": False,
+            "n_samples_per_prompt": ROLLOUTS_PER_GROUP,
+            "global_batch_size": ROLLOUTS_PER_STEP,
+            "loss_aggregation_divisor": DIVISOR if case.aggregation == "constant" else None,
+            "context_parallel_size": case.context,
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": 40 // case.context,
+            "balance_data": False,
+            "balance_by_flops": False,
+            "calculate_per_token_loss": False,
+            "loss_type": "policy_loss",
+            "log_probs_chunk_size": -1,
+            "rollout_temperature": 1.0,
+            "rollout_top_p": 1.0,
+            "eps_clip": EPS_CLIP,
+            "eps_clip_high": EPS_CLIP_HIGH,
+            "use_kl_loss": True,
+            "kl_loss_coef": KL_COEF,
+            "kl_loss_type": "k3",
+            "entropy_coef": ENTROPY_COEF,
+            "use_tis": True,
+            "custom_tis_function_path": "tests.trainers.ranks.tis_with_rejection",
+            **others,
+        }
+    )
+
+
+def tis_with_rejection(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **others: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """For the trainers' --custom-tis-function-path: clamped weights, and every fourth token rejected."""
+    weights = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp()
+    kept = [mask * torch.tensor([is_kept(t) for t in range(len(mask))]) for mask in loss_masks]
+    return pg_loss * weights.clamp(0.0, 2.0), kept, {}
+
+
+def initialize(case: Case) -> None:
+    """Megatron's groups for one case; the default group has as many ranks."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=case.context, create_gloo_process_groups=True
+    )
+
+
+def per_token(
+    field: str, cut: Callable[[Tensor, int, int], Tensor], numbers: Sequence[int]
+) -> list[Tensor]:
+    """A field of the samples as the trainer holds it on this context-parallel rank."""
+    everything = samples()
+    return [
+        cut(
+            torch.tensor(getattr(everything[number], field), dtype=torch.float32),
+            len(everything[number].tokens),
+            everything[number].response_length,
+        )
+        for number in numbers
+    ]
+
+
+def start(
+    case: Case, args: Args, trainer: str, hook: str, load_function: Callable[[str], Any]
+) -> Callable[..., Any]:
+    """What a user's two flags do at start, through the trainer's own load_function: the check, and the hook."""
+    path = f"megatron_pg.integrations.{trainer}"
+    setattr(args, hook, f"{path}.{case.aggregation}")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        load_function(f"{path}.check")(args)
+    assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
+    loaded: Callable[..., Any] = load_function(getattr(args, hook))
+    return loaded
+
+
+def broken_sums(case: Case, sums: Tensor) -> Tensor:
+    """The divisors after the hook, or those of a mutant."""
+    return sums * 1.0005 if case.mutant == "0.05 % off" else sums
+
+
+def run_steps(
+    case: Case, steps: Iterator[list[MicroBatch]], slice_with_cp: Callable[[Tensor, int], Tensor]
+) -> Steps:
+    """Every micro-batch of this rank through the trainer's loss and Megatron's; sums over ranks are the caller's.
+
+    Each rank's share of the gradients that Megatron's DDP averages over data and context parallelism is returned with that
+    average taken: the shares add up to the gradient.
+    """
+    leaves = logits(samples())
+    found = []
+    for micro_batches in steps:
+        reported, used = 0.0, set()
+        for micro_batch in micro_batches:
+            numbers = [int(reward) for reward in micro_batch.batch["rewards"]]
+            used.update(numbers)
+            rows = [_rows(case, leaves[number], slice_with_cp) for number in numbers]
+            output = torch.cat(rows)
+            padding = micro_batch.batch["tokens"].numel() - len(output)
+            output = F.pad(output, (0, 0, 0, padding)).unsqueeze(0)
+            reported += _backward(case, output, micro_batch.loss_func, len(micro_batches))
+        gradients = {}
+        for number in used:
+            gradient = leaves[number].grad
+            assert gradient is not None
+            gradients[number] = gradient.double() / (case.context * case.data)
+            leaves[number].grad = None
+        found.append((reported / ROLLOUTS_PER_STEP, gradients))
+    return found
+
+
+def _backward(
+    case: Case, output: Tensor, loss_func: Callable[..., Any], num_microbatches: int
+) -> float:
+    """Megatron's own arithmetic and backward; the loss that the trainer reports of this micro-batch."""
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    store: list[dict[str, Any]] = []
+    loss, _ = forward_step_calc_loss(
+        None, output, loss_func, config, None, False, num_microbatches, store, case.context, True
+    )
+    loss.backward()
+    keys, values = store[0]["keys"], store[0]["values"]
+    return values[1 + keys.index("loss")].item()
+
+
+def _rows(case: Case, leaf: Tensor, slice_with_cp: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The logits of one sample that this rank computes, by the trainer's own cut, or in a mutant's order."""
+    if case.mutant != "window in another order":
+        return slice_with_cp(leaf, 0)
+    half = math.ceil(len(leaf) / (2 * case.context)) * 2
+    padded = F.pad(leaf, (0, 0, 0, half * case.context - len(leaf)))
+    rank = parallel_state.get_context_parallel_rank()
+    return padded[rank * half : (rank + 1) * half]
+
+
+def sum_over_ranks(of_ranks: Sequence[Steps]) -> Steps:
+    """The shares of all ranks of one case, added."""
+    total: Steps = []
+    for of_step in zip(*of_ranks, strict=True):
+        gradients: dict[int, Tensor] = {}
+        for _, of_rank in of_step:
+            for number, gradient in of_rank.items():
+                gradients[number] = gradients.get(number, 0) + gradient
+        total.append((sum(value for value, _ in of_step), gradients))
+    return total
+
+
+CASES = [
+    Case(aggregation, context, data)
+    for context, data in ((1, 1), (2, 1), (1, 2))
+    for aggregation in ("prompt_mean", "token_mean", "constant", "sample_mean")
+]
+MUTANTS = [
+    Case("prompt_mean", 1, 1, "0.05 % off"),
+    Case("prompt_mean", 1, 1, "mean over length"),
+    Case("prompt_mean", 2, 1, "window in another order"),
+]
+
+
+def of_world(world_size: int) -> list[Case]:
+    return [case for case in (*CASES, *MUTANTS) if case.context * case.data == world_size]
+
+
+def world_size() -> int:
+    return dist.get_world_size()

@@ -1,0 +1,168 @@
+"""slime's own way from a rollout's samples to a gradient: conversion, schedule, iterator, hook, batch, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pg.integrations import slime as integration
+from megatron_pg.integrations.source_fingerprints import combined, found_sources
+from megatron_pg.megatron import enable_cpu_runtime
+
+from . import trees
+from .ranks import (
+    Args,
+    MicroBatch,
+    Steps,
+    arguments,
+    broken_sums,
+    initialize,
+    of_world,
+    per_token,
+    run_steps,
+    start,
+    world_size,
+)
+from .rollout import Case, samples
+
+MODULES = (
+    "ray.rollout",
+    "backends.megatron_utils.actor",
+    "backends.megatron_utils.data",
+    "backends.megatron_utils.cp_utils",
+    "backends.megatron_utils.loss",
+    "utils.types",
+    "utils.accelerator",
+)
+KEYS = (
+    "tokens",
+    "total_lengths",
+    "response_lengths",
+    "loss_masks",
+    "log_probs",
+    "ref_log_probs",
+    "advantages",
+    "rollout_log_probs",
+    "rollout_mask_sums",
+    "rewards",
+)
+"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
+
+
+def all_cases() -> dict[Case, Steps]:
+    """Every case of as many ranks as there are, in one process each."""
+    enable_cpu_runtime()
+    modules = trees.use("slime", [f"slime.{name}" for name in MODULES])
+    rollout, actor, data, cp_utils, loss, types, accelerator = modules
+    accelerator.set_accelerator(_cpu(accelerator))
+    found = {}
+    for case in of_world(world_size()):
+        initialize(case)
+        args = arguments(
+            case, megatron_pg_proven_source=_proven(), rollout_data_transport="object-store"
+        )
+        rollout_data = _rollout_data(case, args, rollout, actor, types)
+        numbers = [int(reward) for reward in rollout_data["rewards"]]
+        for key, field in (
+            ("log_probs", "old_log_probs"),
+            ("ref_log_probs",) * 2,
+            ("advantages",) * 2,
+        ):
+            rollout_data[key] = per_token(field, cp_utils.slice_log_prob_with_cp, numbers)
+        # As train_actor: the iterator is made first, and the hook is called before training.
+        iterators = data.get_data_iterator(rollout_data)
+        _hook(case, args, rollout_data)
+        found[case] = run_steps(
+            case, _steps(args, rollout_data, iterators[0], data, loss), cp_utils.slice_with_cp
+        )
+    return found
+
+
+def _proven() -> str:
+    """So that the proof runs on a version that is not known yet."""
+    tree = trees.tree("slime")
+    assert tree is not None
+    return combined(found_sources(Path(tree) / "slime", integration.SLIME.sources))
+
+
+def _cpu(accelerator: Any) -> Any:
+    """The CPU by slime's own interface of accelerators."""
+
+    class Cpu(accelerator.Accelerator):
+        name = device_type = "cpu"
+
+        def is_available(self) -> bool:
+            return True
+
+        def device(self, index: Any = None) -> torch.device:
+            return torch.device("cpu")
+
+        def current_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    Cpu.__abstractmethods__ = frozenset()
+    return Cpu()
+
+
+def _rollout_data(case: Case, args: Args, rollout: Any, actor: Any, types: Any) -> dict[str, Any]:
+    """This rank's data by slime's conversion, schedule, split and transport."""
+    manager = object.__new__(rollout.RolloutManager)
+    manager.args = args
+    manager.custom_convert_samples_to_train_data_func = None
+    manager.custom_reward_post_process_func = None
+    manager.train_parallel_config = {
+        "dp_size": case.data,
+        "cp_size": case.context,
+        "vpp_size": 1,
+        "microbatch_group_size_per_vp_stage": 1,
+    }
+    theirs = [
+        types.Sample(
+            index=sample.rollout_id - 100,
+            rollout_id=sample.rollout_id,
+            group_index=sample.group_index,
+            tokens=sample.tokens,
+            response_length=sample.response_length,
+            loss_mask=sample.loss_mask,
+            rollout_log_probs=sample.rollout_log_probs,
+            reward=float(number),
+        )
+        for number, sample in enumerate(samples())
+    ]
+    references = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))
+    worker = object.__new__(actor.MegatronTrainRayActor)
+    worker.args = args
+    return worker._get_rollout_data(references)
+
+
+def _hook(case: Case, args: Args, rollout_data: dict[str, Any]) -> None:
+    """By the import path that a user gives, through slime's own load_function."""
+    from slime.utils.misc import load_function
+
+    hook = start(case, args, "slime", "rollout_data_postprocess_path", load_function)
+    masks = rollout_data["loss_masks"]
+    if case.mutant == "mean over length":
+        rollout_data["loss_masks"] = [torch.ones_like(mask) for mask in masks]
+    hook(args, 0, rollout_data)
+    rollout_data["loss_masks"] = masks
+    sums: Tensor = rollout_data["rollout_mask_sums"]
+    rollout_data["rollout_mask_sums"] = broken_sums(case, sums)
+
+
+def _steps(
+    args: Args, rollout_data: dict[str, Any], iterator: Any, data: Any, loss: Any
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of each step with the loss that train_one_step gives Megatron."""
+    for count, rollouts in zip(
+        rollout_data["num_microbatches"], rollout_data["global_batch_sizes"], strict=True
+    ):
+        batches = [data.get_batch(iterator, KEYS, 4, False) for _ in range(count)]
+        yield [
+            MicroBatch(batch, partial(loss.loss_function, args, batch, count, rollouts))
+            for batch in batches
+        ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.reducers import DIVISOR_VARIABLE
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE, one_divisor
 
 
 def step_weights(
@@ -115,13 +115,8 @@ def refuse_settings(
         )
     if aggregation != "constant":
         return None
-    try:
-        divisor = float(environment.get(DIVISOR_VARIABLE, "nan"))
-    except ValueError:
-        divisor = float("nan")
-    if not 0 < divisor < float("inf"):
-        raise ValueError(
-            f"{name} has no divisor: {DIVISOR_VARIABLE} is {environment.get(DIVISOR_VARIABLE)!r}; set it under "
-            "actor_train.system_envs to a finite number of tokens above 0"
-        )
-    return divisor
+    return one_divisor(
+        {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE)},
+        name,
+        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0",
+    )

@@ -258,16 +258,10 @@ _seen_tagged = False
 
 
 @functools.cache
-def _announced() -> list[int]:
-    return []
-
-
 def _announce(num_groups: int, num_samples: int) -> None:
-    """Says once that the prompt mean is on; verl shows warnings."""
-    if not _announced():
-        _announced().append(num_groups)
-        logger.warning(
-            "megatron_pg: prompt_mean is on, %d prompt groups of %d samples in the first step",
-            num_groups,
-            num_samples,
-        )
+    """Says once for each size of a step that the prompt mean is on; verl shows warnings."""
+    logger.warning(
+        "megatron_pg: prompt_mean is on: %d prompt groups, %d samples in the step",
+        num_groups,
+        num_samples,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_pg.integrations.reducers import DIVISOR_VARIABLE
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE, one_divisor
 
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -18,30 +18,12 @@ def find_divisor(loss_scale_factor: float | None) -> float:
         ValueError: neither gives L, both give different ones, or it is not finite and above 0.
     """
     key = "actor_rollout_ref.actor.loss_scale_factor"
-    text = os.environ.get(DIVISOR_VARIABLE)
-    found: dict[str, float] = {}
-    for source, value in ((key, loss_scale_factor), (DIVISOR_VARIABLE, text)):
-        if value is None:
-            continue
-        try:
-            found[source] = float(value)
-        except ValueError as error:
-            raise ValueError(
-                f"{source} is {value!r}: expected a number of tokens above 0"
-            ) from error
-        if not 0 < found[source] < float("inf"):
-            raise ValueError(f"{source} is {value!r}: expected a finite number of tokens above 0")
-    if not found:
-        raise ValueError(
-            f"{LOSS_MODE}=megatron_pg_constant has no divisor: set {key} to a number of tokens, for example the longest "
-            f"response, or {DIVISOR_VARIABLE} in the environment of the training processes"
-        )
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{LOSS_MODE}=megatron_pg_constant has two divisors, "
-            f"{' and '.join(f'{source}={value:g}' for source, value in found.items())}: give one"
-        )
-    return next(iter(found.values()))
+    return one_divisor(
+        {key: loss_scale_factor, DIVISOR_VARIABLE: os.environ.get(DIVISOR_VARIABLE)},
+        f"{LOSS_MODE}=megatron_pg_constant",
+        f"set {key} to a number of tokens, for example the longest response, or {DIVISOR_VARIABLE} in the environment of the "
+        "training processes",
+    )
 
 
 def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:

@@ -154,16 +154,17 @@ def token_weights(
         ValueError: verl did not fill in the total that is needed.
     """
     needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
-    count = totals.get(needed)
+    count: float | None = totals.get(needed)
     if count is None:
         raise ValueError(
             f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {needed}, the count of the whole "
             "optimizer step that the loss is divided by; this trainer class does not set it"
         )
-    tokens = response_mask.sum(dim=-1, keepdim=True).clamp(min=1).float()
+    tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).clamp(min=1).float()
     if aggregation == "token_mean":
-        return torch.ones_like(tokens) / max(count, 1)
-    return 1 / ((tokens if divisor is None else divisor * torch.ones_like(tokens)) * count)
+        return torch.full_like(tokens, 1.0 / max(count, 1))
+    inner = tokens if divisor is None else torch.full_like(tokens, divisor)
+    return torch.reciprocal(inner * count)
 
 
 def prompt_mean_advantages(

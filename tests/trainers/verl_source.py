@@ -13,16 +13,9 @@ from pathlib import Path
 from .stand_ins import stand_in_for
 
 STAND_INS = (
-    "ray",
-    "torchdata",
-    "cachetools",
-    "fastapi",
-    "uvicorn",
-    "aiohttp",
-    "pandas",
-    "zmq",
-    "codetiming",
-)
+    "ray", "torchdata", "cachetools", "fastapi", "uvicorn", "aiohttp", "pandas", "zmq", "codetiming", "datasets",
+    "accelerate", "peft", "dill", "pylatexenc",
+)  # fmt: skip
 """Packages that verl's modules import and of which the tests call nothing."""
 
 

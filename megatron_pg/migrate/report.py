@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.migrate.rows import Settings, Term, Trainer
+from megatron_pg.migrate.rows import Settings, Term, Trainer, holds, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
 FORMULAS = {name: row.formula for name, row in AGGREGATIONS.items()}
@@ -91,8 +91,16 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
     exact = trainer.exact[mode].replace("<L>", f"{divisor:g}" if divisor else "<L>").strip()
     found += ["", f"{mode} exactly, in {trainer.name}"]
     found += [f"  {line}" for line in exact.splitlines()]
-    found += ["", "The same per-token loss in a training script of this package"]
-    found.append("  " + here(trainer, given, terms, mode, divisor))
+    flags, missing = here(trainer, given, terms, mode, divisor)
+    if policy.aggregation not in AGGREGATIONS and not options.loss_aggregation:
+        missing.append(f"aggregation={policy.aggregation}")
+    is_same = "nearest" if missing else "same"
+    found += [
+        "",
+        f"The {is_same} per-token loss in a training script of this package",
+        f"  {flags}",
+    ]
+    found += [f"  no counterpart here: {each}" for each in missing]
     if any(term.aggregation != "sample_mean" for term in active):
         found.append("  (KL and entropy are sample means here: coefficients do not carry over)")
     return found
@@ -100,18 +108,36 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
 
 def here(
     trainer: Trainer, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
-) -> str:
-    """The flags of this package for the trainer's settings, with the aggregation that was asked for."""
+) -> tuple[str, list[str]]:
+    """The flags of this package for the trainer's settings, with the aggregation that was asked for.
+
+    Returns:
+        The flags, and as `key=value` every setting that has no counterpart among them.
+    """
     flags = [f"--loss-aggregation {mode}"]
     if mode == "constant":
         flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
-    kl_is_on = any(term.name == "KL" and term.coefficient for term in terms)
+    known, missing = with_terms(given, terms), []
     for key, row in trainer.settings.items():
-        flag, value = row.get("here", ""), given[key]
-        words = _flag(flag, value) if isinstance(flag, str) else flag.get(str(value), "")
-        if kl_is_on or "-kl" not in words:
-            flags.append(words)
-    return " ".join(filter(None, flags))
+        value = given[key]
+        words = _words(row, value, known)
+        if words is None:
+            missing.append(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}")
+        flags.append(words or "")
+    return " ".join(filter(None, flags)), missing
+
+
+def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
+    """The words of this package for a value of a setting, "" where none are needed; None where it has none."""
+    own = row.get("here")
+    if isinstance(own, list):
+        own = next((words for condition, words in own if holds(condition, known)), None)
+    if isinstance(own, str):
+        is_taken = not own or row["kind"] != "bound" or isinstance(value, float)
+        return _flag(own, value) if is_taken else None
+    if own and str(value) in own:
+        return str(own[str(value)])
+    return "" if value == row.get("default") else None
 
 
 def _flag(flag: str, value: Any) -> str:

@@ -1,7 +1,9 @@
 """Reads the tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
 
-    settings     the trainer's own keys: kind (flag, number, text), default, choices, what they mean, and `here`, the flag
-                 of this package that means the same, or its words by the trainer's word
+    settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, what they
+                 mean, and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
+                 [condition, one of these two]; "" for what is no setting of the per-token loss, or not read. Without it
+                 a value that is not the default has no counterpart here, and the report says so
     terms        of the loss: coefficient, whether it is on, and how it is aggregated
     limits       where that is not what the setting is named for, and by which factor
     exact        the lines that make an aggregation exact in this trainer; <L> is the divisor
@@ -130,14 +132,20 @@ class Trainer:
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """Where the line is off, with its values filled in."""
-        known = dict(given)
-        for term in terms:
-            known[term.name] = term.aggregation if term.coefficient else None
+        known = with_terms(given, terms)
         return [
             re.sub(r"\{([^{}]+)\}", lambda key: str(known[key[1]]), row["text"])
             for row in self._limits
             if holds(row["when"], known)
         ]
+
+
+def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
+    """The settings with the aggregation of each term, None of one that is off, by the term's name."""
+    return {
+        **given,
+        **{each.name: each.aggregation if each.coefficient else None for each in terms},
+    }
 
 
 def holds(condition: str, given: Settings) -> bool:
@@ -173,11 +181,13 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
         return word not in ("false", "0")
     if word in ("none", "null", "~", ""):
         return row.get("default")
-    if row["kind"] == "number":
+    if row["kind"] in ("number", "bound"):
         try:
             number = float(given)
         except (TypeError, ValueError):
             number = math.nan
+        if row["kind"] == "bound" and math.isnan(number) and "$" not in word:
+            return given
         if not math.isfinite(number):
             hint = "; give the line with its shell variables filled in" * ("$" in word)
             raise ValueError(f"{key} is {given!r}: expected a number{hint}")

@@ -18,7 +18,7 @@ from megatron_pg import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.migrate import main, trainer_of
 from megatron_pg.migrate.read import read_file, read_line
 from megatron_pg.migrate.report import effective, weights
-from megatron_pg.migrate.rows import TRAINERS, Term, holds
+from megatron_pg.migrate.rows import TRAINERS, Term, holds, with_terms
 from tests import oracle
 
 SLIME = "ray job submit -- python3 train.py --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --num-layers 36 "
@@ -295,44 +295,156 @@ def test_tables_are_whole(name: str) -> None:
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for row in trainer.settings.values():
         here = row.get("here", "")
-        words = (
-            [here]
-            if isinstance(here, str)
-            else [word for each in here.values() for word in each.split()]
-        )
-        assert {word for word in words if word.startswith("--")} <= flags
-        assert isinstance(here, str) or set(here) <= {*row.get("choices", []), "True"}
+        for each in [case[1] for case in here] if isinstance(here, list) else [here]:
+            words = " ".join([each] if isinstance(each, str) else each.values()).split()
+            assert {word for word in words if word.startswith("--")} <= flags
+            assert isinstance(each, str) or set(each) <= {*row.get("choices", []), "True"}
+        for condition, _ in here if isinstance(here, list) else []:
+            holds(condition, with_terms(given, trainer.terms(given)))
     with pytest.raises(KeyError):
         holds("no-such-setting", given)
 
 
-HERE = "The same per-token loss in a training script of this package\n"
+HERE = re.compile("The (same|nearest) per-token loss in a training script of this package\n")
+
+
+def here(options: str, line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, list[str]]:
+    """Whether the loss is the same or the nearest, the flags of this package, and what has no counterpart."""
+    assert main([*shlex.split(options), "--", *shlex.split(line)]) == 0
+    _, which, rest = HERE.split(capsys.readouterr().out)
+    flags, *others = rest.splitlines()
+    lost = [each.split("no counterpart here: ")[1] for each in others if "no counterpart" in each]
+    return which, flags.strip(), lost
+
+
+def taken(flags: str) -> argparse.Namespace:
+    """The flags as this package's parser and validation take them."""
+    args = add_policy_loss_args(argparse.ArgumentParser()).parse_args(shlex.split(flags))
+    return validate_policy_loss_args(args)
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_line_of_this_package_is_taken_by_its_parser(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            [
-                "--loss-aggregation",
-                "constant",
-                "--loss-aggregation-divisor",
-                "64",
-                "--",
-                *shlex.split(line),
-            ]
-        )
-        == 0
-    )
-    flags = capsys.readouterr().out.split(HERE)[1].splitlines()[0]
-    args = add_policy_loss_args(argparse.ArgumentParser()).parse_args(shlex.split(flags))
-    args = validate_policy_loss_args(args)
+    options = "--loss-aggregation constant --loss-aggregation-divisor 64"
+    args = taken(here(options, line, capsys)[1])
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 64.0)
     assert args.eps_clip_high == {"slime": 0.28, "miles": None}.get(
         trainer_of(read_line(shlex.split(line)), [line]).name, 0.2
     )
+
+
+NEMO_RL_NO_KL = NEMO_RL + "loss_fn.reference_policy_kl_penalty=0 "
+TIS = NEMO_RL_NO_KL + "loss_fn.truncated_importance_sampling_type="
+BOUNDS = " loss_fn.truncated_importance_sampling_ratio=5 loss_fn.truncated_importance_sampling_ratio_min=0.5 "
+ON = " loss_fn.use_importance_sampling_correction=true"
+VERL_KL = VERL + f"{ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
+MODE = f"{ACTOR}policy_loss.loss_mode"
+PPO, TOKENS = "--eps-clip-high 0.2 --eps-clip-c 3", "--loss-aggregation token_mean "
+SAME = {
+    TIS + "tis" + BOUNDS + ON: "--use-tis --tis-clip 5 --tis-clip-low 0.5",
+    TIS + "icepop" + BOUNDS + ON: "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
+    TIS + "seq-mask-tis" + BOUNDS + ON: "--use-tis --tis-clip 1e9 --use-geometric-rejection "
+    "--geometric-rejection-high 5 --geometric-rejection-low 0.5",
+    TIS + "tis" + BOUNDS: "",  # not switched on
+    NEMO_RL_NO_KL + ON: "--use-tis --tis-clip 1e9",
+    TIS
+    + "icepop"
+    + BOUNDS
+    + ON
+    + " loss_fn.sequence_level_importance_ratios=true": "--policy-loss gspo "
+    "--use-tis --tis-level sequence --tis-mode mask --tis-clip 5 --tis-clip-low 0.5",
+    NEMO_RL_NO_KL + "loss_fn.disable_ppo_ratio=true": "--policy-loss reinforce",
+    VERL_KL + "k3+": "--kl-loss-type low_var_kl --kl-loss-gradient k2",
+    VERL_KL + "k1+": "--kl-loss-type k1 --kl-loss-gradient k2",
+    VERL_KL + "k2+": "--kl-loss-type k2",
+    VERL_KL + "mse+": "--kl-loss-type k2",
+    VERL + f"{MODE}=gspo": "--policy-loss gspo",
+    VERL + f"{MODE}=cispo": "--policy-loss cispo --cispo-lower-bound",
+    VERL + f"{MODE}=gpg": "--policy-loss reinforce",
+    VERL + f"{MODE}=megatron_pg_token_mean": "",
+    VERL + "algorithm.rollout_correction.rollout_is=sequence "
+    "algorithm.rollout_correction.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
+    SLIME + "--use-tis --tis-clip 3": "--use-tis --tis-clip 3",
+    SLIME + "--tis-clip 3 --opsm-delta 1 --kl-loss-type k2 --use-unbiased-kl": "",  # none is read
+    SLIME + "--advantage-estimator reinforce_plus_plus": "",
+}
+"""Lines with a counterpart: what is printed beyond aggregation, clip and the coefficient of KL."""
+
+
+@pytest.mark.parametrize("line", SAME)
+def test_the_same_loss(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    which, flags, lost = here("", line, capsys)
+    assert (which, lost) == ("same", [])
+    taken(flags)
+    clip = r"--loss-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
+    assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
+
+
+LOST = {
+    **{
+        VERL + f"{MODE}={mode}": f"{MODE}={mode}"
+        for mode in ("sapo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov", "dro")
+    },
+    VERL_KL + "abs": f"{ACTOR}kl_loss_type=abs",
+    VERL_KL + "full": f"{ACTOR}kl_loss_type=full",
+    VERL + "algorithm.rollout_correction.rollout_is=token "
+    "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0": "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+    VERL
+    + "algorithm.rollout_correction.rollout_rs=token_k1": "algorithm.rollout_correction.rollout_rs=token_k1",
+    VERL + f"{ACTOR}loss_agg_mode=token-sum": "aggregation=token_sum",
+    NEMO_RL + "loss_fn.force_on_policy_ratio=true": "loss_fn.force_on_policy_ratio=True",
+    NEMO_RL + "loss_fn.positive_example_nll_weight=0.1": "loss_fn.positive_example_nll_weight=0.1",
+    NEMO_RL + "loss_fn.kl_output_clamp_value=5": "loss_fn.kl_output_clamp_value=5",
+    NEMO_RL + "loss_fn.use_cispo=true loss_fn.ratio_clip_c=3": "loss_fn.ratio_clip_c=3",
+    SLIME + "--use-tis --custom-tis-function-path a.b": "--custom-tis-function-path=a.b",
+    SLIME + "--loss-type custom_loss": "--loss-type=custom_loss",
+}
+
+
+@pytest.mark.parametrize("line", LOST)
+def test_what_has_no_counterpart_is_said(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    which, flags, lost = here("", line, capsys)
+    assert which == "nearest" and LOST[line] in lost
+    taken(flags)
+    assert "--use-tis" not in flags or "--custom-tis-function-path" not in line
+
+
+def test_likelihood_is_not_printed_as_ppo(capsys: pytest.CaptureFixture[str]) -> None:
+    line = SLIME + "--loss-type sft_loss --use-tis --eps-clip-c 3 --advantage-estimator gspo"
+    assert "--policy-loss sft --eps-clip-high 0.28" in (flags := here("", line, capsys)[1])
+    assert "tis" not in flags and "gspo" not in flags and taken(flags).policy_loss == "sft"
+
+
+def test_every_value_is_printed_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that is not the default changes the flags, is named, or is of a row that is no setting of this loss."""
+    bases = {"verl": VERL + f"{ACTOR}use_kl_loss=true", "nemo-rl": NEMO_RL + ON}
+    slime = "train.py --use-kl-loss --kl-loss-coef 0.1 --use-tis --use-opsm"
+    silent = []
+    for name, trainer in TRAINERS.items():
+        base = bases.get(name, slime)
+        default = here(f"--trainer {name}", base, capsys)
+        for key, row in trainer.settings.items():
+            number = "1.5" if key.endswith(("-c", "_c")) else "0.75"
+            for value in row.get("choices", ["true"] if row["kind"] == "flag" else [number]):
+                if not key.startswith("--") and name in ("slime", "miles"):
+                    continue
+                found = here(f"--trainer {name}", f"{base} {key}={value}", capsys)
+                if "<L>" not in found[1]:
+                    taken(found[1])
+                cases = (
+                    row.get("here")
+                    if isinstance(row.get("here"), list)
+                    else [("", row.get("here"))]
+                )
+                is_declared = any(
+                    each == "" or isinstance(each, dict) and each.get(value) == ""
+                    for _, each in cases
+                )
+                if found == default and not is_declared and value != row.get("default"):
+                    silent.append((name, key, value))
+    assert not silent
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])

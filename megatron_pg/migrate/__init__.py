@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,11 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError("give one of a file and, after `--`, a launch line")
         if options.group_size < 1:
             raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
+        divisor = options.loss_aggregation_divisor
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(
+                f"--loss-aggregation-divisor is {divisor:g}: expected a finite number above 0"
+            )
         keys = read_line(launch) if launch else read_file(options.file)
         trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
         print("\n".join(lines(trainer, trainer.read(keys), options)))
@@ -87,8 +93,8 @@ def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
         if trainer.is_marked_by(seen):
             return trainer
     raise ValueError(
-        f"no key of {', '.join(sorted(TRAINERS))} among {', '.join(sorted(given)) or 'nothing'}: give the trainer's launch line or "
-        "YAML, and --trainer where its keys do not tell"
+        f"no key of {', '.join(sorted(TRAINERS))} among {', '.join(sorted(given)) or 'nothing'} tells whose it is: give the trainer's "
+        "launch line or YAML, and --trainer with its name where its keys do not tell"
     )
 
 

@@ -4,7 +4,7 @@
                  mean, and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
                  [condition, one of these two]; "" for what is no setting of the per-token loss, or not read. Without it
                  a value that is not the default has no counterpart here, and the report says so
-    terms        of the loss: coefficient, whether it is on, and how it is aggregated
+    terms        of the loss: coefficient, whether it is on, how it is aggregated, and by which divisor, a key or a number
     limits       where that is not what the setting is named for, and by which factor
     exact        the lines that make an aggregation exact in this trainer; <L> is the divisor
 
@@ -66,8 +66,8 @@ class Trainer:
         self._table = base | table
 
     def is_marked_by(self, words: Iterable[str]) -> bool:
-        """Whether one of these keys, values and words is of this trainer's launch lines alone."""
-        return any(self._mark.search(word) for word in words)
+        """Whether these keys, values and words have what is of this trainer's launch lines alone."""
+        return self._mark.search(" ".join(words)) is not None
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keys by the trainer's spelling: a YAML names a flag by its attribute."""
@@ -122,10 +122,10 @@ class Trainer:
             is_on = holds(row.get("when", ""), given)
             divisor = None
             if name == "constant":
-                own = self._table | row
-                divisor = next((given[key] for key in own["divisor"] if given[key]), None)
-                if "divisor_is_one" in own and holds(own["divisor_is_one"], given):
-                    divisor = 1.0
+                key = _first(row.get("divisor", self._table["divisor"]), given)
+                if key == OF_THE_SETTINGS:
+                    key = _first(self._table["divisor"], given)
+                divisor = (given[key] or None) if isinstance(key, str) else key
             sign = row.get("sign", 1)
             found.append(Term(row["name"], name, sign * coefficient if is_on else 0.0, divisor))
         return found
@@ -167,8 +167,8 @@ def holds(condition: str, given: Settings) -> bool:
     return True
 
 
-def _first(cases: Iterable[Iterable[str]], given: Settings) -> str:
-    return next(name for condition, name in cases if holds(condition, given))
+def _first(cases: Iterable[tuple[str, Any]], given: Settings) -> Any:
+    return next(found for condition, found in cases if holds(condition, given))
 
 
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:

@@ -25,6 +25,7 @@ SLIME = "ray job submit -- python3 train.py --advantage-estimator grpo --eps-cli
 MILES = "python /root/miles/train.py --rollout-batch-size 32 --advantage-estimator gspo "
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.optim.lr=1e-6 trainer.nnodes=2 "
 ACTOR = "actor_rollout_ref.actor."
+MODE = f"{ACTOR}policy_loss.loss_mode"
 NEMO_RL = (
     "uv run examples/run_grpo.py policy.train_global_batch_size=512 grpo.num_prompts_per_step=32 "
 )
@@ -88,6 +89,24 @@ LINES = {
         ("sample_mean", 0.0, None),
         ("sample_mean", 0.0, None),
     ],
+    # The plugin knows no padded length; KL and entropy of verl do.
+    VERL
+    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}use_kl_loss=true": [
+        ("constant", 1.0, None),
+        ("constant", 0.001, 512.0),
+        ("constant", 0.0, 512.0),
+    ],
+    VERL + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": [
+        ("constant", 1.0, None),
+        ("constant", 0.0, 1.0),
+        ("constant", 0.0, 1.0),
+    ],
+    # A colon is no path of slime's load_function.
+    SLIME + "--custom-pg-loss-reducer-function-path megatron_pg.integrations:constant": [
+        ("unknown", 1.0, None),
+        ("sample_mean", 0.0, None),
+        ("sample_mean", 0.0, None),
+    ],
     NEMO_RL: [("token_mean", 1.0, None), ("token_mean", 0.01, None)],
     NEMO_RL + "loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": [
         ("sample_mean", 1.0, None),
@@ -120,6 +139,10 @@ OFF = {
     ],
     VERL + f"{ACTOR}megatron.context_parallel_size=8": ["n / (CP (n // CP)) too large"],
     VERL + f"{ACTOR}loss_agg_mode=token-sum": ["T times the token mean"],
+    VERL + f"{MODE}=megatron_pg_constant": [
+        "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
+        "--loss-aggregation-divisor <L>",
+    ],
     VERL + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm": [
         "the longest response of each micro-batch"
     ],
@@ -284,6 +307,45 @@ def test_sixteen_fold(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--group-size is 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("divisor", ["0", "-1", "nan", "inf"])
+def test_the_divisor_is_finite_and_above_0(
+    divisor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"--loss-aggregation-divisor={divisor}", "--", *shlex.split(SLIME)]) == 2
+    printed = capsys.readouterr()
+    assert f"--loss-aggregation-divisor is {divisor}: expected a finite" in printed.err
+    assert not printed.out
+
+
+WHOSE = {
+    "python train.py --advantage-estimator=grpo": "slime",
+    "python /root/slime/train.py --lr 1e-6": "slime",
+    "python /home/miles/slime/train.py --advantage-estimator grpo": "slime",
+    "python train.py --rollout-num-gpus 8 --save /data/miles/run": "slime",
+    "python -m miles.train --lr 1e-6": "miles",
+    "python /home/slime/miles/train_async.py --rollout-num-gpus 8": "miles",
+    "python scripts/run_miles_grpo.py --rollout-num-gpus 8": "miles",
+    "python train.py --train-backend fsdp --rollout-num-gpus 8": "miles",
+    "python train.py --rollout-function-path miles.rollout.sglang.generate": "miles",
+    "python train.py --num-rollout 9 --custom-convert-samples-to-train-data-path "
+    "megatron_pg.integrations.miles.constant": "miles",
+    "python -m verl.trainer.main_ppo ++algorithm.adv_estimator=grpo": "verl",
+    "run.py loss_fn.ratio_clip_max=0.3": "nemo-rl",
+    "python pretrain_gpt.py --lr 1e-6 --calculate-per-token-loss": None,
+    "python train.py --loss-aggregation token_mean --eps-clip 0.2": None,
+}
+
+
+@pytest.mark.parametrize("line", WHOSE)
+def test_whose_line_it_is(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, whose = shlex.split(line), WHOSE[line]
+    if whose is not None:
+        assert trainer_of(read_line(words), words).name == whose
+        return
+    assert main(["--", *words]) == 2 and "--trainer with its name" in capsys.readouterr().err
+    assert main(["--trainer", "slime", "--", *shlex.split("train.py --lr 1e-6")]) == 0
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_tables_are_whole(name: str) -> None:
     """Every condition names settings that exist, every aggregation has its lines, every flag of this package is one."""
@@ -340,7 +402,6 @@ TIS = NEMO_RL_NO_KL + "loss_fn.truncated_importance_sampling_type="
 BOUNDS = " loss_fn.truncated_importance_sampling_ratio=5 loss_fn.truncated_importance_sampling_ratio_min=0.5 "
 ON = " loss_fn.use_importance_sampling_correction=true"
 VERL_KL = VERL + f"{ACTOR}use_kl_loss=true {ACTOR}kl_loss_type="
-MODE = f"{ACTOR}policy_loss.loss_mode"
 PPO, TOKENS = "--eps-clip-high 0.2 --eps-clip-c 3", "--loss-aggregation token_mean "
 SAME = {
     TIS + "tis" + BOUNDS + ON: "--use-tis --tis-clip 5 --tis-clip-low 0.5",

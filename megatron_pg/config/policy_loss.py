@@ -192,8 +192,9 @@ class PolicyLossConfig:
     with PolicyStep. Not with bshd."""
 
     fp32_lm_head: bool = False
-    """Logits with float32 accumulation and output from the model's bf16 operands. Needs
-    fused_lm_head."""
+    """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head
+    or, without it, in the model's own output layer: Megatron's ColumnParallelLinear, and a step built
+    with PolicyStep."""
 
     divide_gradient_twice: bool = False
     """Differentiate inner sum / outer count^2 of the policy loss and report inner sum / outer count:
@@ -228,6 +229,11 @@ class PolicyLossConfig:
     def required_sample_fields(self) -> tuple[str, ...]:
         """Optional fields of `Sample` that every sample must carry under these settings."""
         return tuple(required_inputs(self))
+
+    @property
+    def changes_output_layer(self) -> bool:
+        """Whether the model's own output layer is to give float32 logits: the fused head has its own product."""
+        return self.fp32_lm_head and not self.fused_lm_head
 
     @property
     def needs_entropy(self) -> bool:
@@ -309,11 +315,6 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
     if sound.custom_tis_function_path is not None and not sound.use_tis:
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
-        )
-    if sound.fp32_lm_head and not sound.fused_lm_head:
-        yield (
-            "--fp32-lm-head takes effect in the fused output layer alone: add --fused-lm-head (megatron-core 0.18 or "
-            "later), or drop --fp32-lm-head"
         )
     if sound.fused_lm_head and sound.qkv_format != "thd":
         yield (

@@ -199,13 +199,18 @@ def log_probs_of_logits(
         `[window]` float32 each, in nats, differentiable; None for the entropy without `with_entropy`.
 
     Raises:
-        ValueError: the batch does not fit the logits.
+        ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
             f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
             "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
+        )
+    if config.changes_output_layer and logits.element_size() < 4:
+        raise ValueError(
+            f"--fp32-lm-head, and logits are {logits.dtype}: call megatron_pg.megatron.set_fp32_lm_head(model), or drop "
+            "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
     log_probs, entropy = log_probs_and_entropy(

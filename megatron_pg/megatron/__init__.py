@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.groups import ParallelGroups
     from megatron_pg.megatron.log_probs import ScoredSamples, compute_log_probs
+    from megatron_pg.megatron.output_layer import set_fp32_lm_head
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "compute_log_probs",
     "enable_cpu_runtime",
     "packed_seq_params",
+    "set_fp32_lm_head",
     "torch_block_spec",
 ]
 
@@ -35,6 +37,7 @@ _PLACES = {
     "compute_log_probs": "log_probs",
     "enable_cpu_runtime": "cpu.runtime",
     "packed_seq_params": "policy_step",
+    "set_fp32_lm_head": "output_layer",
     "torch_block_spec": "cpu.layer_spec",
 }
 

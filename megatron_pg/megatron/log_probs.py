@@ -17,6 +17,7 @@ from megatron_pg.head import linear_log_probs_and_entropy
 from megatron_pg.loss.policy_loss import log_probs_of_logits, refuse_tokens_outside
 from megatron_pg.megatron.fused_head import OutputRows, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
+from megatron_pg.megatron.output_layer import fp32_lm_head
 from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -79,7 +80,8 @@ def compute_log_probs(
     Raises:
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget or has a response token outside the vocabulary.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if config.fused_lm_head:
@@ -106,7 +108,7 @@ def compute_log_probs(
         for each in plan.microbatches
     ]
     batches = [batch.to(device) for batch in packed]
-    with _evaluating(chunks):
+    with fp32_lm_head(chunks, config.changes_output_layer), _evaluating(chunks):
         outputs = run_micro_batches(
             lambda batch: _head(config, groups, vocab_size, batch),
             batches,

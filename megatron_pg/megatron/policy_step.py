@@ -16,6 +16,7 @@ from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.output_layer import set_fp32_lm_head
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -63,7 +64,8 @@ class PolicyStep:
 
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
     """
 
     def __init__(
@@ -90,6 +92,12 @@ class PolicyStep:
             )
         if config.fused_lm_head:
             require_output_processor(model)
+        if model is not None:
+            set_fp32_lm_head(model, config.changes_output_layer)
+        elif config.changes_output_layer:
+            raise ValueError(
+                "--fp32-lm-head changes the model's output layer: give PolicyStep the model="
+            )
         if groups is None:
             groups = ParallelGroups.from_model(model)
         chunk = model[0] if isinstance(model, (list, tuple)) else model

@@ -96,6 +96,7 @@ class Run:
     regularized: bool = False
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
     temperature: float = 1.0
+    fp32_lm_head: bool = False
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -114,6 +115,7 @@ class Run:
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
             rollout_temperature=self.temperature,
+            fp32_lm_head=self.fp32_lm_head,
         )
 
     @property

@@ -30,6 +30,7 @@ needs_hybrid = pytest.mark.skipif(
     reason="this version of Megatron-Core has no HybridModel",
 )
 RUNS = [Run("prompt_mean", fp32_lm_head=True), Run(cut="empty", fp32_lm_head=True)]
+"""The second has a micro-batch without a token."""
 DENSE = ModelOptions(dtype=torch.float64)
 TIED = replace(DENSE, tied_embeddings=True)
 BIASED = replace(DENSE, output_bias=True)
@@ -47,7 +48,7 @@ CASES = {
 
 
 def steps(sharding: Sharding, options: ModelOptions, frozen: str = "") -> list[Outcome | None]:
-    """Two steps on one model; those of a frozen output layer, or of one that alone is trained, say so by name."""
+    """Two steps on one model, of which what `frozen` names is not trained; afterwards the layer is Megatron's again."""
     chunks = build(sharding, options)
     for name, parameter in chunks[0].named_parameters():
         if frozen:
@@ -95,13 +96,13 @@ def test_frozen_weights(frozen: str) -> None:
 
 @dataclass
 class Seen:
-    """What one rank's output layer in bfloat16 took and gave, in float64: a number each of the tensors of a step.
+    """What one rank's output layer in bfloat16 took and gave in a step, in float64.
 
     Attributes:
         hidden, logits, to_hidden, to_logits: of each micro-batch, [sequence, columns] with what came in backward.
         weight, bias: this rank's columns.
         main_grads: of weight and bias, after the step.
-        dtypes: of what left the layer, and the model.
+        dtypes: of what left the layer, and of what left Float16Module.
     """
 
     hidden: list[Tensor]
@@ -161,7 +162,6 @@ def wrong(ranks: list[list[Seen]], sequence_parallel: bool) -> set[str]:
     far = set()
 
     def check(name: str, values: Tensor, expected: Tensor, size: Tensor, allowed: float) -> None:
-        assert size.any()
         if ((values - expected).abs() > allowed * size).any():
             far.add(name)
 
@@ -195,6 +195,7 @@ def wrong(ranks: list[list[Seen]], sequence_parallel: bool) -> set[str]:
             for each in [torch.cat(found)] if sequence_parallel else found:
                 check("hidden", each, to_hidden, to_hidden_size, BFLOAT16)
         for seen, (weight, weight_size, bias, bias_size) in zip(step, sums, strict=True):
+            assert weight_size.any() and bias_size.any()
             check("weight", seen.main_grads[0], weight, weight_size, FLOAT32)
             check("bias", seen.main_grads[1], bias, bias_size, BFLOAT16)
     return far

@@ -196,9 +196,9 @@ class PolicyLossConfig:
     fused_lm_head."""
 
     divide_gradient_twice: bool = False
-    """Differentiate inner sum / outer count^2 of the policy loss and report inner sum / outer count:
-    parity with a script that returns the mean over M documents to an engine that divides by M again
-    (DeepSpeed). KL and entropy terms keep their scale. Not with grad_divisor."""
+    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity
+    with a script that returns the mean over M documents to an engine that divides by M again
+    (DeepSpeed). Not with grad_divisor."""
 
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
     """Python API only. The reported loss is inner sum / outer count, the differentiated one inner

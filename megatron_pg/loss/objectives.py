@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
+from megatron_pg.loss.clip import clip_range, clipped_by_sign
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
@@ -99,12 +99,6 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
 def _reads_eps_clip(config: Any) -> bool:
     """Whether cispo does: as its lower bound, or for want of an upper one."""
     return config.cispo_lower_bound or config.eps_clip_high is None
-
-
-def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """The bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    return 1.0 - config.eps_clip, 1.0 + high
 
 
 @objective(
@@ -218,27 +212,11 @@ def _custom(
 def _clipped_surrogate(
     config: PolicyLossConfig, batch: PackedBatch, log_ratio: Tensor
 ) -> ObjectiveOutput:
-    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
-
-    Which of the terms holds depends on the sign of A: the minimum binds r from above where A > 0 and
-    from below where A < 0, where dual clip (arXiv:1912.09729) binds it from above too. Written
-    so, a token on a bound keeps its gradient, and one beyond it has none.
-    """
+    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip, arXiv:1912.09729)."""
     advantages = masked(batch.advantages, batch.loss_mask)
     ratio = clamped_log_ratio(log_ratio).exp()
-    lowest, highest = clip_range(config)
-    is_above, is_below = ratio > highest, ratio < lowest
-    is_positive, is_negative = advantages > 0, advantages < 0
-    is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
-    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
-    bound = torch.where(is_positive, torch.full_like(ratio, highest), lowest)
-    effective_ratio = torch.where(is_effectively_clipped, bound, ratio)
+    effective_ratio, *is_clipped = clipped_by_sign(ratio, clip_range(config), advantages)
     if config.eps_clip_c is not None:
-        is_dual_clipped = is_negative & (ratio > config.eps_clip_c)
+        is_dual_clipped = (advantages < 0) & (ratio > config.eps_clip_c)
         effective_ratio = effective_ratio.masked_fill(is_dual_clipped, config.eps_clip_c)
-    return ObjectiveOutput(
-        loss=-effective_ratio * advantages,
-        log_ratio=log_ratio.detach(),
-        is_clipped=is_above | is_below,
-        is_effectively_clipped=is_effectively_clipped,
-    )
+    return ObjectiveOutput(-effective_ratio * advantages, log_ratio.detach(), *is_clipped)

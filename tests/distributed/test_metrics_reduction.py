@@ -17,6 +17,9 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
+from tests.lanes import in_one_lane
+
+pytestmark = in_one_lane
 
 WORLD_SIZE = 5
 FIRST_STAGE, LAST_STAGE = (0,), (1, 3)

@@ -20,6 +20,7 @@ from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss import METRICS
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
+from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 
@@ -28,6 +29,8 @@ from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, train_step
 from .steps import SHAPES, Run
+
+pytestmark = in_one_lane
 
 LEARNING_RATE = 0.05
 NOT_REPORTED = {r.name for r in METRICS if not r.is_reported or "policy_version" in r.reads}

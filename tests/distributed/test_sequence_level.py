@@ -27,6 +27,9 @@ from tests.fast.sequences import (
     random_sequences,
     stacked,
 )
+from tests.lanes import in_one_lane
+
+pytestmark = in_one_lane
 
 MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),

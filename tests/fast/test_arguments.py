@@ -18,6 +18,9 @@ from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 HERE = "tests.fast.test_arguments"
 

@@ -26,9 +26,12 @@ from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
+from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, plain_sample, random_logits, random_step
 from tests.step_loss import step_loss
+
+pytestmark = in_both_lanes
 
 LossOutput = tuple[Any, ...]
 """(loss, metrics) or (loss, n, metrics)."""

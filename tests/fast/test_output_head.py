@@ -23,6 +23,9 @@ from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 
 def validate(line: str, **found: Any) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -160,6 +160,17 @@ def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     }
 
 
+class HasSums(Protocol):
+    """What travels beside the policy's sums."""
+
+    @property
+    def sums(self) -> Tensor:
+        """The pairs [names, 2] float64 of this rank."""
+
+    def metrics(self, reduced: Tensor) -> dict[str, float]:
+        """The metrics by name, from the pairs of the whole world."""
+
+
 def _ratio_of(config: PolicyLossConfig) -> str:
     """What the ratio is one number of; "none" for a function of the user's own, of whose ratio nothing is known."""
     return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")
@@ -214,6 +225,7 @@ def reduce_metrics(
     contributes: bool,
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
+    critic: HasSums | None = None,
 ) -> dict[str, float]:
     """The step's metrics from those of its micro-batches. The step's only host synchronisation.
 
@@ -229,6 +241,7 @@ def reduce_metrics(
         device: where the packed numbers are reduced; the accelerator under NCCL.
         group: all ranks of the job; None means the default group, or no communication where
             torch.distributed is not initialised.
+        critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
 
     Returns:
         By name; the same on every rank. Means, maxima and minima are NaN for a step without an
@@ -246,10 +259,13 @@ def reduce_metrics(
             sums += torch.stack([metrics[name] for name in names])
             if extremes and isinstance(metrics, MicroBatchMetrics):
                 maxima = maxima if metrics.maxima is None else maxima.maximum(metrics.maxima)
+    if critic is not None:
+        sums = torch.cat([sums, critic.sums.to(device)])
     if dist.is_initialized():
         dist.all_reduce(sums, group=group)
         if extremes:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    sums, of_critic = sums.tensor_split([len(names)])
     values = torch.cat([sums[:, 0] / sums[:, 1], maxima]).tolist()
     reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=True))
     for row in extremes:  # minus infinity: no active token
@@ -259,7 +275,7 @@ def reduce_metrics(
         total, of_squares = reduced["ratio_new_old_sum"], reduced["ratio_new_old_squared_sum"]
         reduced[EFFECTIVE_SAMPLE_SIZE] = total**2 / of_squares if of_squares else math.nan
     if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
+        report_nan_tokens(micro_batches, "its logits, old_log_probs and rollout_log_probs")
     check_checksum(config, reduced, micro_batches)
     if CHECKSUM in reduced:
         reduced[CHECKSUM], _ = checksum_of(reduced)
@@ -272,10 +288,10 @@ def reduce_metrics(
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
 
-    return reduced
+    return reduced if critic is None else reduced | critic.metrics(of_critic)
 
 
-def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
+def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
     """Names the first active token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
         table, is_nan, batch = (
@@ -291,8 +307,7 @@ def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
                 f"micro-batch {index}: {len(tokens)} active tokens of this rank have a NaN loss, the first is response token "
-                f"{token} of sample {sample} ({batch.samples[sample].name}): look at its logits, old_log_probs and "
-                "rollout_log_probs"
+                f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
             )
 
 

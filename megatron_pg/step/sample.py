@@ -18,6 +18,7 @@ Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+CRITIC_FIELDS = ("old_values", "returns")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,10 @@ class Sample:
     id_source: str | None = None
     """What numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples of a
     rollout have one source: one that lies on several ranks says so by a name here, the same on all of them."""
+    old_values: Tensor | None = None
+    """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
+    returns: Tensor | None = None
+    """The returns [response_length] float32 that the critic is trained to, for the value loss."""
 
     if TYPE_CHECKING:
         # What may be given is wider than what is stored; the code is a dataclass's own.
@@ -71,6 +76,8 @@ class Sample:
             rollout_id: int | None = None,
             name: str = "sample",
             id_source: str | None = None,
+            old_values: Values | None = None,
+            returns: Values | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -94,6 +101,10 @@ class Sample:
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
                 self._store(field, self._per_response_token(field, torch.float32))
+        for field in CRITIC_FIELDS:
+            if getattr(self, field) is not None:
+                values = self._per_response_token(field, torch.float32)
+                self._store(field, self._finite_where_active(field, values))
 
     @property
     def total_length(self) -> int:
@@ -178,10 +189,13 @@ class Sample:
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
-        is_wrong = self.loss_mask & ~torch.isfinite(advantages)
+        return self._finite_where_active("advantages", advantages)
+
+    def _finite_where_active(self, field: str, values: Tensor) -> Tensor:
+        is_wrong = self.loss_mask & ~torch.isfinite(values)
         problem = " at an active token, expected a finite number"
-        refuse_values(f"{self.name}: advantages", advantages, is_wrong, problem)
-        return advantages
+        refuse_values(f"{self.name}: {field}", values, is_wrong, problem)
+        return values
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:

@@ -41,7 +41,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
-    package_data={"megatron_pg": ["py.typed"]},
+    package_data={"megatron_pg": ["py.typed", "migrate/*.toml"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "numpy>=1.26"],
     entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},

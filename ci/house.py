@@ -18,7 +18,7 @@ ORDER = (
     ("step",),
     ("loss", "rollout_files"),
     ("__init__", "megatron"),
-    ("integrations", "explain", "check"),
+    ("integrations", "explain", "check", "migrate"),
     ("cli",),
     ("__main__",),
 )

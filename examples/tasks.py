@@ -248,6 +248,11 @@ class RolloutWorker:
         tokens = [answer for answer, _ in answers]
         rewards = [tasks.reward(questions[i], each) for i, each in zip(asked, tokens, strict=True)]
         advantages = group_advantages(rewards, asked).advantages.tolist()
+        # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
+        gathered: list[Any] = [None] * groups.context_size
+        rows = list(zip(asked, prompts, answers, rewards, advantages, strict=True))
+        dist.all_gather_object(gathered, rows, group=groups.context)
+        rows = list(itertools.chain(*gathered))
         samples = [
             Sample(
                 tokens=torch.tensor(prompt + answer),
@@ -259,14 +264,9 @@ class RolloutWorker:
                 group_index=first_group + index,
                 name=f"answer to question {first_group + index}",
             )
-            for index, prompt, (answer, log_probs), advantage in zip(
-                asked, prompts, answers, advantages, strict=True
-            )
+            for index, prompt, (answer, log_probs), _, advantage in rows
         ]
-        gathered: list[Any] = [None] * groups.context_size
-        dist.all_gather_object(gathered, (samples, rewards), group=groups.context)
-        both = (list(itertools.chain(*parts)) for parts in zip(*gathered, strict=True))
-        return next(both), next(both)
+        return samples, [reward for *_, reward, _ in rows]
 
     def means(self, samples: Sequence[Sample], rewards: Sequence[float]) -> Means:
         """Mean reward, and mean response length of all, right and wrong answers, over all data-parallel ranks."""

@@ -1,4 +1,4 @@
-"""The command `megatron-pg`: `explain` and `check`."""
+"""The command `megatron-pg`: `explain`, `check` and `migrate`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ EPILOG = """\
 commands:
   explain   which objective am I really optimizing? (weights of a token under each aggregation)
   check     is the gradient the same however the step is sharded? (run it under your own launcher)
+  migrate   what does my launch line of slime, miles, verl or NeMo-RL compute, and where is that off?
 
 examples:
   megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_pg.check import main as check
 
         return check(given[1:])
+    if given[:1] == ["migrate"]:
+        from megatron_pg.migrate import main as migrate
+
+        return migrate(given[1:])
     parser = build_parser()
     if not given:
         parser.print_help()
@@ -59,5 +64,5 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
     )
-    parser.add_argument("command", choices=["explain", "check"], help="see below")
+    parser.add_argument("command", choices=["explain", "check", "migrate"], help="see below")
     return parser

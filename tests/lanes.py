@@ -1,4 +1,9 @@
-"""Tests that one of the two lanes is enough for."""
+"""Which tests run in which of the two lanes.
+
+Python 3.12 has all of them. Python 3.11, whose Megatron-Core is an old one beside the same torch, has those that one
+of the two versions could fail: `tests/distributed` but what is `in_one_lane`, and of `tests/fast` what is
+`in_both_lanes` (`ci/test.sh`).
+"""
 
 from __future__ import annotations
 
@@ -8,5 +13,8 @@ import pytest
 
 in_one_lane = pytest.mark.skipif(
     sys.version_info < (3, 12),
-    reason="takes long, and is about no version of Python or Megatron-Core: in the other lane",
+    reason="is about no version of Python or Megatron-Core: in the other lane",
 )
+"""Of `tests/distributed`: launchers, the package's own sums over ranks, and what the tests themselves would see."""
+in_both_lanes = pytest.mark.in_both_lanes
+"""Of `tests/fast`: what asks for the version, reads Megatron-Core, parses flags, or does without Megatron-Core."""

@@ -35,6 +35,7 @@ class PlainSample:
     rollout_log_probs: list[float] | None = None
     group_index: int | None = None
     rollout_id: int | None = None
+    loss_weights: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -69,6 +70,19 @@ def active_tokens(samples: Sequence[PlainSample], members: Sequence[int]) -> int
     return sum(sum(samples[index].loss_mask) for index in members)
 
 
+def counted(samples: Sequence[PlainSample], members: Sequence[int], denominator: str) -> float:
+    """What a denominator counts of these samples: their active tokens, or the sum of the loss weights of those."""
+    if denominator == "mask":
+        return active_tokens(samples, members)
+    total = 0.0
+    for index in members:
+        sample = samples[index]
+        for token, keep in enumerate(sample.loss_mask):
+            if keep:
+                total += 1.0 if sample.loss_weights is None else sample.loss_weights[token]
+    return total
+
+
 def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequence[int]) -> Tensor:
     """Sum of the losses that the mask keeps; the others are never touched."""
     total = torch.zeros((), dtype=torch.float64)
@@ -80,31 +94,40 @@ def masked_sum(samples: Sequence[PlainSample], losses: PerToken, members: Sequen
 
 
 def mean_of_token_means(
-    samples: Sequence[PlainSample], losses: PerToken, units: list[list[int]]
+    samples: Sequence[PlainSample],
+    losses: PerToken,
+    units: list[list[int]],
+    denominator: str = "mask",
 ) -> Tensor:
     """Mean over the units of the token mean inside each; a unit without active tokens adds 0."""
     total = torch.zeros((), dtype=torch.float64)
     for members in units:
-        total = total + masked_sum(samples, losses, members) / max(
-            active_tokens(samples, members), 1
-        )
+        count = counted(samples, members, denominator)
+        total = total + masked_sum(samples, losses, members) / (count if count > 0 else 1)
     return total / len(units)
 
 
-def sample_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def sample_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """GRPO: mean over rollouts of the token mean of each."""
-    return mean_of_token_means(samples, losses, rollouts(samples))
+    return mean_of_token_means(samples, losses, rollouts(samples), denominator)
 
 
-def prompt_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def prompt_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """ScaleRL's prompt average: mean over prompt groups of the token mean of each."""
-    return mean_of_token_means(samples, losses, prompt_groups(samples))
+    return mean_of_token_means(samples, losses, prompt_groups(samples), denominator)
 
 
-def token_mean(samples: Sequence[PlainSample], losses: PerToken) -> Tensor:
+def token_mean(
+    samples: Sequence[PlainSample], losses: PerToken, denominator: str = "mask"
+) -> Tensor:
     """Mean over all active tokens of the step."""
     everything = range(len(samples))
-    return masked_sum(samples, losses, everything) / max(active_tokens(samples, everything), 1)
+    count = counted(samples, everything, denominator)
+    return masked_sum(samples, losses, everything) / (count if count > 0 else 1)
 
 
 def constant(samples: Sequence[PlainSample], losses: PerToken, divisor: float) -> Tensor:
@@ -117,17 +140,35 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 def aggregate(
-    samples: Sequence[PlainSample], losses: PerToken, aggregation: str, divisor: float | None = None
+    samples: Sequence[PlainSample],
+    losses: PerToken,
+    aggregation: str,
+    divisor: float | None = None,
+    denominator: str = "mask",
 ) -> Tensor:
     """The objective of one step, by the name of its aggregation."""
     if aggregation == "sample_mean":
-        return sample_mean(samples, losses)
+        return sample_mean(samples, losses, denominator)
     if aggregation == "prompt_mean":
-        return prompt_mean(samples, losses)
+        return prompt_mean(samples, losses, denominator)
     if aggregation == "token_mean":
-        return token_mean(samples, losses)
+        return token_mean(samples, losses, denominator)
     assert aggregation == "constant" and divisor is not None
     return constant(samples, losses, divisor)
+
+
+def weighted(samples: Sequence[PlainSample], losses: PerToken) -> PerToken:
+    """The losses of every token times its loss weight."""
+    result = []
+    for sample, of_sample in zip(samples, losses, strict=True):
+        weights = [1.0] * sample.response_length
+        if sample.loss_weights is not None:
+            weights = [
+                weight if keep else 0.0
+                for weight, keep in zip(sample.loss_weights, sample.loss_mask, strict=True)
+            ]
+        result.append(of_sample * torch.tensor(weights, dtype=torch.float64))
+    return result
 
 
 def outer_count(samples: Sequence[PlainSample], aggregation: str) -> int:
@@ -157,6 +198,7 @@ class Objective:
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    loss_weight_denominator: str = "mask"
     rollout_temperature: float = 1.0
 
 
@@ -198,14 +240,16 @@ def ppo_token_loss(ratio: Tensor, advantage: float, objective: Objective) -> Ten
     return loss
 
 
-def kl_token_loss(log_prob: Tensor, ref_log_prob: float, kind: str) -> Tensor:
-    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference)."""
+def kl_token_loss(
+    log_prob: Tensor, ref_log_prob: float, kind: str, weight: Tensor | float = 1.0
+) -> Tensor:
+    """Schulman's estimators (joschu.net/blog/kl-approx.html) of KL(policy || reference), times a weight."""
     difference = log_prob - ref_log_prob
     if kind == "k1":
-        return difference
+        return weight * difference
     if kind == "k2":
-        return difference**2 / 2
-    k3 = (-difference).exp() - 1 + difference
+        return weight * difference**2 / 2
+    k3 = weight * ((-difference).exp() - 1 + difference)
     return k3.clamp(-10.0, 10.0) if kind == "low_var_kl" else k3
 
 
@@ -253,10 +297,11 @@ def policy_loss(
                 pg_token = ppo_token_loss(ratio, sample.advantages[token], objective)
                 if sample.ref_log_probs is not None:
                     kl_token = kl_token_loss(
-                        log_prob, sample.ref_log_probs[token], objective.kl_loss_type
+                        log_prob,
+                        sample.ref_log_probs[token],
+                        objective.kl_loss_type,
+                        ratio if objective.use_unbiased_kl else 1.0,
                     )
-                    if objective.use_unbiased_kl:
-                        kl_token = ratio * kl_token
             pg.append(pg_token)
             kl.append(kl_token)
             log_probs.append(log_prob)
@@ -268,12 +313,17 @@ def policy_loss(
         result.ratios.append(stack(ratios))
         result.entropies.append(stack(entropies))
 
+    denominator = objective.loss_weight_denominator
     result.pg_loss = aggregate(
-        samples, pg_losses, objective.loss_aggregation, objective.loss_aggregation_divisor
+        samples,
+        weighted(samples, pg_losses),
+        objective.loss_aggregation,
+        objective.loss_aggregation_divisor,
+        denominator,
     )
     # Only pg_loss follows the chosen aggregation: the other terms are sample means.
-    result.kl_loss = sample_mean(samples, kl_losses)
-    result.entropy = sample_mean(samples, result.entropies)
+    result.kl_loss = sample_mean(samples, weighted(samples, kl_losses), denominator)
+    result.entropy = sample_mean(samples, weighted(samples, result.entropies), denominator)
     result.loss = result.pg_loss
     if objective.kl_loss_coef:
         result.loss = result.loss + objective.kl_loss_coef * result.kl_loss
@@ -288,12 +338,12 @@ def policy_loss(
 
 
 def document_mean(samples: Sequence[PlainSample], values: PerToken) -> float:
-    """Token mean of each document that has an active token, then the mean over those documents."""
+    """Token mean of each document (rollout) that has an active token, then the mean over those documents."""
     means = []
-    for index, sample in enumerate(samples):
-        if sum(sample.loss_mask) > 0:
-            total = masked_sum(samples, values, [index]).item()
-            means.append(total / sum(sample.loss_mask))
+    for members in rollouts(samples):
+        count = active_tokens(samples, members)
+        if count > 0:
+            means.append(masked_sum(samples, values, members).item() / count)
     return sum(means) / len(means)
 
 
@@ -322,6 +372,15 @@ def metrics(
     def effective(ratio: float, advantage: float) -> bool:
         return (advantage > 0 and ratio > highest) or (advantage < 0 and ratio < lowest)
 
+    def effective_above(ratio: float, advantage: float) -> bool:
+        return advantage > 0 and ratio > highest
+
+    def effective_below(ratio: float, advantage: float) -> bool:
+        return advantage < 0 and ratio < lowest
+
+    def difference(ratio: float, advantage: float) -> float:
+        return -math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
+
     def divergence(ratio: float, advantage: float) -> float:
         return ratio - 1 - math.log(ratio) if ratio > 0 else 0.0  # 0: a masked token
 
@@ -336,7 +395,12 @@ def metrics(
     ratio = per_token(lambda ratio, advantage: ratio)
     ratio_squared = per_token(lambda ratio, advantage: ratio**2)
     outside = per_token(lambda ratio, advantage: not lowest <= ratio <= highest)
-    return {
+    effectively = document_mean(samples, per_token(effective))
+    found = {
+        "ppo_kl": document_mean(samples, per_token(difference)),
+        "pg_clipfrac": effectively,
+        "pg_clipfrac_positive": document_mean(samples, per_token(effective_above)),
+        "pg_clipfrac_negative": document_mean(samples, per_token(effective_below)),
         "old_logprobs": document_mean(samples, old),
         "new_logprobs": document_mean(samples, result.log_probs),
         "ratio_new_old": document_mean(samples, ratio),
@@ -344,11 +408,73 @@ def metrics(
         "ratio_new_old_squared_sum": masked_sum(samples, ratio_squared, everything).item(),
         "kl_new_old": document_mean(samples, per_token(divergence)),
         "clipped_ratio_fraction": document_mean(samples, outside),
-        "clipped_ratio_effective_fraction": document_mean(samples, per_token(effective)),
+        "clipped_ratio_effective_fraction": effectively,
         "advantage": document_mean(
             samples, [torch.tensor(sample.advantages, dtype=torch.float64) for sample in samples]
         ),
         "max_advantage": max(active_advantages),
         "min_advantage": min(active_advantages),
         "entropy": document_mean(samples, result.entropies),
+    }
+    if samples[0].ref_log_probs is not None:
+        found |= reference_metrics(samples, result, objective)
+    if samples[0].rollout_log_probs is not None:
+        found |= mismatch_metrics(samples)
+    return found
+
+
+def reference_metrics(
+    samples: Sequence[PlainSample], result: PolicyLoss, objective: Objective
+) -> dict[str, float]:
+    """Of a step whose samples carry log-probs of the reference policy."""
+    references, estimates, ratios = [], [], []
+    for sample, log_probs in zip(samples, result.log_probs, strict=True):
+        reference = [float(value) for value in sample.ref_log_probs or []]
+        kinds = [
+            kl_token_loss(log_prob.detach(), each, objective.kl_loss_type)
+            for log_prob, each in zip(log_probs, reference, strict=True)
+        ]
+        references.append(torch.tensor(reference, dtype=torch.float64))
+        estimates.append(stack(kinds))
+        ratios.append(references[-1].sub(log_probs.detach()).exp())
+    return {
+        "ref_logprobs": document_mean(samples, references),
+        "kl_ref": document_mean(samples, estimates),
+        "ratio_ref_new": document_mean(samples, ratios),
+    }
+
+
+def mismatch_metrics(samples: Sequence[PlainSample]) -> dict[str, float]:
+    """Of a step whose samples carry the rollout engine's log-probs."""
+    mismatches = [
+        [old - new for old, new in zip(s.old_log_probs, s.rollout_log_probs or [], strict=True)]
+        for s in samples
+    ]
+
+    def mean_of(function: Callable[[float], float]) -> float:
+        values = [
+            torch.tensor([function(d) for d in each], dtype=torch.float64) for each in mismatches
+        ]
+        return document_mean(samples, values)
+
+    active = [
+        d
+        for sample, each in zip(samples, mismatches, strict=True)
+        for d, keep in zip(each, sample.loss_mask, strict=True)
+        if keep
+    ]
+    weights = [math.exp(d) for d in active]
+    mean, gap = mean_of(abs), mean_of(lambda d: -d)
+    variance = mean_of(lambda d: (abs(d) - mean) ** 2)
+    return {
+        "rollout_ratio": mean_of(math.exp),
+        "rollout_kl": mean_of(lambda d: math.exp(d) - 1 - d),
+        "rollout_abs_difference": mean,
+        "rollout_abs_difference_std": math.sqrt(variance),
+        "max_rollout_abs_difference": max(abs(d) for d in active),
+        "rollout_chi_square": mean_of(lambda d: math.exp(d) ** 2 - 1),
+        "rollout_log_ppl_diff": gap,
+        "rollout_ppl_ratio": math.exp(gap),
+        "rollout_effective_sample_size": sum(weights) ** 2
+        / (len(weights) * sum(w * w for w in weights)),
     }

@@ -140,6 +140,7 @@ def package_sample(sample: PlainSample) -> Sample:
         rollout_log_probs=vector(sample.rollout_log_probs),
         group_index=sample.group_index,
         rollout_id=sample.rollout_id,
+        loss_weights=vector(sample.loss_weights),
         id_source="the test",
     )
 

@@ -1,6 +1,6 @@
 """Draws docs/figures/real_model.png: the reward of runs of examples/launch/smollm2.sh, and where their seconds go.
 
-    python docs/figures/real_model.py runs/smollm2-1 runs/smollm2-2 runs/smollm2-3
+python docs/figures/real_model.py runs/smollm2-1 runs/smollm2-2 runs/smollm2-3
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def main(folders: list[Path]) -> None:
     for number, folder in enumerate(folders):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = [line["step"] for line in lines]
-        held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+        held_out = [
+            json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()
+        ]
         color = f"C{number}"
         reward.plot(steps, [line["reward"] for line in lines], color=color, label=folder.name)
         reward.plot([e["step"] for e in held_out], [e["score"] for e in held_out], "o", color=color)

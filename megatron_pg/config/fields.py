@@ -21,13 +21,15 @@ class Interval:
     upper: float = math.inf
     closed: bool = False
     metavar: str = "X"
+    or_infinite: bool = False
+    """Whether infinity is one too: a bound that is open."""
 
     def contains(self, value: Any) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         number: Any = value  # compared as it is: an integer may be beyond every float
         above = number >= self.lower if self.closed else number > self.lower
-        return bool(above and number <= self.upper and number < math.inf)
+        return bool(above and number <= self.upper and (number < math.inf or self.or_infinite))
 
     def __str__(self) -> str:
         text = f"{'>=' if self.closed else '>'} {self.lower:g}"
@@ -92,7 +94,8 @@ class Field:
         elif self.interval is not None:
             is_whole = self.type is not int or isinstance(value, numbers.Integral)
             valid = is_whole and self.interval.contains(value)
-            kind = "an integer" if self.type is int else "a finite number"
+            kind = "a number or inf" if self.interval.or_infinite else "a finite number"
+            kind = "an integer" if self.type is int else kind
             expected = f"{kind} {self.interval}"
         if valid:
             return None

@@ -27,6 +27,13 @@ LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
 """Fields of `Sample` that some settings need and others do not."""
 
+BOUNDS = (
+    ("tis_clip_low", "tis_clip"),
+    ("geometric_rejection_low", "geometric_rejection_high"),
+    ("sequence_rejection_low", "sequence_rejection_high"),
+)
+"""Settings that are the lower and the upper bound of one weight."""
+
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
@@ -43,6 +50,11 @@ class PolicyLossConfig:
     loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
     """L of the constant aggregation 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2).
     Above 0. Needed by constant, refused with every other aggregation."""
+
+    loss_weight_denominator: Literal["mask", "weights"] = "mask"
+    """What D, G and T count where samples carry loss weights u (Sample.loss_weights), by which every
+    term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
+    sum m u, so that a weight of 0 is as good as a masked token."""
 
     calculate_per_token_loss: bool = False
     """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
@@ -78,6 +90,11 @@ class PolicyLossConfig:
     use_unbiased_kl: bool = False
     """Weight the KL estimate by the ratio: r * kl, with gradient through r."""
 
+    kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
+    """Whose gradient the KL term has. estimate: that of kl_loss_type. k2: that of d^2 / 2, whatever
+    kl_loss_type makes of the value (straight-through): its expectation on-policy is the gradient of
+    the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
+
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight of the entropy bonus: loss = pg - entropy_coef * sample_mean(entropy), the entropy of
     the full vocabulary in nats, with gradient. At least 0."""
@@ -87,13 +104,14 @@ class PolicyLossConfig:
     the per-token loss by the weight chosen with tis_level and tis_mode. Needs the log-probs of the
     rollout engine (rollout_log_probs)."""
 
-    tis_level: Literal["token", "sequence"] = "token"
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
     """What the importance weight w is of, with d = old_log_prob - rollout_log_prob. token: w =
-    exp(d). sequence: w = exp(sum_t d), one for all tokens of the sample."""
+    exp(d). sequence: w = exp(sum_t d), one for all tokens of the sample. geometric: w = exp(mean_t
+    d), likewise."""
 
     tis_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of w. truncate: clamp(w, tis_clip_low, tis_clip). mask (IcePop, token level): w
-    inside [tis_clip_low, tis_clip], else 0."""
+    """What becomes of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: w inside [tis_clip_low,
+    tis_clip], else 0 (token level: IcePop)."""
 
     tis_clip: Annotated[float, Interval(0)] = 2.0
     """Upper bound of the importance weight. Above 0."""
@@ -106,11 +124,24 @@ class PolicyLossConfig:
     geometric_rejection_low and geometric_rejection_high. Needs the log-probs of the rollout engine
     (rollout_log_probs)."""
 
-    geometric_rejection_low: Annotated[float, Interval(0, 1, closed=True)] = 0.999
-    """Smallest exp(mean_t d) that is kept. At least 0, at most 1."""
+    geometric_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.999
+    """Smallest exp(mean_t d) that is kept. At least 0, at most geometric_rejection_high; 0 leaves the
+    bound open."""
 
-    geometric_rejection_high: Annotated[float, Interval(1, closed=True)] = 1.001
-    """Largest exp(mean_t d) that is kept. At least 1."""
+    geometric_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 1.001
+    """Largest exp(mean_t d) that is kept. At least 0; inf leaves the bound open."""
+
+    use_sequence_rejection: bool = False
+    """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between
+    sequence_rejection_low and sequence_rejection_high. Needs the log-probs of the rollout engine
+    (rollout_log_probs)."""
+
+    sequence_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.5
+    """Smallest exp(sum_t d) that is kept. At least 0, at most sequence_rejection_high; 0 leaves the
+    bound open."""
+
+    sequence_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 2.0
+    """Largest exp(sum_t d) that is kept. At least 0; inf leaves the bound open."""
 
     use_opsm: bool = False
     """Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) >
@@ -164,10 +195,15 @@ class PolicyLossConfig:
     """Logits with float32 accumulation and output from the model's bf16 operands. Needs
     fused_lm_head."""
 
+    divide_gradient_twice: bool = False
+    """Differentiate inner sum / outer count^2 of the policy loss and report inner sum / outer count:
+    parity with a script that returns the mean over M documents to an engine that divides by M again
+    (DeepSpeed). KL and entropy terms keep their scale. Not with grad_divisor."""
+
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
     """Python API only. The reported loss is inner sum / outer count, the differentiated one inner
-    sum / grad_divisor, for parity with engines that divide twice. Above 0. None: the outer count
-    for both."""
+    sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step.
+    Above 0. None: the outer count for both."""
 
     def __post_init__(self) -> None:
         refuse(violations_of(vars(self))[0])
@@ -243,16 +279,33 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
             "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
             f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor or the path"
         )
-    if sound.tis_clip_low > sound.tis_clip:
+    if (
+        sound.custom_pg_loss_reducer_function_path is not None
+        and sound.loss_weight_denominator == "weights"
+    ):
         yield (
-            f"--tis-clip-low {sound.tis_clip_low:g} exceeds --tis-clip {sound.tis_clip:g}: the lower bound of the "
-            "importance weight must not be above the upper one"
+            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --loss-weight-denominator "
+            "weights: drop one of the two"
         )
-    if sound.tis_mode == "mask" and sound.tis_level == "sequence":
+    for low, high in BOUNDS:
+        lowest, highest = getattr(sound, low), getattr(sound, high)
+        if lowest > highest:
+            yield (
+                f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}: the lower bound must not be above the "
+                "upper one"
+            )
+    if sound.divide_gradient_twice and sound.grad_divisor is not None:
         yield (
-            "--tis-mode mask works per token: use --tis-level token, or reject whole sequences with "
-            "--use-geometric-rejection"
+            f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "
+            "of the two"
         )
+    if sound.kl_loss_gradient == "k2" and sound.use_unbiased_kl:
+        yield (
+            "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "
+            "drop one of the two"
+        )
+    if sound.kl_loss_gradient == "k2" and not sound.kl_loss_coef:
+        yield "--kl-loss-gradient k2 is about the KL term: give --kl-loss-coef, or drop it"
     if sound.custom_tis_function_path is not None and not sound.use_tis:
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"

@@ -50,6 +50,10 @@ class Row:
         """What is wrong with a config under which the row is on, beyond `options` and `needs`."""
         return []
 
+    def unread_settings(self, config: Any) -> tuple[str, ...]:
+        """Settings with a value of their own that the row does not read under a config, though others of its table do."""
+        return ()
+
     def sums_over_sequences(self) -> tuple[str, ...]:
         """`sequence_sums`, and what follows from other properties."""
         return self.sequence_sums

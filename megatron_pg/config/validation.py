@@ -227,7 +227,16 @@ def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:
                 for name in (table.replaced_by, table.field)
             )
             logger.warning(f"{new} takes the place of {old}.")
-    if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and not config.use_unbiased_kl:
+        for row in table.rows_on(config):
+            for name in row.unread_settings(config):
+                value = getattr(config, name)
+                if value != fields_of(PolicyLossConfig)[name].default:
+                    logger.warning(
+                        f"{flag_of(name)} {value:g} is not read by {table.flag_of_row(row)}: nothing is clipped by it."
+                    )
+    is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
+    if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
         logger.warning(
-            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3 or --use-unbiased-kl."
+            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3, --use-unbiased-kl or "
+            "--kl-loss-gradient k2."
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pg.config import (
     PolicyLossConfig,
@@ -27,7 +28,7 @@ examples:
       --context-parallel-size 2 --num-microbatches 4 --loss-aggregation prompt_mean --plot weights.png
   megatron-pg explain --rollout-files rollouts.parquet --docs-per-step 512 --keep-prompt-groups
 
-The rest of a launch line may be left in: what is no flag of this command is listed as not used.
+The rest of a launch line may be left in: what is no flag of this command, and not nearly one, is listed as not used.
 """
 ANY_BUDGET = 1
 """Training needs --max-tokens-per-microbatch; nothing here depends on it."""
@@ -67,7 +68,8 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
         ValueError: flags of the launch line contradict each other, or a number is out of range.
         NotImplementedError: a layout without a token window.
     """
-    args, unused = build_parser().parse_known_args(list(arguments))
+    parser = build_parser()
+    args, unused = parser.parse_known_args(list(arguments))
     numbers = [field for field in fields_of(ExplainOptions).values() if field.interval]
     found = [field.violation(getattr(args, field.name)) for field in numbers]
     if sum(given is not None for given in (args.lengths, args.log_normal, args.rollout_files)) != 1:
@@ -75,10 +77,21 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
             "expected one source of lengths: give one of --lengths, --log-normal and --rollout-files, such as "
             "--lengths 200,4000,12000"
         )
+    found.extend(_misspelled(unused, parser))
     refuse([violation for violation in found if violation])
     args.unused_flags, args.planning = unused, validate_planning_args(args)
     args.config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
     return read_args(ExplainOptions, args)
+
+
+def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """What of a launch line is nearly a flag of this command: left unread, it would explain another objective."""
+    for word in unused:
+        flag = word.split("=")[0]
+        # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at 0.85).
+        near = difflib.get_close_matches(flag, parser._option_string_actions, 1, cutoff=0.9)
+        if flag.startswith("--") and near:
+            yield f"{flag} is no flag; did you mean {near[0]}?"
 
 
 def build_parser() -> argparse.ArgumentParser:

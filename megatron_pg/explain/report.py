@@ -14,6 +14,7 @@ from megatron_pg.config.policy_loss import required_inputs
 from megatron_pg.explain.step import ExplainedStep, ExplainOptions
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
 from megatron_pg.megatron.scale_contract import scale_contract
+from megatron_pg.step.totals import StepTotals
 
 Report = Mapping[str, Any]
 """A report as `--json` prints it; the tables and the picture are drawn from it."""
@@ -37,11 +38,12 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     names = ("returned", "schedule", "gradients", "net")
     scale = dict(zip(names, (*factors, math.prod(factors)), strict=True))
     constant = config.loss_aggregation_divisor or float(max(1, *lengths))
+    counted = totals.counted_in(config.loss_weight_denominator)
     reports: dict[str, Report] = {}
     reasons: dict[str, str] = {}
     for name, mode in AGGREGATIONS.items():
         try:
-            found = _aggregation_report(mode, step, lengths, constant if mode.needs else None)
+            found = _aggregation_report(mode, step, counted, constant if mode.needs else None)
             reports[name] = found | {"megatron_scale": scale}
         except ValueError as error:
             reasons[name] = str(error)
@@ -67,25 +69,32 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
 
 
 def _aggregation_report(
-    mode: Aggregation, step: ExplainedStep, lengths: list[int], divisor: float | None
+    mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
-    """One aggregation over the step; lists are in the order of its samples."""
-    totals, sample_mean = step.totals, AGGREGATIONS["sample_mean"]
+    """One aggregation over the step, its denominators those of `totals`; lists are in the order of its samples."""
+    lengths = [sample.num_active_tokens for sample in step.samples]
+    # Of a sample's tokens together: their number, or the sum of their loss weights.
+    sizes = [
+        sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
+        for sample in step.samples
+    ]
+    sample_mean = AGGREGATIONS["sample_mean"]
     outer_count = mode.outer_count(totals)
     weights = torch.ones(len(lengths), dtype=torch.float64)
     weights /= mode.divisors(mode.denominators(totals, step.samples), divisor)
-    total = mode.inner_weight(totals, divisor or 1.0)
-    shares: list[float] = (weights * torch.tensor(lengths) / (total or 1)).tolist()
+    total = mode.total_weight(totals, divisor or 1.0)
+    of_samples = weights * torch.tensor(sizes, dtype=torch.float64)
+    shares: list[float] = (of_samples / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
             group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
-    reference = sample_mean.inner_weight(totals, 1.0) / sample_mean.outer_count(totals)
+    reference = sample_mean.total_weight(totals) / sample_mean.outer_count(totals)
     return {
         "formula": mode.formula,
         "divisor": divisor,
         "outer_count": outer_count,
-        # Of one active token of each sample: in the inner sum, and over the outer count, which is what the gradient of
+        # Of one active token of each sample, with a loss weight of 1: in the inner sum, and over the outer count, which is what the gradient of
         # that token's loss is multiplied by.
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),

@@ -168,6 +168,7 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
             name=row.name,
             prompt_hash=row.prompt_hash,
             id_source=row.id_source,
+            loss_weight=row.loss_weight,
             missing_fields=missing,
         )
 

@@ -6,7 +6,8 @@
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.divergence import KL_ESTIMATES
-from megatron_pg.loss.metrics import METRICS
+from megatron_pg.loss.metric_table import METRICS
+from megatron_pg.loss.mismatch import LEVELS
 from megatron_pg.loss.objectives import OBJECTIVES
 
-__all__ = ["AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATES", "METRICS", "OBJECTIVES"]
+__all__ = ["AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATES", "LEVELS", "METRICS", "OBJECTIVES"]

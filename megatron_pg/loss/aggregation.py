@@ -31,8 +31,8 @@ class Aggregation(Row):
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
-    outer_count: Callable[[StepTotals], int]
-    """The count that the inner sum is divided by, at least 1."""
+    outer_count: Callable[[StepTotals], float]
+    """The count that the inner sum is divided by, above 0."""
     inner_weight: Callable[[StepTotals | ActiveCounts, float], float]
     """What the weights of all the step's tokens add up to, from the totals alone and the divisor (1 without one); the
     aggregation checksum compares it with the sum of the weights that were used. It reads the active counts alone, and
@@ -46,10 +46,14 @@ class Aggregation(Row):
         """The denominators [num_samples] float64, D or G of the step; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
+    def total_weight(self, totals: StepTotals, divisor: float = 1.0) -> float:
+        """What the weights of all the step's tokens add up to, loss weights included."""
+        return self.inner_weight(totals.weight_sums or totals, divisor)
+
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
         """Divisor per sample, or one for all."""
         if denominators is not None:
-            return denominators.clamp(min=1)
+            return denominators.masked_fill(denominators == 0, 1.0)
         return 1.0 if divisor is None else float(divisor)
 
 
@@ -104,7 +108,7 @@ AGGREGATIONS.add(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
         about="T active tokens (most implementations of DAPO)",
-        outer_count=lambda totals: max(totals.num_active_tokens, 1),
+        outer_count=lambda totals: totals.num_active_tokens or 1,
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",
     ),

@@ -8,6 +8,7 @@ only shrink. A NaN compares as false with any bound, hence is kept: it stays vis
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,14 +19,13 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import clamped_log_ratio, masked, with_masked_inputs
+from megatron_pg.loss.masking import masked, with_masked_inputs
 from megatron_pg.loss.objectives import ObjectiveOutput
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence, rollout_mismatch
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
-MISMATCH_METRICS = ("rollout_ratio", "rollout_kl", "rollout_abs_difference")
 REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
@@ -58,6 +58,25 @@ class Scored:
     corrected: Corrected | None = None
     """After all corrections; None before."""
 
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
+        if self.outcome.log_ratio is None:
+            raise ValueError(
+                "the objective's row promises a ratio that the objective did not return"
+            )
+        return self.outcome.log_ratio.double()
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        """The ratio r, [window] float64, before any clamp; as `log_ratio`."""
+        return self.log_ratio.exp()
+
+    @functools.cached_property
+    def mismatch(self) -> Tensor:
+        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64, 0 where masked."""
+        return rollout_mismatch(self.batch)
+
     @property
     def sequences(self) -> SequenceLogRatios:
         """The field `sequence`, which a row that reads it has asked for."""
@@ -72,9 +91,9 @@ class Correction(Row):
     """The formula, function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
     """Whether it drops tokens."""
-    rejected_by_data: Callable[[PolicyLossConfig, Tensor, Tensor], Tensor] | None = None
-    """The test (config, d [response_length], mean of d over active tokens 0-d) -> bool, which tokens of a sample drop,
-    where the data alone decide it, before the step; None where they do not."""
+    rejected_by_data: Callable[[PolicyLossConfig, Tensor, int], Tensor] | None = None
+    """The test (config, d [response_length] float64, active tokens) -> bool, which tokens of a sample drop, where the data
+    alone decide it, before the step; None where they do not."""
     metrics: tuple[str, ...] = ()
     """The metrics that it reports besides `REJECTED`."""
 
@@ -120,99 +139,18 @@ def apply_corrections(scored: Scored) -> Corrected:
         metrics = {}
     else:
         metrics[REJECTED] = (batch.loss_mask & ~kept).float()
-        if any(MISMATCH_METRICS[0] in row.metrics for row in rows):
-            mismatch = rollout_mismatch(batch).double()
-            values = (mismatch.exp(), mismatch.expm1() - mismatch, mismatch.abs())
-            metrics |= zip(MISMATCH_METRICS, values, strict=True)
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """What `apply_corrections` reports under these settings (nothing under `--pg-metrics none`).
 
-    With d = old_log_prob - rollout_log_prob: `rollout_ratio` is exp(d), `rollout_kl` exp(d) - 1 -
-    d, whose mean over the rollout engine's tokens estimates KL(rollout || old), and
-    `rollout_abs_difference` |d|. `tis_clipped_fraction` is the share of tokens whose weight is
-    out of bounds, `rejected_fraction` that of the tokens dropped by whatever correction.
+    `tis_clipped_fraction` is the share of tokens whose weight is out of bounds, `rejected_fraction`
+    that of the tokens dropped by whatever correction.
     """
     rows = CORRECTIONS.rows_on(config)
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return (*names, REJECTED) if rows else ()
-
-
-def _weights(level: str, mode: str) -> Callable[[Any], bool]:
-    """When a built-in correction of `--use-tis` is on."""
-    return lambda config: (
-        config.use_tis
-        and config.custom_tis_function_path is None
-        and (config.tis_level, config.tis_mode) == (level, mode)
-    )
-
-
-def importance_weights(scored: Scored) -> Tensor:
-    """The weight w of `--use-tis`, [window] float32, before its bounds, 1 at masked positions. No gradient."""
-    if scored.config.tis_level == "sequence":
-        mismatch = masked(scored.sequences.sum_of_tokens("mismatch"), scored.batch.loss_mask)
-    else:
-        mismatch = rollout_mismatch(scored.batch)
-    return clamped_log_ratio(mismatch).exp().float()
-
-
-@correction(
-    "loss * clamp(w, tis_clip_low, tis_clip)",
-    about="truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL "
-    "framework secretly brings you off-policy RL training",
-    flag="--use-tis",
-    when=_weights("token", "truncate"),
-    inputs=MISMATCH_INPUTS,
-    is_sum_over_tokens=True,
-    metrics=(*MISMATCH_METRICS, CLIPPED),
-)
-def truncated_importance_sampling(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own truncated ratio, or by that of its sequence."""
-    config = scored.config
-    weights = importance_weights(scored)
-    is_outside = _is_outside(weights, config.tis_clip_low, config.tis_clip)
-    weighted = pg_loss * weights.clamp(config.tis_clip_low, config.tis_clip)
-    return Corrected(weighted, scored.batch.loss_mask, {CLIPPED: is_outside.float()})
-
-
-CORRECTIONS.add(
-    dataclasses.replace(
-        CORRECTIONS["truncated_importance_sampling"],
-        name="sequence_importance_sampling",
-        formula="loss * clamp(w, tis_clip_low, tis_clip), w = exp(clamp(sum_t d, +-20))",
-        about="one weight for a sequence",
-        flag="--use-tis --tis-level sequence",
-        when=_weights("sequence", "truncate"),
-        sequence_sums=("mismatch",),
-        is_sum_over_tokens=False,
-    )
-)
-
-
-def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return (ratio < low) | (ratio > high)
-
-
-@correction(
-    "loss * w, tokens with w outside [tis_clip_low, tis_clip] drop",
-    about="IcePop, Ring-1T, arXiv:2510.18855",
-    flag="--use-tis --tis-mode mask",
-    when=_weights("token", "mask"),
-    inputs=MISMATCH_INPUTS,
-    is_sum_over_tokens=True,
-    rejects=True,
-    rejected_by_data=lambda config, mismatch, mean: _is_outside(
-        clamped_log_ratio(mismatch).exp(), config.tis_clip_low, config.tis_clip
-    ),
-    metrics=(*MISMATCH_METRICS, CLIPPED),
-)
-def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own ratio, and drops those whose ratio is out of bounds."""
-    weighted = truncated_importance_sampling(scored, pg_loss)
-    is_outside = weighted.metrics[CLIPPED].bool()
-    return weighted._replace(loss_mask=scored.batch.loss_mask & ~is_outside)
 
 
 @correction(
@@ -222,7 +160,6 @@ def icepop(scored: Scored, pg_loss: Tensor) -> Corrected:
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
     rejects=True,
-    metrics=MISMATCH_METRICS,
 )
 def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     """Calls the user's function. The shapes are checked; the values, on the device, are not."""
@@ -241,28 +178,6 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=pg_loss)
     check_returned(kept, shape, f"{where}: loss_mask:", meaning)
     return Corrected(corrected, batch.loss_mask & kept.bool(), {})
-
-
-def _is_geometric_outlier(config: PolicyLossConfig, mean_mismatch: Tensor) -> Tensor:
-    ratio = clamped_log_ratio(mean_mismatch).exp()
-    return _is_outside(ratio, config.geometric_rejection_low, config.geometric_rejection_high)
-
-
-@correction(
-    "sequences with exp(mean_t d) outside [geometric_rejection_low, geometric_rejection_high] drop",
-    about="Liu, Li et al. 2025, When speed kills stability",
-    flag="--use-geometric-rejection",
-    when=lambda config: config.use_geometric_rejection,
-    inputs=MISMATCH_INPUTS,
-    sequence_sums=("mismatch",),
-    rejects=True,
-    rejected_by_data=lambda config, mismatch, mean: _is_geometric_outlier(config, mean),
-    metrics=MISMATCH_METRICS,
-)
-def geometric_rejection(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops the sequences whose mean mismatch is out of bounds."""
-    is_outlier = _is_geometric_outlier(scored.config, scored.sequences.mean_of_tokens("mismatch"))
-    return Corrected(pg_loss, scored.batch.loss_mask & ~is_outlier, {})
 
 
 @correction(
@@ -286,8 +201,8 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     """The samples of a step with rejected tokens masked, for `--rejection-denominator accepted`.
 
     The totals of a step are fixed before it starts. Called before `step_totals`, this makes them
-    the totals of what is kept, by the rejections that the data alone decide: IcePop and geometric
-    rejection (the config refuses the others with it). With `--rejection-denominator original` the
+    the totals of what is kept, by the rejections that the data alone decide: those of weights and of
+    whole sequences (the config refuses the others with it). With `--rejection-denominator original` the
     samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
     the host.
 
@@ -300,8 +215,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
 
     def accepted(sample: Sample) -> Sample:
         mismatch = rollout_mismatch(sample, sample.name)
-        mean = mismatch.double().sum() / max(sample.num_active_tokens, 1)
-        kept = sample.loss_mask & ~tests[0](config, mismatch, mean)
+        kept = sample.loss_mask & ~tests[0](config, mismatch, sample.num_active_tokens)
         return dataclasses.replace(sample, loss_mask=kept)
 
     return [accepted(sample) for sample in samples]

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
-
-MAX_LOW_VAR_KL = 10.0
-"""The bound of `low_var_kl`, which is k3 held within +-10, with zero gradient outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +20,18 @@ class KLEstimate(Row):
 
     function: Callable[[Tensor], Tensor]
     """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
+    limit: float | None = None
+    """What the estimate is held within, with zero gradient outside: itself, or with `--use-unbiased-kl` its product with r.
+    None does not hold it."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
+
+    def __call__(self, difference: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The estimate [window] of d = log_prob - ref_log_prob [window], times a weight, held within the limit."""
+        kl = self.function(difference)
+        kl = kl if weight is None else weight * kl
+        return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
 
 
 KL_ESTIMATES: Table[KLEstimate] = Table(
@@ -42,11 +47,6 @@ def _k3(difference: Tensor) -> Tensor:
     return (-difference).expm1() + difference
 
 
-def _low_var_kl(difference: Tensor) -> Tensor:
-    k3 = _k3(difference)
-    return torch.where(k3 > MAX_LOW_VAR_KL, MAX_LOW_VAR_KL, k3)
-
-
 KL_ESTIMATES.add(
     KLEstimate(
         name="k1",
@@ -56,7 +56,13 @@ KL_ESTIMATES.add(
     ),
     KLEstimate(name="k2", formula="d^2 / 2", function=lambda difference: difference.square() / 2),
     KLEstimate(name="k3", formula="exp(-d) - 1 + d", about="d held within +-20", function=_k3),
-    KLEstimate(name="low_var_kl", formula="k3 clamped to +-10", function=_low_var_kl),
+    KLEstimate(
+        name="low_var_kl",
+        formula="k3 clamped to +-10",
+        about="with --use-unbiased-kl the product r k3 is clamped",
+        function=_k3,
+        limit=10.0,
+    ),
 )
 
 
@@ -65,7 +71,9 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
 
     With `--use-unbiased-kl` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
     (DeepSeek-V3.2, arXiv:2512.02556): then its expectation over the policy that sampled the tokens
-    is the divergence of the policy in training. Masked positions are exactly 0 without gradient.
+    is the divergence of the policy in training. With `--kl-loss-gradient k2` its gradient is that of
+    k2, whose expectation is the divergence's own (Tang and Munos, arXiv:2506.09477). Masked positions
+    are exactly 0 without gradient.
 
     Args:
         config: the settings of the loss.
@@ -77,8 +85,12 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     """
     reference = given_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
     log_probs = masked(log_probs, batch.loss_mask)
-    kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs - reference)
-    if not config.use_unbiased_kl:
+    difference, ratio = log_probs - reference, None
+    if config.use_unbiased_kl:
+        old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
+        ratio = clamped_log_ratio(log_probs - old_log_probs).exp()
+    kl = KL_ESTIMATES[config.kl_loss_type](difference, ratio)
+    if config.kl_loss_gradient == "estimate":
         return kl
-    old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
-    return clamped_log_ratio(log_probs - old_log_probs).exp() * kl
+    k2 = KL_ESTIMATES["k2"](difference)
+    return kl.detach() + (k2 - k2.detach())

@@ -25,10 +25,10 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
     return torch.where(loss_mask, values, 0.0).to(dtype)
 
 
-def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
-    """The log-ratio within +-20, with zero gradient outside. NaN stays NaN, with a NaN gradient."""
-    limit = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limit, log_ratio)
+def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
+    """The log-ratio within +-20, or values within another limit, with zero gradient outside. NaN stays NaN, with a NaN
+    gradient."""
+    return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
 
 
 def given_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:

@@ -1,18 +1,16 @@
 """Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step. One row of the table each.
 
-"Mean" is over the samples with an active token: the token mean of each, then the mean of those over the step. As an
-active token then weighs 1 / its sample's active tokens, a mean is one more weighted sum, whatever the packing or the
-context parallelism.
+A document is a rollout, of one sample or several. "Mean" is over the documents with an active token: the token mean of
+each, then the mean of those over the step. As an active token then weighs 1 / its rollout's active tokens in the whole
+step, a mean is one more weighted sum, whatever the packing or the context parallelism.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,99 +20,21 @@ from torch.nn.functional import pad
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
-from megatron_pg.loss.corrections import Scored, correction_metric_names
-from megatron_pg.loss.masking import masked
-from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.corrections import Scored
+from megatron_pg.loss.metric_table import (
+    DERIVED,
+    METRICS,
+    SIGNS,
+    Metric,
+    given,
+    metrics_on,
+    ratio_of,
+)
 from megatron_pg.loss.reducer import token_weights
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
-
-EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
-SIGNS = {"maximum": 1.0, "minimum": -1.0}
-"""What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
-
-
-def _log_ratio(scored: Scored) -> Tensor:
-    """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
-    return _given(scored.outcome.log_ratio).double()
-
-
-def _given(values: Tensor | None) -> Tensor:
-    if values is None:
-        raise ValueError("the objective's row promises values that the objective did not return")
-    return values
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric, made of a value for every token of the window."""
-
-    name: str
-    help: str
-    value: Callable[[Scored], Tensor]
-    """The value of each token, [window]; read at active tokens alone."""
-    kind: Literal["mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
-    """A mean over samples, a sum over active tokens, the same over sequences where the ratio is one number a sequence, or
-    an extreme over active tokens."""
-    of_ratio: bool = False
-    """Whether there must be a ratio to report it."""
-    when: Callable[[PolicyLossConfig], bool] = lambda config: True
-
-
-of_ratio = functools.partial(Metric, of_ratio=True)
-
-METRICS = [
-    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
-    Metric("advantage", "advantage", lambda s: s.batch.advantages),
-    Metric(
-        "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
-    ),
-    of_ratio(
-        "old_logprobs",
-        "log-prob under the policy that the step starts from",
-        lambda s: _given(s.batch.old_log_probs),
-    ),
-    of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: _log_ratio(s).exp()),
-    of_ratio(
-        "kl_new_old",
-        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
-        lambda s: _log_ratio(s).expm1() - _log_ratio(s),
-    ),
-    of_ratio(
-        "clipped_ratio_fraction",
-        "r outside the clip range",
-        lambda s: _given(s.outcome.is_clipped).float(),
-    ),
-    of_ratio(
-        "clipped_ratio_effective_fraction",
-        "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
-        lambda s: _given(s.outcome.is_effectively_clipped).float(),
-    ),
-    of_ratio("ratio_new_old_sum", "r", lambda s: _log_ratio(s).exp(), "ratio sum"),
-    of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * _log_ratio(s)).exp(), "ratio sum"),
-    Metric(
-        "entropy",
-        "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",
-        lambda s: _given(s.entropy),
-        when=lambda config: config.pg_metrics == "with_entropy",
-    ),
-    Metric("max_advantage", "largest advantage", lambda s: s.batch.advantages, "maximum"),
-    Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
-]
-"""What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on."""
-
-
-def metrics_on(config: PolicyLossConfig) -> list[Metric]:
-    """The rows that these settings report; the config alone decides, so that ranks without a loss agree."""
-    if config.pg_metrics == "none":
-        return []
-    has_ratio = _ratio_of(config) != "none"
-    rows = [row for row in METRICS if row.when(config) and (has_ratio or not row.of_ratio)]
-    for name in correction_metric_names(config):
-        rows.append(Metric(name, "", lambda s, name=name: s.corrected.metrics[name]))  # type: ignore[misc]
-    return rows
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
@@ -171,42 +91,80 @@ class HasSums(Protocol):
         """The metrics by name, from the pairs of the whole world."""
 
 
-def _ratio_of(config: PolicyLossConfig) -> str:
-    """What the ratio is one number of; "none" for a function of the user's own, of whose ratio nothing is known."""
-    return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")
+def metric_columns(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
+) -> Tensor | None:
+    """What each token counts in the sums of the metrics, [1 or 2, window, 2] float64 on the micro-batch's device.
+
+    The columns are the mean over documents and the plain sum; then, where the ratio is one number a sequence, the same with
+    a mean over sequences. None under `--pg-metrics none`. Made on the host, before the model has run.
+    """
+    if not metrics_on(config):
+        return None
+    masks, mode = [sample.loss_mask for sample in batch.samples], AGGREGATIONS["sample_mean"]
+    denominators = [mode.denominators(totals, batch.samples)]
+    if ratio_of(config) == "sequence":
+        denominators.append(None)  # the sample's own tokens
+    of_tokens = token_weights(batch.window, masks, AGGREGATIONS["token_mean"])
+    columns = [
+        torch.stack([token_weights(batch.window, masks, mode, None, each), of_tokens], dim=1)
+        for each in denominators
+    ]
+    return to_device(torch.stack(columns), batch.loss_mask.device)
 
 
 @torch.no_grad()
-def policy_metrics(scored: Scored, *, share: float = 1.0) -> MicroBatchMetrics:
+def policy_metrics(
+    scored: Scored, columns: Tensor | None, *, share: float = 1.0
+) -> MicroBatchMetrics:
     """The metrics of one micro-batch on one rank, over the tokens active before any rejection.
 
-    The names are those of `metric_names`, which the config alone decides. Empty under `--pg-metrics none`.
+    The names are those of `metric_names`, which the config alone decides; (0, 0) for a row whose fields the samples lack.
+    Empty where there are no `columns` (see `metric_columns`).
     """
-    config, rows, metrics = scored.config, metrics_on(scored.config), MicroBatchMetrics()
-    if not rows:
+    metrics = MicroBatchMetrics()
+    if columns is None:
         return metrics
     batch, loss_mask = scored.batch, scored.batch.loss_mask
-    values = torch.stack([masked(row.value(scored), loss_mask).double() for row in rows])
-    # [rows, window] @ [window, 2] -> of each row the numerator of the mean over samples, and the plain sum.
-    masks = [sample.loss_mask for sample in batch.samples]
-    sample_weights = token_weights(batch.window, masks, AGGREGATIONS["sample_mean"])
-    columns = torch.stack([to_device(sample_weights, values.device), loss_mask.double()], dim=1)
-    sums, num_samples = values @ columns, columns[:, 0].sum()
-    is_of_sequence = _ratio_of(config) == "sequence"
+    rows: list[Metric] = []
+    absent: list[Metric] = []
+    for row in metrics_on(scored.config):
+        is_absent = any(getattr(batch, field) is None for field in row.reads)
+        (absent if is_absent else rows).append(row)
+    values = torch.stack([row.value(scored).double() for row in rows])
+    values = torch.where(loss_mask, values, 0.0)
+    # [rows, window] @ [window, 2]
+    sums = values @ columns[0]
+    num_documents, num_tokens = columns[0, :, 0].sum(), columns[0, :, 1].sum()
+    of_sequences = sums[:, 1] if len(columns) == 1 else (values @ columns[1])[:, 0]
     step, extremes = {}, []
-    for row, (of_samples, of_tokens), of_window in zip(rows, sums.unbind(), values, strict=True):
+    for index, row in enumerate(rows):
         if row.kind == "mean":
-            metrics[row.name] = _pair(of_samples, num_samples)
+            metrics[row.name] = _pair(sums[index, 0], num_documents)
+        elif row.kind == "token mean":
+            metrics[row.name] = _pair(sums[index, 1], num_tokens)
         elif row.kind in SIGNS:
-            extremes.append(SIGNS[row.kind] * of_window)
+            extremes.append(SIGNS[row.kind] * values[index])
         else:
-            over_sequences = row.kind == "ratio sum" and is_of_sequence
-            step[row.name] = of_samples if over_sequences else of_tokens
+            step[row.name] = of_sequences[index] if row.kind == "ratio sum" else sums[index, 1]
+    nothing = columns.new_zeros(2)
+    metrics |= {row.name: nothing for row in absent if row.kind not in SIGNS}
     metrics |= step_sums(step, share)
-    candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
-    metrics.maxima = pad(candidates, (0, 1), value=-torch.inf).amax(dim=1)
-    metrics.is_nan = torch.isnan(_given(scored.corrected and scored.corrected.pg_loss))
+    metrics.maxima = _maxima(scored.config, rows, extremes, loss_mask)
+    metrics.is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
     return metrics
+
+
+def _maxima(
+    config: PolicyLossConfig, rows: Sequence[Metric], extremes: list[Tensor], loss_mask: Tensor
+) -> Tensor:
+    """The largest of each extreme's values [window] over active tokens; minus infinity for none, and for an absent row."""
+    candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
+    found = iter(pad(candidates, (0, 1), value=-torch.inf).amax(dim=1).unbind())
+    nothing = candidates.new_full((), -torch.inf)
+    return torch.stack(
+        [next(found) if row in rows else nothing for row in metrics_on(config) if row.kind in SIGNS]
+    )
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
@@ -225,6 +183,7 @@ def reduce_metrics(
     contributes: bool,
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
+    policy_version: int | None = None,
     critic: HasSums | None = None,
 ) -> dict[str, float]:
     """The step's metrics from those of its micro-batches. The step's only host synchronisation.
@@ -241,11 +200,14 @@ def reduce_metrics(
         device: where the packed numbers are reduced; the accelerator under NCCL.
         group: all ranks of the job; None means the default group, or no communication where
             torch.distributed is not initialised.
+        policy_version: the version of the policy that the step starts from, counted as
+            `Sample.policy_version` is; without it no staleness is reported.
         critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
 
     Returns:
         By name; the same on every rank. Means, maxima and minima are NaN for a step without an
-        active token. `effective_sample_size` is (sum r)^2 / sum r^2, in tokens (sequences: gspo).
+        active token; those of fields that no sample carries are left out. `effective_sample_size`
+        is in tokens (sequences: gspo).
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -266,14 +228,23 @@ def reduce_metrics(
         if extremes:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     sums, of_critic = sums.tensor_split([len(names)])
-    values = torch.cat([sums[:, 0] / sums[:, 1], maxima]).tolist()
-    reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=True))
+    values = torch.cat([sums[:, 0] / sums[:, 1], maxima, sums[:, 1]]).tolist()
+    reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=False))
+    counts = dict(zip(names, values[-len(names) :], strict=True))
     for row in extremes:  # minus infinity: no active token
         largest = reduced[row.name]
         reduced[row.name] = math.nan if largest == -math.inf else SIGNS[row.kind] * largest
-    if "ratio_new_old_sum" in reduced:
-        total, of_squares = reduced["ratio_new_old_sum"], reduced["ratio_new_old_squared_sum"]
-        reduced[EFFECTIVE_SAMPLE_SIZE] = total**2 / of_squares if of_squares else math.nan
+        counts[row.name] = 0.0 if largest == -math.inf else 1.0
+    for row in metrics_on(config):
+        if row.reads and not counts[row.name]:
+            del reduced[row.name]
+    if policy_version is not None:
+        reduced["current_policy_version"] = float(policy_version)
+    for derived in DERIVED:
+        if all(name in reduced for name in derived.of):
+            reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
+    for name in ["current_policy_version", *(r.name for r in METRICS if not r.is_reported)]:
+        reduced.pop(name, None)
     if contributes and reduced["loss"] != reduced["loss"]:
         report_nan_tokens(micro_batches, "its logits, old_log_probs and rollout_log_probs")
     check_checksum(config, reduced, micro_batches)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
+
+CLIP_SETTINGS = ("eps_clip", "eps_clip_high")
+"""The settings of the clip range, which have values whether an objective reads them or not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +51,13 @@ class Objective(Row):
     """The formula (config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
+    reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    """Which of `CLIP_SETTINGS` it reads under a config; of the others it is said at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
     """Whether a token whose advantage is 0 has no gradient, so that the fused head leaves it out of the products."""
+
+    def unread_settings(self, config: Any) -> tuple[str, ...]:
+        return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
 
     def sums_over_sequences(self) -> tuple[str, ...]:
         return ("policy",) if self.ratio == "sequence" else self.sequence_sums
@@ -88,6 +96,11 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
     )
 
 
+def _reads_eps_clip(config: Any) -> bool:
+    """Whether cispo does: as its lower bound, or for want of an upper one."""
+    return config.cispo_lower_bound or config.eps_clip_high is None
+
+
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
     """The bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
@@ -99,6 +112,7 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
     inputs=("old_log_probs",),
     options=("eps_clip_c",),
+    reads_clip=lambda config: CLIP_SETTINGS,
     ratio="token",
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
@@ -114,6 +128,7 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     inputs=("old_log_probs",),
     options=("eps_clip_c",),
+    reads_clip=lambda config: CLIP_SETTINGS,
     ratio="sequence",
 )
 def gspo(
@@ -131,6 +146,7 @@ def gspo(
     about="MiniMax-M1, arXiv:2506.13585",
     inputs=("old_log_probs",),
     options=("cispo_lower_bound",),
+    reads_clip=lambda config: CLIP_SETTINGS if _reads_eps_clip(config) else CLIP_SETTINGS[1:],
     ratio="token",
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,

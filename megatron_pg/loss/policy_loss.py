@@ -15,7 +15,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import checksums
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.metrics import MicroBatchMetrics, policy_metrics, step_sums
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_columns, policy_metrics, step_sums
 from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
 from megatron_pg.loss.sequence import sequence_log_ratios
@@ -70,9 +70,11 @@ class MicroBatchLoss:
                 )
         self.config, self.batch, self._totals = config, batch, totals
         self._group, self._step_share = context_parallel_group, step_share
-        self._policy_gradient = policy_gradient_reduction(config, batch, totals)
+        counted = totals.counted_in(config.loss_weight_denominator)
+        self._policy_gradient = policy_gradient_reduction(config, batch, counted)
+        self._metric_columns = metric_columns(config, batch, totals)
         if config.kl_loss_coef or config.entropy_coef:
-            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, totals)
+            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, counted)
 
     def terms(
         self, log_probs: Tensor, entropy: Tensor | None
@@ -95,6 +97,8 @@ class MicroBatchLoss:
         pg_loss = inner_sum / self._policy_gradient.outer_count
         reported = {"pg_loss": pg_loss}
         loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
+        if config.divide_gradient_twice:
+            loss = pg_loss / self._policy_gradient.outer_count
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
@@ -120,7 +124,7 @@ class MicroBatchLoss:
                 "of the window's response tokens, in nats"
             )
         loss, reported, scored = self.terms(log_probs, entropy)
-        metrics = policy_metrics(scored, share=self._step_share)
+        metrics = policy_metrics(scored, self._metric_columns, share=self._step_share)
         metrics |= step_sums(reported, self._step_share)
         metrics |= checksums(self._policy_gradient, self._step_share, loss.device)
         metrics.batch, metrics.totals = self.batch, self._totals

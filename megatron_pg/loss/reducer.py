@@ -111,7 +111,7 @@ class Reduction:
 
     inner_sum: Reducer
     """The inner sum, x [window] -> 0-d, rank-local."""
-    outer_count: int
+    outer_count: float
     """The count of the step that the inner sum is divided by."""
     used_and_expected: tuple[tuple[float, float], ...] | None = None
     """Three sums of this micro-batch's weights on this rank, each with that of the whole step from the totals: plain, times
@@ -140,6 +140,8 @@ def aggregated(
     masks = [sample.loss_mask for sample in batch.samples]
     denominators = mode.denominators(totals, batch.samples)
     weights = token_weights(batch.window, masks, mode, divisor, denominators)
+    if (loss_weights := loss_weights_of(batch)) is not None:
+        weights = weights * loss_weights
     return Reduction(
         inner_sum=WeightedSum(to_device(weights, batch.loss_mask.device)),
         outer_count=mode.outer_count(totals),
@@ -151,13 +153,24 @@ def _weight_sums(
     mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float, weights: Tensor
 ) -> tuple[tuple[float, float], ...]:
     """See `Reduction.used_and_expected`; read while the weights [window] are on the host, so that nobody waits."""
-    plain = float(weights.sum()), mode.inner_weight(totals, divisor)
+    plain = float(weights.sum()), mode.total_weight(totals, divisor)
     if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
         return plain, plain, plain
     of_samples, of_ranks = (mode.inner_weight(counts, divisor) for counts in totals.by_identity)
     used = float(torch.dot(weights, batch.coefficients))
     on_rank = used * coefficient_of_rank(totals.data_parallel_rank)
     return plain, (used, of_samples), (on_rank, of_ranks)
+
+
+def loss_weights_of(batch: PackedBatch) -> Tensor | None:
+    """The loss weights [window] float64 on the host, 1 for samples that have none; None where no sample has any."""
+    if all(sample.loss_weights is None for sample in batch.samples):
+        return None
+    parts = [
+        torch.ones(sample.response_length) if sample.loss_weights is None else sample.loss_weights
+        for sample in batch.samples
+    ]
+    return torch.cat(parts).double()[batch.window.response_indices]
 
 
 def token_weights(
@@ -203,8 +216,12 @@ def _custom_reduction(
             f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
         )
 
+    loss_weights = loss_weights_of(batch)
+    if loss_weights is not None:
+        loss_weights = to_device(loss_weights, batch.loss_mask.device)
+
     def inner_sum(x: Tensor) -> Tensor:
-        result: Tensor = reducer(x)
+        result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
         meaning = "the weighted sum of x over this rank's window"
         check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
         return result

@@ -124,7 +124,7 @@ def sequence_log_ratios(
         new = masked(log_probs.detach(), batch.loss_mask).double()
         rows["policy"] = new - given_log_probs(batch, "old_log_probs", "the sequence ratio")
     if "mismatch" in sums:
-        rows["mismatch"] = rollout_mismatch(batch).double()
+        rows["mismatch"] = rollout_mismatch(batch)
     ids, num_samples = batch.window_segment_ids, batch.window.num_samples
     reduction = SequenceReduction(ids, num_samples, context_parallel_group)
     made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
@@ -144,10 +144,10 @@ def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> Sequen
 def rollout_mismatch(
     carrier: PackedBatch | Sample, needed_by: str = "a rollout correction"
 ) -> Tensor:
-    """[window] or [response_length] float32 old_log_prob - rollout_log_prob, 0 where masked. No gradient.
+    """[window] or [response_length] float64 old_log_prob - rollout_log_prob, 0 where masked. No gradient.
 
     Raises:
         ValueError: one of the two is missing; it says what needs it.
     """
-    old_log_probs = given_log_probs(carrier, "old_log_probs", needed_by)
+    old_log_probs = given_log_probs(carrier, "old_log_probs", needed_by).double()
     return old_log_probs - given_log_probs(carrier, "rollout_log_probs", needed_by)

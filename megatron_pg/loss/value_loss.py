@@ -15,12 +15,11 @@ from torch import Tensor
 
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, checksums
 from megatron_pg.loss.masking import masked
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens, step_sums
-from megatron_pg.loss.reducer import policy_gradient_reduction, token_weights
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.loss.reducer import policy_gradient_reduction
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
@@ -82,15 +81,9 @@ class MicroBatchValueLoss:
         self._old_values, self._returns = given
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         self._share = step_share
-        self._reduction = policy_gradient_reduction(config, batch, totals)
-        # What a token counts in the means over documents, and in the sums over active tokens.
-        masks, mode = [sample.loss_mask for sample in batch.samples], AGGREGATIONS["sample_mean"]
-        of_documents = mode.denominators(totals, batch.samples)
-        columns = [
-            token_weights(batch.window, masks, mode, None, of_documents),
-            token_weights(batch.window, masks, AGGREGATIONS["token_mean"]),
-        ]
-        self._columns = to_device(torch.stack(columns, dim=1), batch.loss_mask.device)
+        counted = totals.counted_in(config.loss_weight_denominator)
+        self._reduction = policy_gradient_reduction(config, batch, counted)
+        self._columns = metric_columns(config, batch, totals)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
@@ -99,21 +92,21 @@ class MicroBatchValueLoss:
         loss = self._reduction(of_tokens)
         metrics = MicroBatchMetrics(step_sums({"value_loss": loss}, self._share))
         metrics |= checksums(self._reduction, self._share, loss.device)
-        if self.config.pg_metrics != "none":
-            metrics |= self._metrics(of_tokens, values)
+        if self._columns is not None:
+            metrics |= self._metrics(of_tokens, values, self._columns[0])
         metrics.batch, metrics.totals, metrics.is_nan = self.batch, self._totals, of_tokens.isnan()
         return loss, metrics
 
     @torch.no_grad()
-    def _metrics(self, of_tokens: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def _metrics(self, of_tokens: Tensor, values: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """The pairs of `MEANS` and `SUMS`."""
         is_clipped = of_tokens > 0.5 * (values - self._returns).square()
         values, returns = values.double(), self._returns.double()
         error = returns - values
         rows = [values, returns, is_clipped.double()]
         rows += [torch.ones_like(error), returns, returns.square(), error, error.square()]
-        sums = torch.stack(rows) @ self._columns
-        documents = self._columns[:, 0].sum()
+        sums = torch.stack(rows) @ columns
+        documents = columns[:, 0].sum()
         means = {
             name: torch.stack([x, documents]) for name, x in zip(MEANS, sums[:, 0], strict=False)
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +59,10 @@ class PolicyStep:
         num_microbatches: how many micro-batches this data-parallel rank runs in the step, where there is no plan.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
+        grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
 
     Raises:
-        ValueError: neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
+        ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
     """
 
@@ -74,7 +76,10 @@ class PolicyStep:
         num_microbatches: int | None = None,
         groups: ParallelGroups | None = None,
         vocab_size: int | None = None,
+        grad_divisor: float | None = None,
     ) -> None:
+        if grad_divisor is not None:
+            config = dataclasses.replace(config, grad_divisor=grad_divisor)
         if plan is not None:
             totals = plan.totals if totals is None else totals
             num_microbatches = num_microbatches or plan.num_microbatches
@@ -149,6 +154,7 @@ class PolicyStep:
         schedule_output: Sequence[Mapping[str, Tensor]],
         *,
         device: torch.device | str | None = None,
+        policy_version: int | None = None,
         critic: HasSums | None = None,
     ) -> dict[str, float]:
         """The step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
@@ -156,6 +162,7 @@ class PolicyStep:
         Args:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
+            policy_version: see `reduce_metrics`.
             critic: the report of a critic's step (`ValueStep.report`), whose metrics travel in the same all-reduce and are
                 among those returned.
 
@@ -168,6 +175,7 @@ class PolicyStep:
             schedule_output,
             contributes=self.groups.contributes,
             device=device,
+            policy_version=policy_version,
             critic=critic,
         )
 

@@ -29,6 +29,7 @@ COLUMNS: Mapping[str, str] = {
     "prompt_ids": INTEGERS,
     "response_ids": INTEGERS,
     "loss_mask": NUMBERS,
+    "loss_weights": NUMBERS,
     "reward": NUMBER,
     "advantages": NUMBER_OR_NUMBERS,
     "log_probs": NUMBERS,
@@ -36,11 +37,16 @@ COLUMNS: Mapping[str, str] = {
     "ref_log_probs": NUMBERS,
     "group_index": INTEGER,
     "rollout_id": INTEGER,
+    "policy_version": INTEGER,
 }
 """What each column holds; every other column is ignored."""
 
 OPTIONAL_FIELDS: Mapping[str, str] = {
-    field: field.removeprefix("old_") for field in (*LOG_PROB_FIELDS, "group_index", "rollout_id")
+    field: field.removeprefix("old_")
+    for field in (
+        *LOG_PROB_FIELDS,
+        *("group_index", "rollout_id", "loss_weights", "policy_version"),
+    )
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
@@ -150,6 +156,10 @@ def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
         single = values.astype(np.float32)
     expected = "a number that is finite in float32, as loss_mask keeps the token"
     _check(column, values, np.isfinite(single) | ~is_active, expected)
+    if column == "loss_weights":
+        _check(
+            column, values, ~(values < 0) | ~is_active, "0 or more, as loss_mask keeps the token"
+        )
     return torch.from_numpy(single)
 
 

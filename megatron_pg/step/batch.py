@@ -16,8 +16,9 @@ from megatron_pg.step.token_window import TokenWindow
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
     **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
+    "policy_version": torch.int64,
 }
-"""The fields of a sample that have one value per response token."""
+"""The fields of a sample that have one value per response token, or one for all of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,8 @@ class PackedBatch:
     """Log-probs [window] float32 under the reference policy, or None."""
     rollout_log_probs: Tensor | None
     """Log-probs [window] float32 that the rollout engine reported, or None."""
+    policy_version: Tensor | None
+    """The version of the policy that generated each token, [window] int64, or None."""
     old_values: Tensor | None
     """The critic's values [window] float32 that the advantages were made of, or None."""
     returns: Tensor | None
@@ -145,7 +148,7 @@ def pack(
 def _of_window(
     field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
 ) -> Tensor | None:
-    """The values [window] of a field with one value per response token, or None where no sample of the micro-batch has it."""
+    """The values [window] of a field of `RESPONSE_FIELDS`, or None where no sample of the micro-batch has it."""
     responses = [getattr(sample, field) for sample in samples]
     lacks = [response is None for response in responses]
     if any(lacks):
@@ -156,6 +159,11 @@ def _of_window(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
             f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
+    lengths = window.response_lengths
+    responses = [
+        torch.full((length,), value) if isinstance(value, int) else value
+        for value, length in zip(responses, lengths, strict=True)
+    ]
     return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
 
 

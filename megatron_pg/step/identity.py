@@ -20,8 +20,11 @@ MASK = 2**64 - 1
 GOLDEN_FRACTION = GOLDEN / 2**64
 
 
-def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
-    """The hash, 64 bits, of token ids [tokens] int64 on the host and of the loss mask [response] bool of the last of them."""
+def hash_of(
+    tokens: Tensor, loss_mask: Tensor | None = None, loss_weights: Tensor | None = None
+) -> int:
+    """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool and the loss weights
+    [response] float32 of the last of them."""
     count = tokens.numel()
     keys = _keys(_table_size(count))[:count]
     total = int(np.dot(keys, tokens.numpy())) + GOLDEN * count
@@ -29,6 +32,9 @@ def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
         # No difference of two token ids is the one that a bit of the mask makes.
         active = np.dot(keys[: loss_mask.numel()], loss_mask.numpy())
         total += GOLDEN * int(active) + mixed(loss_mask.numel())
+    if loss_weights is not None:
+        bits = loss_weights.numpy().view(np.int32).astype(np.int64)
+        total = mixed(total) + int(np.dot(keys[: bits.size], bits)) + GOLDEN
     return mixed(total)
 
 

@@ -8,13 +8,17 @@ prompt, and the samples of one rollout come from one rank, or from one file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, checked_integer
 
 NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
+
+
+NUM_NAMED = 5
+"""Prompt groups that a message names."""
 
 
 class SampleIds(NamedTuple):
@@ -77,17 +81,21 @@ def ids_of(samples: Iterable[HasIds]) -> list[SampleIds]:
 
 
 def check_ids(
-    everyone: Sequence[Sequence[SampleIds]], *, allow_different_prompts: bool = False
+    everyone: Sequence[Sequence[SampleIds]],
+    *,
+    allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> None:
     """Refuses ids that stand for two things in a step.
 
     Args:
         everyone: of every data-parallel rank the ids of its samples.
         allow_different_prompts: the samples of a prompt group may have different prompts.
+        samples_per_group: the rollouts that every prompt group has; None takes groups of any size.
 
     Raises:
         ValueError: a rollout of several prompt groups, or of several ranks or files; a prompt group of which two rollouts
-            have no prompt in common. Both samples are named.
+            have no prompt in common. Both samples are named. A prompt group of another size, or a sample of none.
     """
     rollouts: dict[object, list[_Place]] = {}
     for rank, of_rank in enumerate(everyone):
@@ -103,6 +111,8 @@ def check_ids(
     if not allow_different_prompts:
         for of_group in groups.values():
             _check_prompts(of_group)
+    if samples_per_group is not None:
+        _check_sizes(rollouts.values(), groups, samples_per_group)
 
 
 def _check_rollout(members: Sequence[_Place]) -> None:
@@ -121,6 +131,34 @@ def _check_rollout(members: Sequence[_Place]) -> None:
                 "where each numbers its own",
                 "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples",
             )
+
+
+def _check_sizes(
+    rollouts: Iterable[Sequence[_Place]],
+    groups: Mapping[int, Sequence[Sequence[_Place]]],
+    samples_per_group: int,
+) -> None:
+    """Every rollout is of a prompt group, and every group has as many."""
+    expected = f"samples_per_group is {samples_per_group}"
+    if checked_integer("samples_per_group", samples_per_group) < 1:
+        raise ValueError(f"{expected}: expected 1 or more")
+    for members in rollouts:
+        if members[0].ids.group_index is None:
+            raise ValueError(
+                f"{members[0]} has no group_index and {expected}: give every sample the id of its prompt group"
+            )
+    wrong = [
+        f"{group} has {len(of_group)} (the first is {of_group[0][0]})"
+        for group, of_group in groups.items()
+        if len(of_group) != samples_per_group
+    ]
+    if wrong:
+        more = f" and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
+        raise ValueError(
+            f"{expected} and prompt group {', '.join(wrong[:NUM_NAMED])}{more}: a step holds whole groups, as the prompt "
+            "mean has no denominator for a part of one; end the step between groups (--keep-prompt-groups), or pass no "
+            "samples_per_group where groups differ in size"
+        )
 
 
 def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:

@@ -45,6 +45,7 @@ def plan_step(
     oversized: OversizedSamples = "error",
     seed: int | None = None,
     allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches and counts the step.
 
@@ -67,11 +68,11 @@ def plan_step(
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         seed: see `plan_bins`.
-        allow_different_prompts: see `step_totals`.
+        allow_different_prompts, samples_per_group: see `step_totals`.
 
     Raises:
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
-            stand for two things (see `step_totals`).
+            stand for two things or a prompt group of another size (see `step_totals`).
     """
     multiple = checked_multiple(cp_size, pad_to_multiple)
 
@@ -109,7 +110,11 @@ def plan_step(
         microbatches=microbatches + ((),) * num_added,
         microbatch_tokens=tokens + (multiple,) * num_added,
         totals=totals_of_counts(
-            counts, rank, num_tokens, allow_different_prompts=allow_different_prompts
+            counts,
+            rank,
+            num_tokens,
+            allow_different_prompts=allow_different_prompts,
+            samples_per_group=samples_per_group,
         ),
     )
 

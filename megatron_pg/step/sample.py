@@ -56,6 +56,11 @@ class Sample:
     id_source: str | None = None
     """What numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples of a
     rollout have one source: one that lies on several ranks says so by a name here, the same on all of them."""
+    loss_weights: Tensor | None = None
+    """What the loss of each token is multiplied by, [response_length] float32, 0 or more, beside the loss mask; stored as 0
+    where that drops the token. None is 1 for every token."""
+    policy_version: int | None = None
+    """How many updates the policy had seen that generated the response, for the metrics of staleness."""
     old_values: Tensor | None = None
     """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
     returns: Tensor | None = None
@@ -76,13 +81,15 @@ class Sample:
             rollout_id: int | None = None,
             name: str = "sample",
             id_source: str | None = None,
+            loss_weights: Values | None = None,
+            policy_version: int | None = None,
             old_values: Values | None = None,
             returns: Values | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         self._store("tokens", self._vector("tokens", torch.int64))
-        for field in ("response_length", "group_index", "rollout_id"):
+        for field in ("response_length", "group_index", "rollout_id", "policy_version"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
                 self._store(field, checked_integer(f"{self.name}: {field}", value))
@@ -101,6 +108,8 @@ class Sample:
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
                 self._store(field, self._per_response_token(field, torch.float32))
+        if self.loss_weights is not None:
+            self._store("loss_weights", self._checked_loss_weights())
         for field in CRITIC_FIELDS:
             if getattr(self, field) is not None:
                 values = self._per_response_token(field, torch.float32)
@@ -122,9 +131,14 @@ class Sample:
         return int(self.loss_mask.sum())
 
     @functools.cached_property
+    def loss_weight(self) -> float | None:
+        """The sum of the loss weights over the active tokens; None without `loss_weights`."""
+        return None if self.loss_weights is None else float(self.loss_weights.double().sum())
+
+    @functools.cached_property
     def identity(self) -> int:
-        """A 64-bit hash of what the sample is: tokens, response length and loss mask."""
-        return hash_of(self.tokens, self.loss_mask)
+        """A 64-bit hash of what the sample is: tokens, response length, loss mask and loss weights."""
+        return hash_of(self.tokens, self.loss_mask, self.loss_weights)
 
     @functools.cached_property
     def prompt_hash(self) -> int:
@@ -139,9 +153,10 @@ class Sample:
 
     @functools.cached_property
     def active_coefficients(self) -> float:
-        """The sum of `token_coefficients` over the active tokens."""
+        """The sum of `token_coefficients` over the active tokens, times their loss weights."""
         of_positions = coefficients_of_positions(self.response_length)
-        return coefficient_of(self.identity) * float(of_positions @ self.loss_mask.double())
+        weights = self.loss_mask if self.loss_weights is None else self.loss_weights
+        return coefficient_of(self.identity) * float(of_positions @ weights.double())
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -176,6 +191,13 @@ class Sample:
                 f"({self.response_length})"
             )
         return vector
+
+    def _checked_loss_weights(self) -> Tensor:
+        weights = self._per_response_token("loss_weights", torch.float32)
+        is_wrong = self.loss_mask & ~(torch.isfinite(weights) & (weights >= 0))
+        problem = " at an active token, expected a finite number, 0 or more"
+        refuse_values(f"{self.name}: loss_weights", weights, is_wrong, problem)
+        return weights.masked_fill(~self.loss_mask, 0.0)
 
     def _checked_advantages(self) -> Tensor:
         """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,17 @@ class CountedSample(HasIds, Protocol):
         """Response tokens that the loss mask keeps."""
 
     @property
+    def loss_weight(self) -> float | None:
+        """The sum of the loss weights over the active tokens; None where each counts 1."""
+
+    @property
     def identity(self) -> int | None:
         """A hash of what the sample is; None where that is not known."""
 
     @property
     def active_coefficients(self) -> float | None:
-        """What its active tokens count in the sums that tell samples apart; None where that is not known."""
+        """What its active tokens count in the sums that tell samples apart, times their loss weights; None where that is not
+        known."""
 
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
@@ -49,20 +54,22 @@ class BareSample:
     name: str = "sample"
     prompt_hash: int | None = None
     id_source: str | None = None
+    loss_weight: float | None = None
     identity: int | None = field(default=None, init=False)
     active_coefficients: float | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
 class ActiveCounts:
-    """What the three counts of active tokens, rollouts and prompt groups become where a token counts its coefficient."""
+    """What the three counts of active tokens, rollouts and prompt groups become where a token counts its loss weight, or that
+    times its coefficient."""
 
     num_active_rollouts: float
-    """The sum over rollouts of the coefficients' mean."""
+    """The sum over rollouts of what their tokens count, over the rollout's denominator."""
     num_active_prompt_groups: float
     """The same over prompt groups."""
     num_active_tokens: float
-    """The sum of the coefficients."""
+    """The sum of what the tokens count."""
 
 
 class SampleCount(NamedTuple):
@@ -70,6 +77,7 @@ class SampleCount(NamedTuple):
 
     ids: SampleIds
     num_active_tokens: int
+    loss_weight: float | None
     identity: int | None
     active_coefficients: float | None
 
@@ -87,19 +95,26 @@ class StepTotals:
     """N: rollouts, those without an active token included."""
     num_prompt_groups: int | None
     """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
-    num_active_tokens: int
-    """T: active tokens."""
+    num_active_tokens: float
+    """T: active tokens, a whole number."""
     num_active_rollouts: int
     """Rollouts with at least one active token."""
     num_active_prompt_groups: int | None
     """Prompt groups with at least one active token."""
-    rollout_active_tokens: Mapping[int, int]
+    rollout_active_tokens: Mapping[int, float]
     """D by `rollout_id`."""
-    group_active_tokens: Mapping[int, int]
+    group_active_tokens: Mapping[int, float]
     """G by `group_index`."""
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
+    weight_sums: ActiveCounts | None = None
+    """The active counts where a token counts its loss weight; None where no sample has any."""
+    by_loss_weight: StepTotals | None = field(default=None, repr=False)
+    """The same totals with D, G and T counted in loss weights, for `--loss-weight-denominator weights`; None where no sample
+    has any."""
+    counts_loss_weights: bool = False
+    """Whether these are the totals that count loss weights."""
     by_identity: tuple[ActiveCounts, ActiveCounts] | None = field(default=None, compare=False)
     """The active counts by the coefficients of samples, and by those times the coefficient of each one's data-parallel rank,
     which the checksum expects; None where the identity of some sample is not known."""
@@ -110,7 +125,12 @@ class StepTotals:
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
-        known = [_known(self.rollout_active_tokens, sample, "rollout_id") for sample in samples]
+        known = [
+            self._size_of(sample)
+            if sample.rollout_id is None
+            else _known(self.rollout_active_tokens, sample, "rollout_id")
+            for sample in samples
+        ]
         return torch.tensor(known, dtype=torch.float64)
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
@@ -118,11 +138,21 @@ class StepTotals:
         known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
         return torch.tensor(known, dtype=torch.float64)
 
+    def counted_in(self, denominator: str) -> StepTotals:
+        """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights")."""
+        return (self.by_loss_weight or self) if denominator == "weights" else self
 
-def _known(totals: Mapping[int, int], sample: CountedSample, field: str) -> int:
+    def _size_of(self, sample: CountedSample) -> float:
+        return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens
+
+
+def _loss_weight(sample: CountedSample | SampleCount) -> float:
+    """What the tokens of a sample weigh: its active tokens, where it has no loss weights."""
+    return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
+
+
+def _known(totals: Mapping[int, float], sample: CountedSample, field: str) -> float:
     identifier = getattr(sample, field)
-    if identifier is None and field == "rollout_id":
-        return sample.num_active_tokens
     if identifier is None:
         raise ValueError(
             f"{sample.name} has no {field}: --loss-aggregation prompt_mean needs one on every sample"
@@ -141,6 +171,7 @@ def step_totals(
     *,
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
@@ -153,20 +184,33 @@ def step_totals(
         data_parallel_group: the data-parallel group *without* context parallelism.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
+        samples_per_group: the rollouts (samples, where each is one) that every prompt group of the step has; a group of
+            another size, which the step's border may have cut, is refused. None takes groups of any size.
 
     Raises:
-        ValueError: ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
+        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
             of none, of two ranks or files; a prompt group of different prompts.
     """
     everyone = gather(sample_counts(samples), data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    return totals_of_counts(everyone, rank, allow_different_prompts=allow_different_prompts)
+    return totals_of_counts(
+        everyone,
+        rank,
+        allow_different_prompts=allow_different_prompts,
+        samples_per_group=samples_per_group,
+    )
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """The ids, counts and hashes of one rank's samples."""
     return [
-        SampleCount(ids, sample.num_active_tokens, sample.identity, sample.active_coefficients)
+        SampleCount(
+            ids,
+            sample.num_active_tokens,
+            sample.loss_weight,
+            sample.identity,
+            sample.active_coefficients,
+        )
         for ids, sample in zip(ids_of(samples), samples, strict=True)
     ]
 
@@ -177,6 +221,7 @@ def totals_of_counts(
     num_tokens: int | None = None,
     *,
     allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
 ) -> StepTotals:
     """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
@@ -186,16 +231,34 @@ def totals_of_counts(
     check_ids(
         [[count.ids for count in of_rank] for of_rank in everyone],
         allow_different_prompts=allow_different_prompts,
+        samples_per_group=samples_per_group,
     )
+    totals = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False)
+    if all(count.loss_weight is None for of_rank in everyone for count in of_rank):
+        return replace(totals, weight_sums=None)
+    weighted = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True)
+    return replace(totals, by_loss_weight=weighted)
+
+
+def _totals(
+    everyone: Sequence[SampleCounts],
+    data_parallel_rank: int,
+    num_tokens: int | None,
+    *,
+    in_loss_weights: bool,
+) -> StepTotals:
+    """The totals whose D, G and T count active tokens, or their loss weights."""
     groups: Counter[int | None] = Counter()
     rollouts: Counter[object] = Counter()
     for rank, of_rank in enumerate(everyone):
         for number, count in enumerate(of_rank):
-            groups[count.ids.group_index] += count.num_active_tokens
-            rollouts[_rollout_of(count, rank, number)] += count.num_active_tokens
+            size: Any = _loss_weight(count) if in_loss_weights else count.num_active_tokens
+            groups[count.ids.group_index] += size
+            rollouts[_rollout_of(count, rank, number)] += size
     is_grouped = None not in groups
     mine = [count.ids for count in everyone[data_parallel_rank]]
     own_rollouts, own_groups = {ids.rollout_id for ids in mine}, {ids.group_index for ids in mine}
+    of_weights = _active_counts(everyone, rollouts, groups, _loss_weight)
     return StepTotals(
         num_rollouts=len(rollouts),
         num_prompt_groups=len(groups) if is_grouped else None,
@@ -205,7 +268,11 @@ def totals_of_counts(
         rollout_active_tokens={id_: rollouts[id_] for id_ in own_rollouts if id_ is not None},
         group_active_tokens={id_: groups[id_] for id_ in own_groups if id_ is not None},
         num_tokens=num_tokens,
-        by_identity=_counts_by_identity(everyone, rollouts, groups),
+        weight_sums=of_weights and of_weights[0],
+        counts_loss_weights=in_loss_weights,
+        by_identity=_active_counts(
+            everyone, rollouts, groups, lambda count: count.active_coefficients
+        ),
         data_parallel_rank=data_parallel_rank,
         counts=tuple(everyone),
     )
@@ -216,20 +283,23 @@ def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
     return (rank, number) if count.ids.rollout_id is None else count.ids.rollout_id
 
 
-def _counts_by_identity(
+def _active_counts(
     everyone: Sequence[SampleCounts],
-    rollouts: Mapping[object, int],
-    groups: Mapping[int | None, int],
+    rollouts: Mapping[object, float],
+    groups: Mapping[int | None, float],
+    value_of: Callable[[SampleCount], float | None],
 ) -> tuple[ActiveCounts, ActiveCounts] | None:
-    """The active counts where a token counts its coefficient: without and with that of the data-parallel rank."""
+    """The active counts where a sample's tokens count that value: without and with the coefficient of the data-parallel
+    rank. None where some value is not known."""
     sums = torch.zeros(2, 3, dtype=torch.float64)
     for rank, of_rank in enumerate(everyone):
         rows = []
         for number, count in enumerate(of_rank):
-            if count.active_coefficients is None:
+            value = value_of(count)
+            if value is None:
                 return None
             divisors = rollouts[_rollout_of(count, rank, number)], groups[count.ids.group_index]
-            rows.append([count.active_coefficients / max(d, 1) for d in (*divisors, 1)])
+            rows.append([value / (d or 1) for d in (*divisors, 1)])
         of_this_rank = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).sum(0)
         sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])
     plain, by_rank = (ActiveCounts(*row) for row in sums.tolist())

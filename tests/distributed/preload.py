@@ -12,6 +12,7 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime  # noqa: E402
 enable_cpu_runtime()
 
 import pytest  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401  (of a rank's first optimizer)
 import train_grpo  # noqa: E402, F401
 
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402

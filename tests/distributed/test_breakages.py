@@ -19,13 +19,8 @@ SOUND = {
     ),
     "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "DP2 average in collective": (2, "--average-in-collective"),
-    "TP2 SP experts": (
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
-        "--expert-tensor-parallel-size 2",
-    ),
 }
-"""Shardings that are right, beside those of the groups, which are run unbroken too."""
+"""Shardings that are right, beside those of the groups, which are run unbroken too, and of test_check.py."""
 
 
 @pytest.mark.parametrize("group", GROUPS)

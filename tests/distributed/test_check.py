@@ -19,8 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pg.config.versions import supports_output_processor
+from tests.lanes import in_one_lane
 
 from .launch import run_ranks
+from .quickstart_run import output_of, start_script
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 120.0
@@ -42,13 +44,11 @@ def environment(**variables: object) -> dict[str, str]:
     return {**os.environ, **own, **{name: str(value) for name, value in variables.items()}}
 
 
-def start(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        *("-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(processes)),
-    ]
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A module under torchrun, on two ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), "-m", *arguments],
+        [sys.executable, *launcher, "-m", *arguments],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -82,25 +82,8 @@ def run_check_command(port: int, mistake: str | None, flags: list[str]) -> tuple
         return status, output.read(), errors.read()
 
 
-@pytest.mark.parametrize(
-    ("processes", "flags"),
-    [
-        (1, []),
-        (2, ["--context-parallel-size", "2"]),
-        (
-            4,
-            [
-                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
-                *("--sequence-parallel", "--use-distributed-optimizer"),
-            ],
-        ),
-    ],
-    ids=["1 process", "CP2", "TP2+SP CP2"],
-)
-def test_right_loss_passes(processes: int, flags: list[str]) -> None:
-    done = start(processes, "megatron_pg", "check", "--device", "cpu", "--json", *flags)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def assert_all_rows_pass(report: dict[str, Any], processes: int) -> None:
+    """And that there are as many as there should be, of every kind that the flags leave."""
     assert report["passed"] is True
     assert report["world_size"] == processes
     assert len(report["rows"]) == 24
@@ -119,10 +102,42 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
         *(("loss only", what) for what in ("gradient", "gspo")),
     }
     assert report["not_checked"]["auxiliary loss"] == "needs --num-experts 3 or more"
-    assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
     assert {row["aggregation"] for row in report["rows"]} == {
         *("sample_mean", "prompt_mean", "token_mean", "constant")
     }
+
+
+@in_one_lane
+def test_right_loss_passes_under_torchrun() -> None:
+    flags = ("--device", "cpu", "--json", "--context-parallel-size", "2")
+    done = start("megatron_pg", "check", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert_all_rows_pass(report, 2)
+    assert "--use-distributed-optimizer" in report["not_checked"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, []),
+        (
+            4,
+            [
+                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
+                *("--sequence-parallel", "--use-distributed-optimizer"),
+            ],
+        ),
+    ],
+    ids=["1 process", "TP2+SP CP2"],
+)
+def test_right_loss_passes(processes: int, flags: list[str]) -> None:
+    ranks = run_ranks(run_check_command, processes, free_port(), None, ["--json", *flags])
+    assert [status for status, _, _ in ranks] == [0] * processes, ranks[0][2]
+    assert not any(output for _, output, _ in ranks[1:])
+    report = json.loads(ranks[0][1])
+    assert_all_rows_pass(report, processes)
+    assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
 
 
 @pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
@@ -202,6 +217,7 @@ def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
     return dict(zip(names, rows, strict=True))
 
 
+@in_one_lane
 @pytest.mark.parametrize(
     ("mutant", "diagnosis"),
     [
@@ -221,6 +237,7 @@ def test_wrong_factor_is_named(
     assert [row[1:] for row in rows] == [(False, diagnosis)] * 8
 
 
+@in_one_lane
 def test_denominators_of_a_micro_batch_are_wrong_weights(
     context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
 ) -> None:
@@ -234,6 +251,7 @@ def test_denominators_of_a_micro_batch_are_wrong_weights(
         assert diagnosis.endswith("(aggregation_checksum)") == in_checksum
 
 
+@in_one_lane
 def test_uneven_micro_batches_are_named() -> None:
     names = ["data-parallel size dropped", "number of micro-batches dropped"]
     dropped_size, dropped_count = run_ranks(rows_of_mutants, 2, names, [])[0]
@@ -256,57 +274,53 @@ def test_failed_row_sets_the_exit_status() -> None:
     assert ranks[1][1] == ""
 
 
+@in_one_lane
 def test_exception_in_a_custom_reducer_ends_all() -> None:
     started = time.monotonic()
-    done = start(
-        *(2, "tests.distributed.wrong_check", "rank_raises_in_reducer"),
-        *("--context-parallel-size", "2"),
-    )
+    flags = ("--context-parallel-size", "2")
+    done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *flags)
     assert time.monotonic() - started < FAILURE_SECONDS
     assert done.returncode == 1
     assert done.stdout == ""
     assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
 
 
-def test_failed_rank_ends_all_without_a_launcher_that_looks() -> None:
+@in_one_lane
+def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> None:
     """As under srun, whose other tasks live on when one ends."""
-    port = free_port()
-    command = [sys.executable, "-m", "tests.distributed.wrong_check"]
-    tasks = [
-        subprocess.Popen(
-            [*command, "rank_raises_while_others_wait"],
-            cwd=ROOT,
-            env=environment(
-                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    mistake = "rank_raises_while_others_wait"
+    tasks = start_script([mistake], tmp_path / "run", program="tests.distributed.wrong_check")
     try:
-        errors = [task.communicate(timeout=DEADLINE_SECONDS)[1] for task in tasks]
+        for task in tasks:
+            task.join(DEADLINE_SECONDS)
+        assert [task.exitcode for task in tasks] == [1, 1]
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [1, 1]
-    assert "rank 0 ends: rank 1 failed: ValueError: only here" in errors[0]
-    assert "Traceback" not in errors[0] and "Traceback" in errors[1]
+    said = output_of(tmp_path / "run").read_text()
+    assert "rank 0 ends: rank 1 failed: ValueError: only here" in said
+    assert "rank 1 ends: rank 1 failed: ValueError: only here" in said
+    assert said.count("Traceback") == 1, "of the one that failed"
 
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
+    from megatron_pg.check import step as run
+    from megatron_pg.check.cases import GRADIENT
     from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
-    from megatron_pg.check.step import run_check
 
+    # The rows of the custom functions alone, which the check itself adds.
+    run.AGGREGATIONS = {}
+    run.MODELS = {name: run.MODELS[name] for name in ("end to end", "loss only")}
+    run.cases_of = lambda model, options, names, per_token: [(GRADIENT, each) for each in names]
     found = []
     module = "tests.distributed.wrong_check"
     for reducer in reducers:
         paths = ["--custom-pg-loss-reducer-function-path", f"{module}:{reducer}"]
         paths += ["--custom-policy-loss-path", f"{module}.squared_log_probs"]
         options, _ = parse_options(["--device", "cpu", *paths, *flags])
-        rows = run_check(options)
+        rows = run.run_check(options)
         words = zip(rows, diagnoses(rows, options, 2), strict=True)
         found.append(
             [(r.passed, said, r.gradient_error) for r, said in words if r.aggregation == "custom"]
@@ -359,6 +373,7 @@ def part_in_a_thousand() -> dict[str, float]:
     return found
 
 
+@in_one_lane
 def test_a_part_in_a_thousand_of_a_term_is_seen() -> None:
     for term, error in run_ranks(part_in_a_thousand, 1)[0].items():
         assert error > 2e-6, f"{term}: {error}"

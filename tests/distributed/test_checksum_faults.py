@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from tests.lanes import in_one_lane
+
 from .checksum_faults import AGGREGATIONS_OF_MODE, FAULTS, messages_of_faults
 from .launch import run_ranks
+
+pytestmark = in_one_lane
 
 WORDS = {
     # fault -> what every rank says, and what data-parallel ranks 0 and 1 add

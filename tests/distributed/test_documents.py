@@ -16,6 +16,8 @@ from tests.lanes import in_one_lane
 
 from .launch import run_ranks
 
+pytestmark = in_one_lane
+
 GROUP_SIZES = (3, 1, 5, 2, 2, 4, 1, 1, 6, 3, 3, 2)
 BAD_ROWS = frozenset({4, 17, 18})
 
@@ -221,7 +223,6 @@ def collect_part(
     return merged, [state for _, state in gathered[:size]]
 
 
-@in_one_lane
 def test_resuming_at_other_sizes_among_bad_rows_goes_on_with_the_same_steps() -> None:
     assert run_ranks(resume_random_streams, max(SIZES))[0] == []
 

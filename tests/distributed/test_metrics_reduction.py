@@ -10,12 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.metric_table import SIGNS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast.sequences import flat_log_probs, package_sample, random_sequences
+from tests.lanes import in_one_lane
+
+pytestmark = in_one_lane
 
 WORLD_SIZE = 5
 FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
@@ -23,6 +27,8 @@ FIRST_STAGE, LAST_STAGE = (0,), (1, 3)
 their tensor-parallel peers: they hold the same metrics and must not add them again."""
 
 CONFIG = PolicyLossConfig(pg_metrics="with_entropy", use_tis=True)
+
+NUM_EXTREMES = sum(row.kind in SIGNS for row in metrics_on(CONFIG))
 
 SEQUENCES = [
     # All advantages are negative: a zero from any rank would become the maximum.
@@ -96,7 +102,7 @@ def worker_with_zero_for_an_identity() -> dict[str, float]:
     if dist.get_rank() in FIRST_STAGE:
         names = metric_names(CONFIG)
         zeros = MicroBatchMetrics({name: torch.zeros(2, dtype=torch.float64) for name in names})
-        zeros.maxima = torch.zeros(2, dtype=torch.float64)
+        zeros.maxima = torch.zeros(NUM_EXTREMES, dtype=torch.float64)
         micro_batches = [zeros]
     contributes = dist.get_rank() in FIRST_STAGE + LAST_STAGE
     return reduce_metrics(CONFIG, micro_batches, contributes=contributes, device="cpu")

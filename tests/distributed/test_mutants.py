@@ -14,21 +14,30 @@ from .one_step import Outcome, build, train_step
 from .reference import reference_steps
 from .steps import Run
 
+pytestmark = in_one_lane
+
 SHARDING = Sharding(context=2, data=2)
 METRIC_MUTANTS = {"metric detached without a clone"}
 
 
-def run_mutant(mutant: Mutant) -> Outcome | None:
-    chunks = build(SHARDING, mutant.options)
-    return train_step(chunks, SHARDING, mutant.run, mutant.loss, mutant.pack_batch)
+def run_all(mutants: dict[str, Mutant]) -> dict[str, Outcome | None]:
+    """The step of each, those of one model after each other on it."""
+    found: dict[str, Outcome | None] = {}
+    for options in dict.fromkeys(mutant.options for mutant in mutants.values()):
+        chunks = build(SHARDING, options)
+        for name, mutant in mutants.items():
+            if mutant.options == options:
+                step = (mutant.run, mutant.loss, mutant.pack_batch)
+                found[name] = train_step(chunks, SHARDING, *step)
+    return found
 
 
 def run_mutants(names: list[str]) -> dict[str, Outcome | None]:
-    return {name: run_mutant(MUTANTS[name]) for name in names}
+    return run_all({name: MUTANTS[name] for name in names})
 
 
 def run_short_step(cut_off: bool) -> None:
-    run_mutant(FRESH_ZERO if cut_off else Mutant(run=FRESH_ZERO.run))
+    run_all({"": FRESH_ZERO if cut_off else Mutant(run=FRESH_ZERO.run)})
 
 
 def run_right(options: list[ModelOptions], runs: list[Run]) -> list[list[Outcome | None]]:
@@ -75,7 +84,6 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(
             assert comparison.passed, f"{run}: {comparison}"
 
 
-@in_one_lane
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
     """Its context-parallel peers wait in the attention's backward for a partner that never comes.
 

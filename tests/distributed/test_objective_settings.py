@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss import METRICS
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
+from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 
@@ -26,7 +28,10 @@ from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
 from .steps import SHAPES, Run
 
+pytestmark = in_one_lane
+
 LEARNING_RATE = 0.05
+NOT_REPORTED = {r.name for r in METRICS if not r.is_reported or "policy_version" in r.reads}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -39,6 +44,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         kind: {"kl_loss_coef": 0.1, "kl_loss_type": kind, "use_unbiased_kl": kind == "k3"}
         for kind in ("k1", "k2", "k3", "low_var_kl")
     },
+    "low_var_kl_unbiased": {
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "use_unbiased_kl": True,
+    },
+    "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
     "entropy": {"entropy_coef": 0.05, "pg_metrics": "with_entropy"},
     "tis": {"use_tis": True},
     "tis_sequence": {"use_tis": True, "tis_level": "sequence"},
@@ -47,6 +58,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_geometric_rejection": True,
         "geometric_rejection_low": 0.95,
         "geometric_rejection_high": 1.05,
+    },
+    "geometric_mask": {
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_mode": "mask",
+        "tis_clip_low": 0.95,
+        "tis_clip": 1.05,
+    },
+    "tis_geometric": {"use_tis": True, "tis_level": "geometric", "tis_clip": 1.02},
+    "sequence_rejection": {
+        "use_sequence_rejection": True,
+        "sequence_rejection_low": 0.8,
+        "sequence_rejection_high": float("inf"),
     },
     "opsm": {"use_opsm": True, "opsm_delta": 0.05},
     "everything": {
@@ -58,6 +82,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "geometric_rejection_low": 0.9,
         "use_opsm": True,
         "pg_metrics": "with_entropy",
+    },
+    "divided_twice": {"divide_gradient_twice": True, "loss_aggregation": "prompt_mean"},
+    "loss_weights": {"loss_aggregation": "prompt_mean", "kl_loss_coef": 0.1, "entropy_coef": 0.05},
+    "loss_weights_in_denominators": {
+        "loss_aggregation": "token_mean",
+        "loss_weight_denominator": "weights",
     },
     "no_metrics": {"pg_metrics": "none"},
 }
@@ -93,7 +123,16 @@ class SettingsRun(Run):
 
     @property
     def samples(self) -> list[PlainSample]:
-        return samples_with_mismatch()
+        samples, rng = samples_with_mismatch(), random.Random(1)
+        if not self.name.startswith("loss_weights"):
+            return samples
+        return [
+            dataclasses.replace(
+                sample,
+                loss_weights=[float32(rng.choice([0.0, 1.0, 2.5])) for _ in sample.loss_mask],
+            )
+            for sample in samples
+        ]
 
     @property
     def config(self) -> PolicyLossConfig:
@@ -129,14 +168,21 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
         comparison = compare(found, expected)
         assert comparison.passed, str(comparison)
         config = SettingsRun(name=name).config
-        # A step reports one of the three sums of the checksum.
-        assert set(metric_names(config)) - set(CHECKSUMS[1:]) <= set(found.metrics)
+        # A step reports one of the three sums of the checksum, and nothing of versions that no sample carries.
+        names = set(metric_names(config)) - set(CHECKSUMS[1:]) - NOT_REPORTED
+        assert names <= set(found.metrics)
         assert any(gradient.abs().max() > 0 for gradient in found.gradients.values())
     first, second = outcomes[name][0]
     assert first.metrics["loss"] != second.metrics["loss"]
 
 
-@pytest.mark.parametrize("name", ["icepop", "geometric_rejection", "opsm", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("icepop", "geometric_mask", "geometric_rejection"),
+        *("sequence_rejection", "opsm", "everything"),
+    ],
+)
 def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:
     first, _ = outcomes[name][0]
     assert 0 < first.metrics["rejected_fraction"] < 1

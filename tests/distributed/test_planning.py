@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from megatron_pg import Sample, StepTotals, step_totals
 from megatron_pg.step import StepPlan, plan_step
+from tests.lanes import in_one_lane
 
 from .launch import run_ranks
+
+pytestmark = in_one_lane
 
 BUDGET = 64
 OWNERS = 3

@@ -72,9 +72,11 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def run_without_launcher(project: Path, run_dir: Path, *flags: str) -> tuple[list[int], str]:
+def run_without_launcher(
+    project: Path, run_dir: Path, *flags: str, short: bool = True
+) -> tuple[list[int], str]:
     """Exit codes and output of the ranks that the launcher would start, forked from what has imported everything."""
-    line, _ = start(project, run_dir, *flags, STARTED="echo").communicate()
+    line, _ = start(project, run_dir, *flags, short=short, STARTED="echo").communicate()
     launcher, _, arguments = line.partition(" examples/train_grpo.py ")
     assert launcher.endswith("--nproc-per-node 2")
     codes = wait(start_script(arguments.split(), run_dir))
@@ -84,7 +86,9 @@ def run_without_launcher(project: Path, run_dir: Path, *flags: str) -> tuple[lis
 @in_one_lane
 def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
-    finish(start(project, tmp_path / "run", "--train-iters", "24", short=False))
+    flags = ("--train-iters", "24")
+    codes, output = run_without_launcher(project, tmp_path / "run", *flags, short=False)
+    assert codes == [0, 0], output
     rewards = [step["reward"] for step in steps_of(tmp_path / "run")]
     assert rewards[0] < 0.5
     assert sum(rewards[-6:]) / 6 > 0.7
@@ -333,6 +337,7 @@ def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     assert found == ["step_000004_000008", "step_000004_999999", "step_000004_1000000"]
 
 
+@in_one_lane
 def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
     project: Path, tmp_path: Path
 ) -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.lanes import in_one_lane
+
 from .launch import run_ranks
+
+pytestmark = in_one_lane
 
 pytest.importorskip("pyarrow")
 

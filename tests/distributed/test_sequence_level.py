@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from tests.fast.sequences import (
     random_sequences,
     stacked,
 )
+from tests.lanes import in_one_lane
+
+pytestmark = in_one_lane
 
 MICRO_BATCHES: dict[str, list[Sequence1]] = {
     "ragged": random_sequences(1),
@@ -50,6 +55,23 @@ CASES: dict[str, tuple[dict, Correction]] = {
         Correction("sequence", 0.5, 1.5, geometric=(0.95, 1.03), opsm_delta=0.01),
     ),
     "ppo_with_opsm": ({"use_opsm": True, "opsm_delta": 0.01}, Correction(opsm_delta=0.01)),
+    "geometric_mask_and_sequence_rejection": (
+        {
+            "use_tis": True,
+            "tis_level": "geometric",
+            "tis_mode": "mask",
+            "tis_clip_low": 0.95,
+            "tis_clip": 1.05,
+            "use_sequence_rejection": True,
+            "sequence_rejection_low": 0.8,
+            "sequence_rejection_high": math.inf,
+        },
+        Correction("geometric_mask", 0.95, 1.05, sequence=(0.8, math.inf)),
+    ),
+    "tis_geometric": (
+        {"use_tis": True, "tis_level": "geometric", "tis_clip_low": 0.97, "tis_clip": 1.02},
+        Correction("geometric", 0.97, 1.02),
+    ),
     "ppo_token_level": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
 }
 
@@ -120,8 +142,8 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
             found, found_gradient = assembled(
                 [rank[case, name][0] for rank in ranks], expected.numel()
             )
-            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
-            torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
 
             is_sequence_level = case != "ppo_token_level"
             shapes = [(3, len(sequences))] if is_sequence_level else []

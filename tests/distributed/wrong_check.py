@@ -159,5 +159,9 @@ def check(mistake: str, flags: Sequence[str]) -> int:
     return main(["--device", "cpu", *flags])
 
 
-if __name__ == "__main__":
+def main() -> None:
     sys.exit(check(sys.argv[1], sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

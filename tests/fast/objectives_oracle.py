@@ -97,7 +97,9 @@ def objective(
     return losses
 
 
-def kl(sample: Sequence1, kind: str, *, unbiased: bool = False) -> list[Tensor]:
+def kl(
+    sample: Sequence1, kind: str, *, unbiased: bool = False, gradient_of_k2: bool = False
+) -> list[Tensor]:
     """The divergence estimate of every response token; 0 where masked."""
     values = [ZERO] * len(sample.loss_mask)
     for t in sample.active():
@@ -110,10 +112,14 @@ def kl(sample: Sequence1, kind: str, *, unbiased: bool = False) -> list[Tensor]:
             if abs(difference.item()) > 20:
                 difference = torch.tensor(math.copysign(20, difference.item())).double()
             value = torch.exp(-difference) - 1 + difference
-            if kind == "low_var_kl" and value > 10:
-                value = torch.tensor(10.0, dtype=torch.float64)
         if unbiased:
             value = exp_within_20(sample.log_probs[t] - sample.old_log_probs[t]) * value
+        if kind == "low_var_kl" and value > 10:
+            value = torch.tensor(10.0, dtype=torch.float64)
+        if gradient_of_k2:  # d^2 / 2 has the gradient d: a product with a constant
+            distance = (sample.log_probs[t] - sample.ref_log_probs[t]).item()
+            line = distance * sample.log_probs[t]
+            value = torch.tensor(value.item(), dtype=torch.float64) + line - line.item()
         values[t] = value
     return values
 
@@ -123,11 +129,17 @@ class Correction:
     """Settings of the corrections; None turns one off."""
 
     tis: str | None = None
-    """token, sequence or mask."""
+    """token, sequence or geometric, and mask, sequence_mask or geometric_mask."""
     tis_low: float = 0.0
     tis_high: float = 2.0
     geometric: tuple[float, float] | None = None
+    sequence: tuple[float, float] | None = None
     opsm_delta: float | None = None
+
+    def rejects(self) -> bool:
+        is_mask = self.tis is not None and self.tis.endswith("mask")
+        others = (self.geometric, self.sequence, self.opsm_delta)
+        return is_mask or any(each is not None for each in others)
 
 
 def mismatches(sample: Sequence1) -> list[float]:
@@ -149,16 +161,23 @@ def correct(
     drift = -policy_mean(sample).item()
     for t in sample.active():
         mismatch = sample.old_log_probs[t] - sample.rollout_log_probs[t]
-        weight = bounded_exp(total if settings.tis == "sequence" else mismatch)
-        if settings.tis in ("token", "sequence"):
+        kind = settings.tis or ""
+        exponent = total if kind.startswith("sequence") else mismatch
+        exponent = average if kind.startswith("geometric") else exponent
+        weight = bounded_exp(exponent)
+        if kind in ("token", "sequence", "geometric"):
             corrected[t] = losses[t] * min(max(weight, settings.tis_low), settings.tis_high)
-        if settings.tis == "mask":
+        if kind.endswith("mask"):
             corrected[t] = losses[t] * weight
             if not settings.tis_low <= weight <= settings.tis_high:
                 mask[t] = 0
         if settings.geometric is not None:
             low, high = settings.geometric
             if not low <= bounded_exp(average) <= high:
+                mask[t] = 0
+        if settings.sequence is not None:
+            low, high = settings.sequence
+            if not low <= bounded_exp(total) <= high:
                 mask[t] = 0
         if settings.opsm_delta is not None:
             if sample.advantages[t] < 0 and drift > settings.opsm_delta:

@@ -57,7 +57,9 @@ def grid_sequence(log_ratios: Sequence[float], advantages: Sequence[float]) -> S
         advantages=[advantage for _, advantage in pairs],
         old_log_probs=zeros,
         ref_log_probs=zeros,
-        rollout_log_probs=[-value for value in values],
+        rollout_log_probs=torch.tensor(
+            [-value for value in values]
+        ).tolist(),  # as float32 holds them
     )
 
 

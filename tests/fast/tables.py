@@ -11,6 +11,7 @@ from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
 from megatron_pg.config.flags import flag_of
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
+from megatron_pg.loss.metric_table import DERIVED
 
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
@@ -43,11 +44,15 @@ def rows(table: Any, meaning: str) -> Lines:
 
 
 def metrics() -> Lines:
-    lines: Lines = [("name", "what", "kind", "of objectives")]
+    lines: Lines = [("name", "what", "kind", "reported")]
     for row in METRICS:
-        lines.append(
-            (f"`{row.name}`", row.help, row.kind, "with a ratio" if row.of_ratio else "all")
-        )
+        fields = "".join(f", with {field}" for field in row.reads)
+        where = "with a ratio" if row.of_ratio else fields[2:] or "always"
+        name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
+        lines.append((name, row.help, row.kind, where))
+    for derived in DERIVED:
+        source = " and ".join(derived.of).replace("_", " ")
+        lines.append((f"`{derived.name}`", derived.help, "derived", f"from {source}"))
     return lines
 
 

@@ -18,6 +18,9 @@ from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample
 from tests.fast import tables
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 HERE = "tests.fast.test_arguments"
 
@@ -200,11 +203,30 @@ REFUSED = [
     ("--eps-clip-c 3 --policy-loss sft", {}, ["--eps-clip-c", "sft"]),
     ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
     ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
+    *[
+        (
+            f"--use-{level}-rejection --{level}-rejection-low 1.2 --{level}-rejection-high 1.1",
+            {},
+            [f"--{level}-rejection-low 1.2", f"--{level}-rejection-high 1.1"],
+        )
+        for level in ("geometric", "sequence")
+    ],
     (
-        "--use-tis --tis-mode mask --tis-level sequence",
+        "--rejection-denominator accepted --use-geometric-rejection --use-sequence-rejection",
         {},
-        ["--tis-mode mask", "--tis-level token"],
+        ["drop --use-geometric-rejection or --use-sequence-rejection"],
     ),
+    (
+        "--divide-gradient-twice",
+        {"grad_divisor": 4.0},
+        ["--divide-gradient-twice", "grad_divisor is 4"],
+    ),
+    (
+        "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl",
+        {},
+        ["--kl-loss-gradient k2", "--use-unbiased-kl"],
+    ),
+    ("--kl-loss-gradient k2", {}, ["--kl-loss-gradient k2", "--kl-loss-coef"]),
     (
         f"--custom-tis-function-path {HERE}.custom_tis",
         {},
@@ -271,6 +293,7 @@ def test_the_parser_lists_the_words_of_a_choice(flag, capsys):
 OUT_OF_RANGE = {
     "loss_aggregation": ["mean", "", None, 3],
     "loss_aggregation_divisor": [0, -1, "8", True],
+    "loss_weight_denominator": ["tokens"],
     "calculate_per_token_loss": [1, None, "yes"],
     "policy_loss": ["grpo"],
     "eps_clip": [0, -0.2, 1.01, None, True, "0.2"],
@@ -280,6 +303,7 @@ OUT_OF_RANGE = {
     "kl_loss_coef": [-0.1, None],
     "kl_loss_type": ["k4"],
     "use_unbiased_kl": ["no"],
+    "kl_loss_gradient": ["k3"],
     "entropy_coef": [-0.1],
     "use_tis": [0],
     "tis_level": ["group"],
@@ -287,8 +311,11 @@ OUT_OF_RANGE = {
     "tis_clip": [0, -2],
     "tis_clip_low": [-0.1],
     "use_geometric_rejection": [0],
-    "geometric_rejection_low": [-0.1, 1.1],
-    "geometric_rejection_high": [0.9],
+    "geometric_rejection_low": [-0.1, math.inf],
+    "geometric_rejection_high": [-0.1],
+    "use_sequence_rejection": [0],
+    "sequence_rejection_low": [-0.1, math.inf],
+    "sequence_rejection_high": [-0.1, "2"],
     "use_opsm": [0],
     "opsm_delta": [-1e-4],
     "rejection_denominator": ["none"],
@@ -301,6 +328,7 @@ OUT_OF_RANGE = {
     "custom_pg_loss_reducer_function_path": [""],
     "fused_lm_head": [None],
     "fp32_lm_head": [None],
+    "divide_gradient_twice": [None],
     "grad_divisor": [0, -1],
 }
 
@@ -314,7 +342,11 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
     is_number = isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(
         ("divisor", "_high", "_c")
     )
-    for value in OUT_OF_RANGE[name] + ([math.nan, math.inf, -math.inf] if is_number else []):
+    interval = FIELDS[name].interval
+    infinities = (
+        [-math.inf] if interval is not None and interval.or_infinite else [math.inf, -math.inf]
+    )
+    for value in OUT_OF_RANGE[name] + ([math.nan, *infinities] if is_number else []):
         with pytest.raises(ValueError) as refusal:
             PolicyLossConfig(**{name: value})
         assert FIELDS[name].flag in str(refusal.value)
@@ -330,6 +362,9 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
         {"cispo_lower_bound": True, "policy_loss": "cispo"},
         {"tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
         {"geometric_rejection_low": 1, "geometric_rejection_high": 1},
+        {"geometric_rejection_low": 1.1, "geometric_rejection_high": math.inf},
+        {"sequence_rejection_low": 0, "sequence_rejection_high": 0.5},
+        {"tis_level": "sequence", "tis_mode": "mask", "use_tis": True},
         {"opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
         {"calculate_per_token_loss": True, "loss_aggregation": "prompt_mean"},
         {"grad_divisor": 2},
@@ -358,6 +393,8 @@ REQUIRED = [
     ("--policy-loss reinforce --use-opsm", "old_log_probs"),
     ("--use-tis", "old_log_probs rollout_log_probs"),
     ("--use-geometric-rejection", "old_log_probs rollout_log_probs"),
+    ("--use-sequence-rejection", "old_log_probs rollout_log_probs"),
+    ("--use-tis --tis-level geometric", "old_log_probs rollout_log_probs"),
     ("--policy-loss reinforce --use-tis", "old_log_probs rollout_log_probs"),
     ("--loss-aggregation prompt_mean", "old_log_probs group_index"),
     (f"--loss-aggregation prompt_mean {REDUCER}", "old_log_probs"),
@@ -395,7 +432,18 @@ LOGGED = [
     ),
     ("--kl-loss-coef 0.1 --kl-loss-type k1", "--kl-loss-type k1"),
     ("--kl-loss-coef 0.1 --kl-loss-type k1 --use-unbiased-kl", None),
+    ("--kl-loss-coef 0.1 --kl-loss-type k1 --kl-loss-gradient k2", None),
     ("--kl-loss-type k1", None),
+    *[
+        (f"--policy-loss {name} --{flag}", f"--{flag} is not read by --policy-loss {name}")
+        for name in ("reinforce", "sft")
+        for flag in ("eps-clip 0.1", "eps-clip-high 0.3")
+    ],
+    ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 3", "--eps-clip 0.1 is not read by"),
+    ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 3 --cispo-lower-bound", None),
+    ("--policy-loss cispo --eps-clip 0.1", None),
+    ("--policy-loss gspo --eps-clip 0.1 --eps-clip-high 0.3", None),
+    (f"--eps-clip 0.1 --custom-policy-loss-path {HERE}:custom_policy_loss", "takes the place"),
 ]
 
 

@@ -15,6 +15,9 @@ from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, parse_options
 from megatron_pg.check.report import as_json, as_text
 from megatron_pg.config.versions import UnsupportedMegatronError
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 RIGHT = Row(
     *("loss only", "prompt_mean", False, "fp32", -1.5, 1.0),

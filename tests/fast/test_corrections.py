@@ -16,8 +16,8 @@ from megatron_pg.loss.corrections import (
     accepted_samples,
     apply_corrections,
     correction_metric_names,
-    importance_weights,
 )
+from megatron_pg.loss.mismatch import importance_weights
 from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import sequence_log_ratios
@@ -43,6 +43,7 @@ GEOMETRIC = {
 }
 ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.2}
 TIS_SEQUENCE = {"use_tis": True, "tis_level": "sequence", "tis_clip_low": 0.5, "tis_clip": 1.5}
+SEQUENCE = {"use_sequence_rejection": True}
 OPSM = {"use_opsm": True, "opsm_delta": 0.01}
 
 CASES: dict[str, tuple[dict, Correction]] = {
@@ -55,6 +56,34 @@ CASES: dict[str, tuple[dict, Correction]] = {
     "tis_sequence": (TIS_SEQUENCE, Correction(tis="sequence", tis_low=0.5, tis_high=1.5)),
     "icepop": (ICEPOP, Correction(tis="mask", tis_low=0.8, tis_high=1.2)),
     "geometric": (GEOMETRIC, Correction(geometric=(0.95, 1.03))),
+    "tis_geometric": (
+        {**TIS_SEQUENCE, "tis_level": "geometric", "tis_clip_low": 0.95, "tis_clip": 1.03},
+        Correction(tis="geometric", tis_low=0.95, tis_high=1.03),
+    ),
+    "mask_sequence": (
+        {**ICEPOP, "tis_level": "sequence", "tis_clip_low": 0.4, "tis_clip": 1.5},
+        Correction(tis="sequence_mask", tis_low=0.4, tis_high=1.5),
+    ),
+    "mask_geometric": (
+        {**ICEPOP, "tis_level": "geometric", "tis_clip_low": 0.95, "tis_clip": 1.03},
+        Correction(tis="geometric_mask", tis_low=0.95, tis_high=1.03),
+    ),
+    "sequence": (
+        {**SEQUENCE, "sequence_rejection_low": 0.7, "sequence_rejection_high": 1.9},
+        Correction(sequence=(0.7, 1.9)),
+    ),
+    "sequence_above_one": (
+        {**SEQUENCE, "sequence_rejection_low": 1.05, "sequence_rejection_high": math.inf},
+        Correction(sequence=(1.05, math.inf)),
+    ),
+    "geometric_below_one": (
+        {**GEOMETRIC, "geometric_rejection_low": 0.0, "geometric_rejection_high": 0.945},
+        Correction(geometric=(0.0, 0.945)),
+    ),
+    "both_rejections": (
+        {**GEOMETRIC, **SEQUENCE, "sequence_rejection_low": 0.6},
+        Correction(geometric=(0.95, 1.03), sequence=(0.6, 2.0)),
+    ),
     "opsm": (OPSM, Correction(opsm_delta=0.01)),
     "all_with_tis_sequence": (
         {**TIS_SEQUENCE, **GEOMETRIC, **OPSM},
@@ -90,6 +119,21 @@ BOUNDS: dict[str, tuple[dict, Correction, list[float]]] = {
         Correction(geometric=(0.95, 1.0)),
         [0.0, 0.0],
     ),
+    "sequence_low": (
+        {**SEQUENCE, "sequence_rejection_low": 1.0},
+        Correction(sequence=(1.0, 2.0)),
+        [0.25, -0.25],
+    ),
+    "sequence_high": (
+        {**SEQUENCE, "sequence_rejection_low": 0.0, "sequence_rejection_high": 1.0},
+        Correction(sequence=(0.0, 1.0)),
+        [-0.5, 0.5],
+    ),
+    "mask_geometric_met": (
+        {**ICEPOP, "tis_level": "geometric", "tis_clip_low": 1.0},
+        Correction("geometric_mask", 1.0, 1.2),
+        [0.25, -0.25],
+    ),
     "opsm": ({**OPSM, "opsm_delta": 0.25}, Correction(opsm_delta=0.25), [-0.25, -0.25]),
     "geometric_with_tis": (
         {**GEOMETRIC, "use_tis": True, "tis_clip_low": 0.9, "tis_clip": 1.1},
@@ -120,8 +164,10 @@ def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.
     found, _ = corrected(config, package_batch(sequences), log_probs)
     found.pg_loss.sum().backward()
     assert found.loss_mask.tolist() == expected_mask
-    # Importance weights come from float32 log-probs and are float32 themselves.
+    # Of float64 inputs the weights are float64, as the loss is.
     tolerance = {"rtol": 2e-6, "atol": 2e-6}
+    if dtype == torch.float64:
+        tolerance = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(found.pg_loss.double(), expected, **tolerance)
     if dtype == torch.bfloat16:
         tolerance = {"rtol": 2**-8, "atol": 1e-6}
@@ -144,7 +190,7 @@ def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
         masks = [oracle.correct(s, oracle.objective("ppo", s), correction)[1] for s in sequences]
         kept = sum(map(sum, masks))
         before = sum(sum(s.loss_mask) for s in sequences)
-        if case in ("icepop", "geometric", "opsm"):
+        if correction.rejects() and not case.startswith("all"):
             assert 0 < kept < before, case
 
 
@@ -155,7 +201,13 @@ def test_extreme_mismatches(case: str) -> None:
 
 
 @pytest.mark.parametrize("mismatch", [-1e4, -3.0, -0.1, -0.04, 0.0, 0.02, 0.04, 5.0, 1e4])
-@pytest.mark.parametrize("case", ["tis_sequence", "geometric", "opsm"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("tis_sequence", "tis_geometric", "mask_sequence", "mask_geometric"),
+        *("geometric", "geometric_below_one", "sequence", "sequence_above_one", "opsm"),
+    ],
+)
 def test_sequences_of_extreme_mismatch(case: str, mismatch: float) -> None:
     check(case, "reinforce", [grid_sequence([mismatch], (-1.0, 0.0, 2.0))], torch.float64)
 
@@ -202,8 +254,8 @@ def test_accepted_samples_adds_up_in_float64() -> None:
     assert not kept.loss_mask.any()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None:
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
@@ -215,9 +267,13 @@ def test_importance_weights_are_float32_and_one_where_masked(level: str) -> None
         total = sum(oracle.mismatches(s))
         for t, keep in enumerate(s.loss_mask):
             mismatch = s.old_log_probs[t] - s.rollout_log_probs[t]
-            weight = oracle.bounded_exp(total if level == "sequence" else mismatch)
+            average = total / max(len(s.active()), 1)
+            exponent = {"token": mismatch, "sequence": total, "geometric": average}[level]
+            weight = oracle.bounded_exp(exponent)
             expected.append(weight if keep else 1.0)
-    torch.testing.assert_close(weights, torch.tensor(expected), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
 
 
 def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
@@ -315,13 +371,6 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
         return
     dropped = batch.loss_mask & ~found.loss_mask
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
-    active = batch.loss_mask
-    if "rollout_ratio" in found.metrics:
-        mismatch = torch.tensor([d for s in sequences for d in oracle.mismatches(s)]).double()
-        assert_close = torch.testing.assert_close
-        assert_close(found.metrics["rollout_ratio"][active], mismatch.exp())
-        assert_close(found.metrics["rollout_kl"][active], mismatch.exp() - 1 - mismatch)
-        assert_close(found.metrics["rollout_abs_difference"][active], mismatch.abs())
     silent = dataclasses.replace(config, pg_metrics="none")
     assert corrected(silent, batch, flat_log_probs(sequences))[0].metrics == {}
 
@@ -360,7 +409,9 @@ def policy_gradient_of(config: PolicyLossConfig, sequences: list[Sequence1]) -> 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean"])
 @pytest.mark.parametrize("denominator", ["original", "accepted"])
-@pytest.mark.parametrize("case", ["icepop", "geometric"])
+@pytest.mark.parametrize(
+    "case", ["icepop", "mask_sequence", "mask_geometric", "geometric", "sequence"]
+)
 def test_both_denominators(case: str, denominator: str, aggregation: str) -> None:
     sequences = random_sequences(5)
     settings, correction = CASES[case]

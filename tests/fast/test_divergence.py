@@ -60,9 +60,53 @@ def test_extreme_differences_equal_the_formula(kind: str, unbiased: bool) -> Non
     check(kind, unbiased, [grid_sequence(DIFFERENCES, [1.0])], torch.float64)
 
 
+def penalty_and_gradient(
+    settings: PolicyLossConfig, sequence: Sequence1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs = flat_log_probs([sequence])
+    found = kl_penalty(settings, package_batch([sequence]), log_probs)
+    found.sum().backward()
+    return found.detach(), log_probs.grad
+
+
 def test_low_var_kl_is_clamped_at_10() -> None:
-    found = KL_ESTIMATES["low_var_kl"].function(torch.tensor([-4.0, -2.0, 12.0]).double())
+    sequence = grid_sequence([-4.0, -2.0, 12.0], [1.0])
+    found, gradient = penalty_and_gradient(config("low_var_kl", False), sequence)
     assert found[0] == 10 and found[2] == 10 and 0 < found[1] < 10
+    assert gradient[0] == 0 and gradient[2] == 0 and gradient[1] != 0
+
+
+@pytest.mark.parametrize(("log_ratio", "product"), [(0.1, 10.0), (-6.0, 0.3530)])
+def test_the_unbiased_low_var_kl_clamps_the_product(log_ratio: float, product: float) -> None:
+    """k3 = 9.1 and 142: r k3 is held within +-10, above and below what a clamp of k3 alone would give."""
+    difference = {0.1: 10.0 + 0.1, -6.0: -5.0}[log_ratio]
+    sequence = dataclasses.replace(
+        grid_sequence([log_ratio], [1.0]), ref_log_probs=[log_ratio - difference]
+    )
+    found, gradient = penalty_and_gradient(config("low_var_kl", True), sequence)
+    assert found.item() == pytest.approx(product, rel=1e-3)
+    assert (gradient.item() == 0) == (product == 10.0)
+    of_k3_alone = math.exp(log_ratio) * min(math.exp(-difference) - 1 + difference, 10.0)
+    assert abs(of_k3_alone - product) > 0.05
+
+
+def with_gradient_of_k2(kind: str) -> PolicyLossConfig:
+    return PolicyLossConfig(kl_loss_coef=0.1, kl_loss_type=kind, kl_loss_gradient="k2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind: str) -> None:
+    sequences = [*random_sequences(1), grid_sequence(DIFFERENCES, [1.0])]
+    expected = stacked([oracle.kl(s, kind, gradient_of_k2=True) for s in sequences])
+    values = stacked([oracle.kl(s, kind) for s in sequences])
+    gradient = flat_gradient(expected.sum(), sequences)
+    log_probs = flat_log_probs(sequences)
+    found = kl_penalty(with_gradient_of_k2(kind), package_batch(sequences), log_probs)
+    found.sum().backward()
+    torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_probs.grad, gradient, rtol=1e-12, atol=1e-12)
+    of_itself = flat_gradient(values.sum(), sequences)
+    assert torch.allclose(of_itself, gradient) == (kind == "k2"), "the mutant: its own gradient"
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32() -> None:

@@ -3,7 +3,7 @@
 On each page the fenced `python` blocks run in order in one namespace. A block whose first line is `# name.py` is
 that file: it is written where the page's other blocks can import it. An HTML comment that begins with `<!-- python` is a
 block that only the test sees, for what a snippet takes as given. Blocks of other languages are not run, but for a
-`bash` block of one `megatron-pg explain` command whose output follows as a `text` block.
+`bash` block of one `megatron-pg explain` or `migrate` command whose output follows as a `text` block.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pg import PolicyLossConfig
+from megatron_pg.cli import main as megatron_pg
 from megatron_pg.config import versions
-from megatron_pg.explain import main as explain
-from megatron_pg.loss.metrics import EFFECTIVE_SAMPLE_SIZE, METRICS, metric_names
+from megatron_pg.loss.metric_table import DERIVED, METRICS
+from megatron_pg.loss.metrics import metric_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
@@ -84,21 +85,22 @@ def test_python_blocks_run(page: Path, folder: Path) -> None:
         exec(compile("\n" * (line - 1) + text, str(page), "exec"), namespace)
 
 
-def explain_blocks() -> list[tuple[Path, str, str]]:
-    """(page, command, printed) of every explain command that is followed by its output."""
+def command_blocks() -> list[tuple[Path, str, str]]:
+    """(page, command, printed) of every command that is followed by its output."""
     pairs = ((page, *pair) for page in PAGES for pair in pairwise(blocks(page)))
     return [
         (page, command, printed)
         for page, (_, command, _), (following, printed, _) in pairs
-        if command.startswith("megatron-pg explain") and following == "text"
+        if command.startswith(("megatron-pg explain", "megatron-pg migrate"))
+        and following == "text"
     ]
 
 
-@pytest.mark.parametrize(("page", "command", "printed"), explain_blocks())
-def test_explain_prints_what_the_page_says(
+@pytest.mark.parametrize(("page", "command", "printed"), command_blocks())
+def test_commands_print_what_the_page_says(
     page: Path, command: str, printed: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain(shlex.split(command.replace("\\\n", " "))[2:]) == 0
+    assert megatron_pg(shlex.split(command.replace("\\\n", " "))[1:]) == 0
     assert capsys.readouterr().out.strip() == printed.strip()
 
 
@@ -119,7 +121,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
     names = {name for config in settings for name in metric_names(config)}
     table = (ROOT / "docs/metrics.md").read_text().split("## Of the loss")[1].split("##")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-    names |= {row.name for row in METRICS} | {EFFECTIVE_SAMPLE_SIZE}
+    names |= {row.name for row in [*METRICS, *DERIVED]}
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == names
 
 

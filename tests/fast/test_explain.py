@@ -19,12 +19,15 @@ import megatron_pg
 from megatron_pg import cli
 from megatron_pg.config import add_policy_loss_args, validation
 from megatron_pg.config import planning as planning_arguments
-from megatron_pg.explain import build_parser, parse_options, show
+from megatron_pg.explain import _misspelled, build_parser, parse_options, show
 from megatron_pg.explain import main as explain
 from megatron_pg.explain.step import ExplainedStep, explained_step
 from megatron_pg.step import StepCollector
 from tests import oracle
+from tests.lanes import in_both_lanes
 from tests.random_steps import plain_sample
+
+pytestmark = in_both_lanes
 
 DIVISOR = 6.0
 
@@ -369,12 +372,23 @@ def test_megatrons_flags_have_megatrons_types(monkeypatch):
             or ours.nargs == 0
         )
         assert set(their.choices or ()) <= set(ours.choices or ())
+    unread = [flag for flag in theirs if flag not in build_parser()._option_string_actions]
+    assert list(_misspelled(unread, build_parser())) == [], "a flag of Megatron's is left alone"
 
 
 def test_flags_that_are_not_used_are_in_the_json(capsys):
-    found = explained(capsys, "--lengths", "3,5", "--loss-agregation", "prompt_mean")
+    found = explained(capsys, "--lengths", "3,5", "--test-mode", "--num-layers", "2")
     assert found["loss_aggregation"] == "sample_mean"
-    assert found["unused_flags"] == ["--loss-agregation", "prompt_mean"]
+    assert found["unused_flags"] == ["--test-mode", "--num-layers", "2"]
+
+
+def test_a_flag_that_is_nearly_one_is_refused(capsys):
+    line = ["--lengths", "3,5", "--loss-agregation=prompt_mean", "--num-layers", "2"]
+    assert explain([*line, "--eps-clip-hi", "0.3"]) == 2
+    printed = capsys.readouterr().err
+    assert "--loss-agregation is no flag; did you mean --loss-aggregation?" in printed
+    assert "did you mean --eps-clip-high?" in printed
+    assert "--num-layers" not in printed
 
 
 @pytest.mark.parametrize(

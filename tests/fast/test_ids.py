@@ -108,6 +108,40 @@ def test_two_ranks_that_number_their_rollouts_from_0_are_refused_by_name() -> No
     assert refusal(totals, ranks, allow_different_prompts=True) == message
 
 
+def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
+    """Without a collector too: step_totals and plan_step know what a whole group is, where they are told."""
+    groups = {3: 8, -7: 8, 9: 5}
+    step = [
+        sample([abs(group)], group, name=f"answer {number} to {group}")
+        for group, size in groups.items()
+        for number in range(size)
+    ]
+    for count in (
+        lambda samples, size: step_totals(samples, samples_per_group=size),
+        lambda samples, size: (
+            plan_step(samples, max_tokens_per_microbatch=MAX_TOKENS, samples_per_group=size).totals
+        ),
+    ):
+        message = refusal(count, step, 8)
+        assert (
+            "samples_per_group is 8 and prompt group 9 has 5 (the first is answer 0 to 9" in message
+        )
+        assert "group 3" not in message and "--keep-prompt-groups" in message
+        assert count(step[:16], 8).num_prompt_groups == 2
+        assert count(step, None).num_prompt_groups == 3
+        assert "sample (number 16 of data-parallel rank 0) has no group_index" in refusal(
+            count, [*step[:16], sample([1], None)], 8
+        )
+        for size in (0, 1.5):
+            assert "samples_per_group is" in refusal(count, step, size)
+    # Over ranks, and in rollouts: one of three samples counts once.
+    halves = [[*step[:4], *step[8:12]], [*step[4:8], *step[12:16]]]
+    assert totals(halves, samples_per_group=8).num_prompt_groups == 2
+    assert "prompt group 3 has 4" in refusal(totals, halves[:1], samples_per_group=8)
+    turns = [sample([5], 0, 0) for _ in range(3)] + [sample([5], 0, 1)]
+    assert totals([turns], samples_per_group=2).num_prompt_groups == 1
+
+
 def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None:
     ranks = [[sample([5], 0, 0, id_source="environment 3")], [sample([5], 0, 0, id_source=None)]]
     assert "(environment 3) and to sample (number 0 of data-parallel rank 1)" in refusal(

@@ -16,9 +16,12 @@ from megatron_pg import integrations
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
+from tests.lanes import in_both_lanes
 from tests.oracle import PlainSample
 from tests.random_steps import lengths, loss_masks, plain_sample, random_losses, random_step
 from tests.token_layout import token_layout
+
+pytestmark = in_both_lanes
 
 PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional
 

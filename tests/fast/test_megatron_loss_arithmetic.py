@@ -7,6 +7,7 @@ tests/distributed runs the real ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -25,9 +26,12 @@ from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
+from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, plain_sample, random_logits, random_step
 from tests.step_loss import step_loss
+
+pytestmark = in_both_lanes
 
 LossOutput = tuple[Any, ...]
 """(loss, metrics) or (loss, n, metrics)."""
@@ -480,3 +484,26 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
     torch.testing.assert_close(loss, expected * factor, rtol=1e-12, atol=0)
     assert len(rest) == (2 if per_token else 1)
     assert rest[-1]["loss"].tolist() == [pytest.approx(expected.item()), 1 / 4]
+
+
+@pytest.mark.parametrize("per_token", (False, True))
+def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
+    """One config, two steps, each differentiated over the square of its own number of rollouts."""
+    config = package_config(objective_of("sample_mean"), calculate_per_token_loss=per_token)
+    for seed, num_samples in ((46, 9), (47, 5)):
+        step = random_step(seed=seed, num_samples=num_samples)
+        samples, logits = package_samples(step), random_logits(step)
+        totals, batch = step_totals(samples), pack(samples)
+        count = len(oracle.rollouts(step))
+        loss_func = step_loss(
+            config, batch, totals, num_microbatches=1, groups=Groups(), grad_divisor=float(count**2)
+        )
+        loss, *_, metrics = loss_func(torch.cat(logits)[None])
+        expected = oracle.policy_loss(step, logits, objective_of("sample_mean"))
+        factor = totals.num_active_tokens if per_token else 1
+        wanted = expected.pg_loss / count + (expected.loss - expected.pg_loss)
+        torch.testing.assert_close(loss, wanted * factor, rtol=1e-11, atol=0)
+        assert metrics["pg_loss"].tolist() == [pytest.approx(expected.pg_loss.item()), 1.0]
+        for wrong in ({"grad_divisor": 0.0}, {"grad_divisor": math.nan}):
+            with pytest.raises(ValueError, match="grad_divisor must be a finite number > 0"):
+                step_loss(config, batch, totals, num_microbatches=1, groups=Groups(), **wrong)

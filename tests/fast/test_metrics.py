@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import random
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import Scored, accepted_samples
+from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
 from megatron_pg.loss.metrics import (
-    EFFECTIVE_SAMPLE_SIZE,
     MicroBatchMetrics,
+    metric_columns,
     metric_names,
     policy_metrics,
     reduce_metrics,
@@ -26,6 +28,7 @@ from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import package_config, rank_losses
@@ -39,8 +42,8 @@ from tests.fast.sequences import (
     random_sequence,
     random_sequences,
 )
-from tests.oracle import Objective
-from tests.random_steps import random_logits, random_step
+from tests.oracle import Objective, PlainSample
+from tests.random_steps import float32, random_logits, random_step
 
 EVERYTHING = {
     "kl_loss_coef": 0.1,
@@ -68,11 +71,23 @@ def micro_batch_metrics(
     return metrics
 
 
+def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
+    rng = random.Random(seed)
+    return [
+        dataclasses.replace(
+            sample,
+            rollout_log_probs=[float32(v + rng.uniform(-0.4, 0.3)) for v in sample.old_log_probs],
+        )
+        for sample in random_step(seed)
+    ]
+
+
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_has_the_metrics_of_the_step(cut: str) -> None:
-    objective = Objective(eps_clip=0.1, eps_clip_high=0.3)
+@pytest.mark.parametrize("carries_rollout", [False, True])
+def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) -> None:
+    objective = Objective(eps_clip=0.1, eps_clip_high=0.3, kl_loss_type="low_var_kl")
     config = package_config(objective, pg_metrics="with_entropy")
-    step = random_step(3)
+    step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
     logits = random_logits(step, seed=3)
     results = rank_losses(config, step, logits, CUTS[cut](len(step)))
     found = reduced(config, [result.metrics for result in results])
@@ -91,6 +106,130 @@ def test_every_cut_has_the_metrics_of_the_step(cut: str) -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+
+
+def test_a_rollout_of_two_samples_counts_once() -> None:
+    """The mutant, in which a sample is a document, has other means; one sample a rollout has the same, to the bit."""
+    config = package_config(Objective())
+    step = step_with_rollout_log_probs(3)
+    logits = random_logits(step, seed=3)
+
+    def metrics(step: list[PlainSample]) -> dict[str, float]:
+        results = rank_losses(config, step, logits, CUTS["cp_2"](len(step)))
+        return reduced(config, [result.metrics for result in results])
+
+    alone = [dataclasses.replace(sample, rollout_id=None) for sample in step]
+    named = [dataclasses.replace(sample, rollout_id=7 * i) for i, sample in enumerate(step)]
+    together, mutant, same = metrics(step), metrics(alone), metrics(named)
+    assert same == mutant
+    means = [row.name for row in METRICS if row.kind == "mean" and row.name in together]
+    assert len(means) > 15
+    assert all(together[name] != pytest.approx(mutant[name], rel=1e-6) for name in means)
+    for name in ("ratio_new_old_sum", "num_tokens", "max_advantage", "max_rollout_abs_difference"):
+        assert together[name] == pytest.approx(mutant[name], rel=1e-12)
+
+
+def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
+    """What a mean was when a document was a sample: mask / own active tokens, one product, one division."""
+    sequences = random_sequences(4)
+    config, batch = PolicyLossConfig(), package_batch(sequences)
+    log_probs = flat_log_probs(sequences, torch.float32)
+    found = micro_batch_metrics(config, batch, log_probs)
+    mask = batch.loss_mask.double()
+    lengths = torch.tensor([len(s.loss_mask) for s in sequences])
+    own = torch.tensor([float(max(sum(s.loss_mask), 1)) for s in sequences]).double()
+    weights = mask / own.repeat_interleave(lengths)
+    rows = [row for row in metrics_on(config) if not row.reads]
+    advantage = [row.name for row in rows].index("advantage")
+    values = torch.zeros(len(rows), len(weights), dtype=torch.float64)
+    values[advantage] = torch.where(batch.loss_mask, batch.advantages, 0.0)
+    frozen = (values @ torch.stack([weights, mask], dim=1))[advantage, 0]
+    assert found["advantage"].tolist() == [frozen.item(), weights.sum().item()]
+
+
+def test_gspo_sums_are_over_sequences_where_rollouts_have_several() -> None:
+    sequences = [random_sequence(seed, 5, active_rate=1.0) for seed in range(4)]
+    samples = [package_sample(s, rollout_id=i // 2) for i, s in enumerate(sequences)]
+    config = PolicyLossConfig(policy_loss="gspo")
+    found = reduced(config, [micro_batch_metrics(config, pack(samples), flat_log_probs(sequences))])
+    ratios = [math.exp(objectives_oracle.policy_mean(s).item()) for s in sequences]
+    assert found["ratio_new_old_sum"] == pytest.approx(sum(ratios))
+    assert found["ratio_new_old"] == pytest.approx(sum(ratios) / 4)
+
+
+def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> None:
+    """Also where a micro-batch is empty, and where only some micro-batches have the rollout engine's log-probs."""
+    sequences = [random_sequence(seed, 6, active_rate=1.0) for seed in range(3)]
+    samples = [package_sample(s, rollout_id=i) for i, s in enumerate(sequences)]
+    config = PolicyLossConfig()
+
+    def without(sample: Sample) -> Sample:
+        return dataclasses.replace(sample, rollout_log_probs=None, ref_log_probs=None)
+
+    def metrics(parts: list[list[Sample]]) -> dict[str, float]:
+        totals = step_totals([sample for part in parts for sample in part])
+        made = []
+        for part in parts:
+            log_probs = torch.full((6 * len(part),), -1.0)
+            share = 1 / len(parts)
+            _, each = policy_loss_from_log_probs(
+                config, pack(part), log_probs, None, totals=totals, step_share=share
+            )
+            assert set(each) == set(metric_names(config))
+            made.append(each)
+        return reduced(config, made)
+
+    bare = metrics([[without(s) for s in samples], []])
+    assert not [name for name in bare if "rollout" in name or "ref" in name]
+    mixed = metrics([[without(samples[0])], samples[1:], []])
+    whole = metrics([samples[1:]])
+    names = [name for name in whole if "rollout" in name or "ref" in name]
+    assert len(names) == 12
+    assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
+
+
+def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
+    sequences = random_sequences(2)
+    expected = None
+    for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
+        config = PolicyLossConfig(**settings)
+        found = reduced(
+            config,
+            [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))],
+        )
+        values = {name: found[name] for name in found if "rollout" in name}
+        expected = values if expected is None else expected
+        assert values == expected and len(values) == 9
+
+
+def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> None:
+    sequences = [random_sequence(seed, seed + 1, active_rate=1.0) for seed in range(4)]
+    versions, rollouts = [7, 9, 4, 4], [0, 1, 2, 2]
+    samples = [
+        package_sample(s, policy_version=version, rollout_id=rollout)
+        for s, version, rollout in zip(sequences, versions, rollouts, strict=True)
+    ]
+    config, totals = PolicyLossConfig(), step_totals(samples)
+    metrics = []
+    for cp_rank in range(4):  # some ranks have no token of some samples
+        batch = pack(samples, cp_rank=cp_rank, cp_size=4)
+        log_probs = flat_log_probs(sequences)[batch.window.response_indices]
+        metrics.append(
+            policy_loss_from_log_probs(
+                config, batch, log_probs, None, totals=totals, step_share=1 / 4
+            )[1]
+        )
+    found = reduced(config, metrics)
+    assert "staleness" not in found
+    assert found["policy_version"] == pytest.approx((7 + 9 + 4) / 3)
+    assert found["min_policy_version"] == 4
+    told = reduce_metrics(config, metrics, contributes=True, device="cpu", policy_version=10)
+    assert told["staleness"] == pytest.approx(10 - 20 / 3) and told["max_staleness"] == 6
+    without = [dataclasses.replace(s, policy_version=None) for s in samples[:1]]
+    with pytest.raises(ValueError, match="has no policy_version and .* has"):
+        pack([*without, *samples[1:]])
+    with pytest.raises(ValueError, match="sample: policy_version is 1.5"):
+        package_sample(sequences[0], policy_version=1.5)
 
 
 def test_a_local_document_mean_would_be_another_one() -> None:
@@ -165,7 +304,12 @@ def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
     def document_mean(values: list[list[float]]) -> float:
         return sum(sum(sample) / len(sample) for sample in values) / len(values)
 
+    logs = [[math.log(w) for w in sample] for sample in weights]
     assert found["rollout_ratio"] == pytest.approx(document_mean(weights), rel=1e-5)
+    kl = [[math.exp(d) - 1 - d for d in sample] for sample in logs]
+    assert found["rollout_kl"] == pytest.approx(document_mean(kl), rel=1e-5)
+    distance = [[abs(d) for d in sample] for sample in logs]
+    assert found["rollout_abs_difference"] == pytest.approx(document_mean(distance), rel=1e-5)
     assert found["rejected_fraction"] == pytest.approx(document_mean(outside), rel=1e-6)
     assert found["tis_clipped_fraction"] == found["rejected_fraction"] > 0
 
@@ -306,9 +450,9 @@ def test_none_costs_nothing() -> None:
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
     outcome = OBJECTIVES["ppo"](config, batch, log_probs)
-    scored = Scored(config, batch, log_probs, outcome)
+    scored, totals = Scored(config, batch, log_probs, outcome), step_totals(batch.samples)
     with CountDispatches() as counter:
-        metrics = policy_metrics(scored)
+        metrics = policy_metrics(scored, metric_columns(config, batch, totals))
     assert counter.count == 0
     assert metrics == {} and metrics.maxima is None and metrics.is_nan is None
 

@@ -23,6 +23,9 @@ from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 
 def validate(line: str, **found: Any) -> argparse.Namespace:
@@ -147,3 +150,62 @@ def test_metrics_are_filled_in_by_backward(chunk_tokens: int | None, pg_metrics:
     with torch.no_grad():
         loss, metrics = run()
     check(loss, metrics, metrics)
+
+
+NEAR = {"tis_clip_low": 0.9, "tis_clip": 1.2}
+FUSED: dict[str, dict[str, Any]] = {
+    "loss_weights": {"kl_loss_coef": 0.1, "entropy_coef": 0.05},
+    "loss_weights_in_denominators": {"loss_weight_denominator": "weights"},
+    "low_var_kl_unbiased": {
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "use_unbiased_kl": True,
+    },
+    "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
+    "divided_twice": {"divide_gradient_twice": True},
+    "icepop": {"use_tis": True, "tis_mode": "mask", **NEAR},
+    "tis_geometric": {"use_tis": True, "tis_level": "geometric", **NEAR},
+    "mask_sequence": {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", **NEAR},
+    "sequence_rejection": {"use_sequence_rejection": True, "sequence_rejection_low": 0.9},
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, None])
+@pytest.mark.parametrize("name", FUSED)
+def test_settings_through_the_fused_head_equal_plain_logits(
+    name: str, chunk_tokens: int | None
+) -> None:
+    """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of the loops elsewhere."""
+
+    def sample(tokens: list[int], old: list[float], shift: float, weights: list[float]) -> Sample:
+        rollout = [value - shift for value in old]
+        fields = {"loss_weights": weights} if name.startswith("loss_weights") else {}
+        return Sample(
+            tokens, len(old), [1] * len(old), [1.0, -2.0, 0.0, 0.5][: len(old)], old, rollout, rollout, **fields
+        )  # fmt: skip
+
+    samples = [
+        sample([1, 2, 3, 4, 2], [-1.0, -2.0, -2.5, -1.5], 0.03, [0.5, 2.0, 1.0, 0.0]),
+        sample([5, 6, 7], [-2.0, -1.5], -0.5, [3.0, 0.25]),
+    ]
+    config = PolicyLossConfig(**FUSED[name])
+    batch, totals = pack(samples), step_totals(samples)
+    groups = SimpleNamespace(
+        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
+    )
+    step = PolicyStep(config, totals=totals, num_microbatches=1, groups=groups)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
+    weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
+    logits = torch.nn.functional.linear(hidden[:, 0], weight)
+    expected, metrics = policy_loss_function(config, batch, logits, totals=totals)
+    if "rejected_fraction" in metrics and name != "tis_geometric":
+        numerator, denominator = metrics["rejected_fraction"].tolist()
+        assert 0 < numerator < denominator
+    gradients = torch.autograd.grad(expected, (hidden, weight))
+    fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
+    layer = SimpleNamespace(weight=weight)
+    loss, _ = fused.loss(fused.output_processor(hidden_states=hidden, output_layer=layer))
+    found = torch.autograd.grad(loss, (hidden, weight))
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)

@@ -32,6 +32,7 @@ from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, 
 EPS_LOW, EPS_HIGH, DUAL = 0.06, 0.11, 1.07
 DIVISOR, GRAD_DIVISOR = 3.3, 11.9
 KL_COEF, ENTROPY_COEF = 0.37, 0.23
+SEQUENCE = (0.6, float("inf"))
 GEOMETRIC, OPSM_DELTA = (0.93, 1.06), 0.04
 BOUNDS = dict(zip(("geometric_rejection_low", "geometric_rejection_high"), GEOMETRIC, strict=True))
 ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.81, "tis_clip": 1.22}
@@ -64,12 +65,24 @@ FACTORS: dict[str, dict[str, Settings]] = {
             "tis_clip_low": 0.7,
             "tis_clip": 1.4,
         },
+        "geometric": {
+            "use_tis": True,
+            "tis_level": "geometric",
+            "tis_clip_low": 0.97,
+            "tis_clip": 1.03,
+        },
         "mask": ICEPOP,
+        "mask_sequence": {**ICEPOP, "tis_level": "sequence", "tis_clip_low": 0.4, "tis_clip": 2.6},
         "mask_accepted": {**ICEPOP, **ACCEPTED},
     },
     "geometric": {
         "off": {},
         "on": {"use_geometric_rejection": True, **BOUNDS},
+        "sequence": {
+            "use_sequence_rejection": True,
+            "sequence_rejection_low": SEQUENCE[0],
+            "sequence_rejection_high": SEQUENCE[1],
+        },
         "on_accepted": {"use_geometric_rejection": True, **BOUNDS, **ACCEPTED},
     },
     "opsm": {"off": {}, "on": {"use_opsm": True, "opsm_delta": OPSM_DELTA}},
@@ -80,6 +93,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
             for name in ("k1", "k2", "k3", "low_var_kl")
         },
         "unbiased": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k2", "use_unbiased_kl": True},
+        "gradient_of_k2": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k3", "kl_loss_gradient": "k2"},
     },
     "entropy": {"off": {}, "on": {"entropy_coef": ENTROPY_COEF}},
     "grad_divisor": {"off": {}, "on": {"grad_divisor": GRAD_DIVISOR}},
@@ -195,12 +209,15 @@ def _expected(config: PolicyLossConfig) -> Outcome:
     get = dataclasses.asdict(config)
     tis = None
     if get["use_tis"]:
-        tis = "mask" if get["tis_mode"] == "mask" else get["tis_level"]
+        tis = get["tis_level"]
+        if get["tis_mode"] == "mask":
+            tis = {"token": "mask", "sequence": "sequence_mask", "geometric": "geometric_mask"}[tis]
     correction = Correction(
         tis,
         get["tis_clip_low"],
         get["tis_clip"],
         geometric=GEOMETRIC if get["use_geometric_rejection"] else None,
+        sequence=SEQUENCE if get["use_sequence_rejection"] else None,
         opsm_delta=OPSM_DELTA if get["use_opsm"] else None,
     )
     clip = {
@@ -231,8 +248,11 @@ def _expected(config: PolicyLossConfig) -> Outcome:
     pg = step_oracle.aggregate(plain, losses, aggregation, get["loss_aggregation_divisor"])
     reported, penalty = {"pg_loss": pg}, torch.zeros((), dtype=torch.float64)
     if get["kl_loss_coef"]:
-        kind, unbiased = get["kl_loss_type"], get["use_unbiased_kl"]
-        kl = [oracle.kl(s, kind, unbiased=unbiased) for s in step]
+        kind = {
+            "unbiased": get["use_unbiased_kl"],
+            "gradient_of_k2": get["kl_loss_gradient"] == "k2",
+        }
+        kl = [oracle.kl(s, get["kl_loss_type"], **kind) for s in step]
         reported["kl_loss"] = step_oracle.sample_mean(plain, kl)
         penalty = penalty + get["kl_loss_coef"] * reported["kl_loss"]
     if get["entropy_coef"]:
@@ -272,7 +292,7 @@ def found(settings: Settings) -> Outcome:
 
 def check(settings: Settings) -> None:
     right, ours = expected(settings), found(settings)
-    tolerance = {"rtol": 3e-6, "atol": 1e-7}  # importance weights are float32
+    tolerance = {"rtol": 3e-6, "atol": 1e-7}
     torch.testing.assert_close(ours.loss, right.loss, **tolerance)
     torch.testing.assert_close(ours.gradient, right.gradient, **tolerance)
     torch.testing.assert_close(ours.entropy_gradient, right.entropy_gradient, **tolerance)
@@ -298,8 +318,11 @@ REFUSED = (
     *[(("clip", "dual"), ("objective", name)) for name in ("cispo", "reinforce", "sft")],
     *[(("clip", "cispo_low"), ("objective", n)) for n in ("ppo", "gspo", "reinforce", "sft")],
     *[(("clip", "both"), ("objective", name)) for name in ("reinforce", "sft")],
-    *[(("geometric", "on_accepted"), ("tis", tis)) for tis in ("mask", "mask_accepted")],
-    (("geometric", "on"), ("tis", "mask_accepted")),
+    *[
+        (("geometric", "on_accepted"), ("tis", tis))
+        for tis in ("mask", "mask_accepted", "mask_sequence")
+    ],
+    *[(("geometric", kind), ("tis", "mask_accepted")) for kind in ("on", "sequence")],
     (("geometric", "on_accepted"), ("opsm", "on")),
     (("opsm", "on"), ("tis", "mask_accepted")),
 )

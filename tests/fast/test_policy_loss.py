@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle
@@ -26,6 +27,7 @@ from tests.cut_policy_loss import (
 )
 from tests.cut_steps import CUTS, Cut, assert_same, gradients, random_cut, whole
 from tests.dispatches import CountDispatches
+from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import package_samples, plain_sample, random_logits, random_step
 
@@ -174,6 +176,66 @@ def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -
     metrics = summed_metrics(results)
     assert metrics["pg_loss"] == pytest.approx(expected.pg_loss.item(), rel=1e-12)
     assert metrics["loss"] == pytest.approx(expected.loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> None:
+    """By the outer count of this step, whatever it is: two steps of one config have two divisors."""
+    objective = aggregated(OBJECTIVES["everything"], aggregation)
+    config = package_config(objective, divide_gradient_twice=True)
+    counts = []
+    for seed, num_samples, num_groups in ((23, 9, 3), (24, 5, 1)):
+        step = random_step(seed=seed, num_samples=num_samples, num_groups=num_groups)
+        logits = random_logits(step)
+        counts.append(oracle.outer_count(step, aggregation))
+        results = rank_losses(config, step, logits, whole(len(step), cp_size=cp_size))
+        expected = oracle.policy_loss(step, logits, objective)
+        penalty = expected.loss - expected.pg_loss
+        assert_same(summed_loss(results), expected.pg_loss / counts[-1] + penalty, logits)
+        metrics = summed_metrics(results)
+        assert metrics["pg_loss"] == pytest.approx(expected.pg_loss.item(), rel=1e-12)
+    assert counts[0] != counts[1]
+
+
+def frozen_sample_mean(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, lengths: list[int]
+) -> Tensor:
+    """GRPO's loss of N samples as it stands in the papers, float32 throughout; never to be changed."""
+    ratio = (log_probs - old_log_probs).exp()
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    active = torch.zeros(len(lengths)).index_add_(0, sample, mask.float()).clamp(min=1)
+    weights = mask.double() / active.double()[sample]
+    return (surrogate * weights.float()).sum() / len(lengths)
+
+
+def loss_and_gradient(loss: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
+    sequences = random_sequences(seed, spread=0.5)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
+    loss, _ = policy_loss_from_log_probs(
+        PolicyLossConfig(), batch, log_probs, None, totals=step_totals(batch.samples)
+    )
+    frozen = frozen_sample_mean(
+        log_probs,
+        batch.old_log_probs,
+        batch.advantages,
+        batch.loss_mask,
+        [len(s.loss_mask) for s in sequences],
+    )
+    found, expected = loss_and_gradient(loss, log_probs), loss_and_gradient(frozen, log_probs)
+    assert found[0].dtype == torch.float32 and all(map(torch.equal, found, expected))
+    assert ((log_probs - batch.old_log_probs).exp()[batch.loss_mask] > 1.2).any()
+    token_mean = PolicyLossConfig(loss_aggregation="token_mean")
+    other, _ = policy_loss_from_log_probs(
+        token_mean, batch, log_probs, None, totals=step_totals(batch.samples)
+    )
+    assert not torch.equal(other, expected[0])
 
 
 def test_padded_vocabulary_takes_no_part() -> None:

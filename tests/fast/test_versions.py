@@ -9,6 +9,9 @@ from megatron_pg.config.versions import (
     parse_version,
     require_supported_version,
 )
+from tests.lanes import in_both_lanes
+
+pytestmark = in_both_lanes
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     source = built.parent / "source"
     files = {str(path.relative_to(source)) for path in source.glob("megatron_pg/**/*.py")}
     assert files == {name for name in names if name.endswith(".py")}
-    assert "megatron_pg/py.typed" in names
+    assert {"megatron_pg/py.typed", "megatron_pg/migrate/verl.toml"} <= set(names)
 
 
 def test_the_sdist_has_what_a_packager_looks_for(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
     assert names >= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "PKG-INFO"}
-    assert "megatron_pg/py.typed" in names
+    assert names >= {"megatron_pg/py.typed", "megatron_pg/migrate/verl.toml"}
 
 
 def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,7 @@ def enable_cpu_runtime() -> None:
     # megatron-core 0.15 compiles a CUDA helper when it is imported where nvcc is found, and torch
     # would ask an absent GPU for its architecture (core/inference/unified_memory.py).
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+    compile_nothing()
     require_supported_version()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
@@ -136,8 +138,6 @@ def enable_cpu_runtime() -> None:
     # Its optimizers take parameters, and its clipping gradients, of types with these names alone
     # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
     torch.Tensor.type = _named_as_on_cuda()  # type: ignore[method-assign]
-    # Megatron compiles small functions for fusion; on CPU that costs a C++ build for each of them.
-    torch.compiler.set_stance("force_eager")
     _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
     _enabled = True
     _use_stateless_random_tracker()
@@ -146,6 +146,25 @@ def enable_cpu_runtime() -> None:
 
 def _no_state() -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)
+
+
+def compile_nothing() -> None:
+    """Have `torch.compile` leave functions as they are written; before Megatron is imported.
+
+    Megatron compiles small ones for fusion: on CPU a C++ build for each, and the compiler takes as long to import as
+    Megatron does.
+    """
+
+    def as_written(model: Any = None, **kwargs: Any) -> Any:
+        return _identity if model is None else model
+
+    torch.compile = as_written  # type: ignore[assignment]
+    if "torch._dynamo" in sys.modules:  # something may be compiled already
+        torch.compiler.set_stance("force_eager")
+
+
+def _identity(value: Any) -> Any:
+    return value
 
 
 def _redirect_cuda_module() -> None:

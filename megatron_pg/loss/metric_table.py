@@ -1,0 +1,240 @@
+"""The metrics of a step, one row each: what it is made of, and when it is reported.
+
+A document is a rollout, of one sample or several. "Mean" is over the documents with an active token: the token mean of
+each, then the mean of those over the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.corrections import Scored, correction_metric_names
+from megatron_pg.loss.divergence import KL_ESTIMATES
+from megatron_pg.loss.objectives import OBJECTIVES
+
+EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
+SIGNS = {"maximum": 1.0, "minimum": -1.0}
+"""What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
+
+
+def given(values: Tensor | None) -> Tensor:
+    if values is None:
+        raise ValueError("the objective's row promises values that the objective did not return")
+    return values
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, made of a value for every token of the window."""
+
+    name: str
+    help: str
+    value: Callable[[Scored], Tensor]
+    """The value of each token, [window]; read at active tokens alone."""
+    kind: Literal["mean", "token mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
+    """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
+    one number a sequence, or an extreme over active tokens."""
+    of_ratio: bool = False
+    """Whether there must be a ratio to report it."""
+    reads: tuple[str, ...] = ()
+    """Fields that samples may lack: where all do, the step does not report it."""
+    is_reported: bool = True
+    """Whether a step reports it, or only what is derived from it."""
+    when: Callable[[PolicyLossConfig], bool] = lambda config: True
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One metric of a step that is made of others, once they are reduced."""
+
+    name: str
+    help: str
+    of: tuple[str, ...]
+    """The metrics that `value` takes, in order; without one of them it is not reported."""
+    value: Callable[..., float]
+
+
+of_ratio = functools.partial(Metric, of_ratio=True)
+of_reference = functools.partial(Metric, reads=("ref_log_probs",))
+of_mismatch = functools.partial(Metric, reads=("old_log_probs", "rollout_log_probs"))
+of_version = functools.partial(Metric, reads=("policy_version",))
+
+
+def _ref_difference(scored: Scored) -> Tensor:
+    """The difference log_prob - ref_log_prob, [window] float64."""
+    return scored.log_probs.double() - given(scored.batch.ref_log_probs).double()
+
+
+def _clipped(scored: Scored) -> Tensor:
+    return given(scored.outcome.is_effectively_clipped)
+
+
+METRICS = [
+    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
+    Metric("advantage", "advantage", lambda s: s.batch.advantages),
+    Metric(
+        "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
+    ),
+    of_ratio(
+        "old_logprobs",
+        "log-prob under the policy that the step starts from",
+        lambda s: given(s.batch.old_log_probs),
+    ),
+    of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: s.ratio),
+    of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),
+    of_ratio(
+        "kl_new_old",
+        "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
+        lambda s: s.log_ratio.expm1() - s.log_ratio,
+    ),
+    of_ratio(
+        "clipped_ratio_fraction", "r outside the clip range", lambda s: given(s.outcome.is_clipped)
+    ),
+    of_ratio(
+        "clipped_ratio_effective_fraction",
+        "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
+        _clipped,
+    ),
+    of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", _clipped),
+    of_ratio(
+        "pg_clipfrac_positive",
+        "its part with A > 0, clipped from above",
+        lambda s: _clipped(s) & (s.batch.advantages > 0),
+    ),
+    of_ratio(
+        "pg_clipfrac_negative",
+        "its part with A < 0, clipped from below (cispo: from either side)",
+        lambda s: _clipped(s) & (s.batch.advantages < 0),
+    ),
+    of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
+    of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * s.log_ratio).exp(), "ratio sum"),
+    of_reference(
+        "ref_logprobs",
+        "log-prob under the reference policy",
+        lambda s: given(s.batch.ref_log_probs),
+    ),
+    of_reference(
+        "kl_ref",
+        "the estimate of KL(policy || reference) that --kl-loss-type names, without weight",
+        lambda s: KL_ESTIMATES[s.config.kl_loss_type](_ref_difference(s)),
+    ),
+    of_reference(
+        "ratio_ref_new", "exp(ref_log_prob - log_prob)", lambda s: (-_ref_difference(s)).exp()
+    ),
+    of_mismatch("rollout_ratio", "w = exp(d) before any clamp", lambda s: s.mismatch.exp()),
+    of_mismatch(
+        "rollout_kl",
+        "w - 1 - d, whose mean over the rollout engine's tokens estimates KL(rollout || old)",
+        lambda s: s.mismatch.expm1() - s.mismatch,
+    ),
+    of_mismatch("rollout_abs_difference", "|d|", lambda s: s.mismatch.abs()),
+    of_mismatch("max_rollout_abs_difference", "|d|", lambda s: s.mismatch.abs(), "maximum"),
+    of_mismatch(
+        "rollout_abs_difference_squared", "d^2", lambda s: s.mismatch.square(), is_reported=False
+    ),
+    of_mismatch(
+        "rollout_chi_square",
+        "w^2 - 1, which estimates the chi-square divergence of old from rollout",
+        lambda s: (2 * s.mismatch).expm1(),
+    ),
+    of_mismatch(
+        "rollout_log_ppl_diff",
+        "-d: the log-perplexity of the old policy less that of the rollout engine",
+        lambda s: -s.mismatch,
+    ),
+    of_mismatch(
+        "rollout_ratio_of_tokens", "w", lambda s: s.mismatch.exp(), "token mean", is_reported=False
+    ),
+    of_mismatch(
+        "rollout_ratio_squared_of_tokens",
+        "w^2",
+        lambda s: (2 * s.mismatch).exp(),
+        "token mean",
+        is_reported=False,
+    ),
+    of_version(
+        "policy_version",
+        "version of the policy that generated the sample",
+        lambda s: given(s.batch.policy_version),
+    ),
+    of_version(
+        "min_policy_version",
+        "the oldest of them",
+        lambda s: given(s.batch.policy_version),
+        "minimum",
+    ),
+    Metric(
+        "entropy",
+        "entropy of the whole vocabulary, in nats; under --pg-metrics with_entropy",
+        lambda s: given(s.entropy),
+        when=lambda config: config.pg_metrics == "with_entropy",
+    ),
+    Metric("max_advantage", "largest advantage", lambda s: s.batch.advantages, "maximum"),
+    Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
+]
+"""What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
+is old_log_prob - rollout_log_prob."""
+
+DERIVED = [
+    Derived(
+        EFFECTIVE_SAMPLE_SIZE,
+        "(sum r)^2 / sum r^2, Kish's: at most the number of tokens, equal to it where all ratios are equal",
+        ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
+        lambda total, of_squares: total**2 / of_squares if of_squares else math.nan,
+    ),
+    Derived(
+        "rollout_abs_difference_std",
+        "standard deviation of |d|, under the weights of its mean",
+        ("rollout_abs_difference", "rollout_abs_difference_squared"),
+        lambda mean, of_squares: math.sqrt(max(of_squares - mean**2, 0.0)),
+    ),
+    Derived(
+        "rollout_ppl_ratio",
+        "perplexity of the old policy over that of the rollout engine: exp(rollout_log_ppl_diff)",
+        ("rollout_log_ppl_diff",),
+        lambda difference: math.inf if difference > 700 else math.exp(difference),
+    ),
+    Derived(
+        "rollout_effective_sample_size",
+        "(sum w)^2 / (T sum w^2), Kish's over the number of tokens: from 1 / T to 1, where all w are equal",
+        ("rollout_ratio_of_tokens", "rollout_ratio_squared_of_tokens"),
+        lambda mean, of_squares: mean**2 / of_squares if of_squares else math.nan,
+    ),
+    Derived(
+        "staleness",
+        "the version that the step was told less the mean of its samples'",
+        ("current_policy_version", "policy_version"),
+        lambda current, mean: current - mean,
+    ),
+    Derived(
+        "max_staleness",
+        "the same for the oldest sample",
+        ("current_policy_version", "min_policy_version"),
+        lambda current, oldest: current - oldest,
+    ),
+]
+"""What a step reports of the rows that it has reduced."""
+
+
+def metrics_on(config: PolicyLossConfig) -> list[Metric]:
+    """The rows that these settings report; the config alone decides, so that ranks without a loss agree."""
+    if config.pg_metrics == "none":
+        return []
+    has_ratio = ratio_of(config) != "none"
+    rows = [row for row in METRICS if row.when(config) and (has_ratio or not row.of_ratio)]
+    for name in correction_metric_names(config):
+        rows.append(Metric(name, "", lambda s, name=name: s.corrected.metrics[name]))  # type: ignore[misc]
+    return rows
+
+
+def ratio_of(config: PolicyLossConfig) -> str:
+    """What the ratio is one number of; "none" for a function of the user's own, of whose ratio nothing is known."""
+    return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")

@@ -1,0 +1,136 @@
+"""The corrections that look at d = old_log_prob - rollout_log_prob: weights and rejections, by token or by sequence.
+
+Each is made of d, of its sum or of its mean over a sequence, exponentiated within +-20; nothing has a gradient.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.corrections import (
+    CLIPPED,
+    CORRECTIONS,
+    MISMATCH_INPUTS,
+    Corrected,
+    Correction,
+    Scored,
+)
+from megatron_pg.loss.masking import clamped_log_ratio, masked
+
+
+def _at_level(scored: Scored, level: str) -> Tensor:
+    """The mismatch d of each token, or its sum or mean over the token's sequence, [window] float64, 0 where masked."""
+    if level == "token":
+        return scored.mismatch
+    sequences = scored.sequences
+    of_sequence = sequences.sum_of_tokens if level == "sequence" else sequences.mean_of_tokens
+    return masked(of_sequence("mismatch"), scored.batch.loss_mask)
+
+
+def _of_sample(mismatch: Tensor, level: str, active_tokens: int) -> Tensor:
+    """The same of one sample on the host: [response_length], or 0-d for its sum or mean."""
+    if level == "token":
+        return mismatch
+    total = mismatch.sum()
+    return total if level == "sequence" else total / max(active_tokens, 1)
+
+
+def importance_weights(scored: Scored) -> Tensor:
+    """The weight w of `--use-tis`, [window] float64, before its bounds, 1 at masked positions. No gradient."""
+    return clamped_log_ratio(_at_level(scored, scored.config.tis_level)).exp()
+
+
+def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio < low) | (ratio > high)
+
+
+def _weighted(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """Weights every token by its own truncated ratio, or by that of its sequence."""
+    low, high = scored.config.tis_clip_low, scored.config.tis_clip
+    weights = importance_weights(scored)
+    # In the precision of the loss: float64 stays.
+    weighted = pg_loss * weights.clamp(low, high).to(pg_loss.dtype)
+    is_outside = _is_outside(weights, low, high)
+    return Corrected(weighted, scored.batch.loss_mask, {CLIPPED: is_outside})
+
+
+def _masked_by_weight(scored: Scored, pg_loss: Tensor) -> Corrected:
+    """The same, and drops the tokens whose ratio, or that of whose sequence, is out of bounds."""
+    weighted = _weighted(scored, pg_loss)
+    return weighted._replace(loss_mask=scored.batch.loss_mask & ~weighted.metrics[CLIPPED])
+
+
+def _is_rejected_by_weight(config: PolicyLossConfig, mismatch: Tensor, count: int) -> Tensor:
+    weight = clamped_log_ratio(_of_sample(mismatch, config.tis_level, count)).exp()
+    return _is_outside(weight, config.tis_clip_low, config.tis_clip)
+
+
+TRUNCATED = (
+    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL framework "
+    "secretly brings you off-policy RL training"
+)
+LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
+"""What the weight of a sequence is the exponential of, by `--tis-level`; "" for that of a token."""
+
+
+def _weight_row(level: str, mode: str) -> Correction:
+    """The row of one level and mode of `--use-tis`."""
+    is_mask, statistic = mode == "mask", LEVELS[level]
+    flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
+    dropped = "sequences" if statistic else "tokens"
+    formula = "loss * clamp(w, tis_clip_low, tis_clip)"
+    if is_mask:
+        formula = f"loss * w, {dropped} with w outside [tis_clip_low, tis_clip] drop"
+    about = {"token": "IcePop, Ring-1T, arXiv:2510.18855" if is_mask else TRUNCATED}
+    return Correction(
+        name=f"{level}_{mode}",
+        formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
+        about=about.get(level, "one weight for a sequence"),
+        flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
+        when=lambda config: (
+            config.use_tis
+            and config.custom_tis_function_path is None
+            and (config.tis_level, config.tis_mode) == (level, mode)
+        ),
+        inputs=MISMATCH_INPUTS,
+        sequence_sums=("mismatch",) if statistic else (),
+        is_sum_over_tokens=not statistic,
+        function=_masked_by_weight if is_mask else _weighted,
+        rejects=is_mask,
+        rejected_by_data=_is_rejected_by_weight if is_mask else None,
+        metrics=(CLIPPED,),
+    )
+
+
+CORRECTIONS.add(*(_weight_row(level, mode) for mode in ("truncate", "mask") for level in LEVELS))
+
+
+def _rejection_row(level: str) -> Correction:
+    """The row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
+
+    def is_outlier(config: PolicyLossConfig, of_sequence: Tensor) -> Tensor:
+        low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))
+        return _is_outside(clamped_log_ratio(of_sequence).exp(), low, high)
+
+    def reject(scored: Scored, pg_loss: Tensor) -> Corrected:
+        outliers = is_outlier(scored.config, _at_level(scored, level))
+        return Corrected(pg_loss, scored.batch.loss_mask & ~outliers, {})
+
+    return Correction(
+        name=f"{level}_rejection",
+        formula=f"sequences with exp({LEVELS[level]}) outside [{level}_rejection_low, {level}_rejection_high] drop",
+        about="Liu, Li et al. 2025, When speed kills stability",
+        flag=f"--use-{level}-rejection",
+        when=lambda config: getattr(config, f"use_{level}_rejection"),
+        inputs=MISMATCH_INPUTS,
+        sequence_sums=("mismatch",),
+        function=reject,
+        rejects=True,
+        rejected_by_data=lambda config, mismatch, count: is_outlier(
+            config, _of_sample(mismatch, level, count)
+        ),
+    )
+
+
+CORRECTIONS.add(_rejection_row("geometric"), _rejection_row("sequence"))

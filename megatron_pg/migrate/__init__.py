@@ -1,0 +1,99 @@
+"""`megatron-pg migrate`: what a launch line of another trainer computes, where it is off, and what makes it exact."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.migrate.read import read_file, read_line
+from megatron_pg.migrate.report import lines
+from megatron_pg.migrate.rows import TRAINERS, Trainer
+
+EPILOG = """\
+examples:
+  megatron-pg migrate --lengths 200,4000,12000 -- python train.py --advantage-estimator grpo --use-kl-loss \\
+      --kl-loss-coef 0.001 --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
+  megatron-pg migrate -- python -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
+  megatron-pg migrate --loss-aggregation prompt_mean grpo_math_1B.yaml
+  megatron-pg migrate run-qwen3-4B.sh
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what a launch line computes.
+
+    Args:
+        arguments: the command line after `megatron-pg migrate`.
+
+    Returns:
+        The exit status: 0, or 2 where a key is not known or a value is none (the reason is on stderr).
+    """
+    given, launch = list(arguments), []
+    if "--" in given:
+        given, launch = given[: given.index("--")], given[given.index("--") + 1 :]
+    try:
+        options = build_parser().parse_args(given)
+        if (options.file is None) == (not launch):
+            raise ValueError("give one of a file and, after `--`, a launch line")
+        if options.group_size < 1:
+            raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
+        keys = read_line(launch) if launch else read_file(options.file)
+        trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
+        print("\n".join(lines(trainer, trainer.read(keys), options)))
+        others = set(trainer.named(keys)) - set(trainer.settings)
+        passed = sorted(key for key in others if not trainer.is_elsewhere(key))
+        if passed:
+            print(f"\nNot read, as not about the loss: {' '.join(passed)}")
+    except (ValueError, ImportError, OSError) as error:
+        print(f"megatron-pg migrate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what comes before `--`."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-pg migrate",
+        usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
+        description="What a launch line of slime, miles, verl or NeMo-RL computes, where that is off and by how much, and the "
+        "lines that make it exact. Nothing of it is run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("file", nargs="?", type=Path, metavar="FILE", help="A YAML, or a shell script.")
+    add("--trainer", choices=sorted(TRAINERS), help="Whose line it is; unset: as its keys look.")
+    add("--loss-aggregation", choices=list(AGGREGATIONS), help="What you want; unset: what it has.")
+    add("--loss-aggregation-divisor", type=float, metavar="L", help="L of constant, in tokens.")
+    lengths = "Active tokens of each rollout of a step, for numbers."
+    add("--lengths", type=_lengths, default=(), metavar="L,L,...", help=lengths)
+    add("--group-size", type=int, default=1, metavar="N", help="Rollouts of a prompt. Default: 1.")
+    return parser
+
+
+def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
+    """The trainer whose keys these are.
+
+    Raises:
+        ValueError: they look like none's.
+    """
+    seen = [*words, *given, *map(str, given.values())]
+    for trainer in TRAINERS.values():
+        if trainer.is_marked_by(seen):
+            return trainer
+    raise ValueError(
+        f"no key of {', '.join(sorted(TRAINERS))} among {', '.join(sorted(given)) or 'nothing'}: give the trainer's launch line or "
+        "YAML, and --trainer where its keys do not tell"
+    )
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = tuple(int(each) for each in text.split(","))
+    if min(lengths) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected active tokens, 1 or more of each")
+    return lengths

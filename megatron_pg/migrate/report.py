@@ -1,0 +1,124 @@
+"""What a launch line computes, in words and in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.migrate.rows import Settings, Term, Trainer
+from megatron_pg.step.totals import BareSample, step_totals
+
+FORMULAS = {name: row.formula for name, row in AGGREGATIONS.items()}
+FORMULAS |= {"token_sum": "sum m x", "unknown": "not known here"}
+PER_ROLLOUT = {
+    "sample_mean": "D_i",
+    "prompt_mean": "(P G_g / N)",
+    "token_mean": "(T / N)",
+    "constant": "L",
+    "token_sum": "(1 / N)",
+}
+"""What a token is divided by, times 1 / N."""
+
+
+def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
+    """What a token of each rollout weighs in a term, without the coefficient; rollouts of a prompt stand together.
+
+    Args:
+        term: with a known aggregation, and a divisor where that needs one.
+        lengths: active tokens of each rollout of the step.
+        group_size: rollouts of a prompt.
+    """
+    if term.aggregation == "token_sum":
+        return [1.0] * len(lengths)
+    mode = AGGREGATIONS[term.aggregation]
+    rows = [BareSample(n, i // group_size, None, f"rollout {i}") for i, n in enumerate(lengths)]
+    totals = step_totals(rows)
+    divisors = mode.divisors(mode.denominators(totals, rows), term.divisor)
+    each = [divisors] * len(rows) if isinstance(divisors, float) else divisors.tolist()
+    return [1 / (divisor * mode.outer_count(totals)) for divisor in each]
+
+
+def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int) -> str:
+    """A term's coefficient relative to the policy loss, on one token."""
+    coefficient = abs(term.coefficient)
+    if "unknown" in (term.aggregation, policy.aggregation):
+        return "not known"
+    if term.weighing == policy.weighing:
+        return f"{coefficient:g} on every token"
+    above, below = (
+        f"{t.divisor:g}" if t.divisor else PER_ROLLOUT[t.aggregation] for t in (policy, term)
+    )
+    text = f"{coefficient:g} * {above} / {below}"
+    if any(each.aggregation == "constant" and not each.divisor for each in (term, policy)):
+        return text
+    if not lengths:
+        return text + " (in numbers with --lengths)"
+    ratios = zip(
+        weights(term, lengths, group_size), weights(policy, lengths, group_size), strict=True
+    )
+    numbers = ", ".join(f"{coefficient * own / other:.3g}" for own, other in ratios)
+    return f"{text} = {numbers} for {', '.join(map(str, lengths))} tokens"
+
+
+def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
+    """The report of a launch line's settings, under the command's own options."""
+    terms = trainer.terms(given)
+    mode = options.loss_aggregation or terms[0].aggregation
+    mode = mode if mode in AGGREGATIONS else "sample_mean"
+    divisor = options.loss_aggregation_divisor or terms[0].divisor
+    if terms[0].aggregation == "constant":
+        terms[0] = replace(terms[0], divisor=terms[0].divisor or divisor)
+    policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
+    found = [f"{trainer.name}, as in {trainer.source}", "", "What it computes"]
+    for term in terms:
+        shown = "" if term is policy else f"{term.coefficient:+g} * "
+        shown += term.aggregation + (f" with L = {term.divisor:g}" if term.divisor else "")
+        shown += f": {FORMULAS[term.aggregation]}"
+        found.append(f"  {term.name:<12} {shown if term.coefficient else 'none'}")
+    for term in active:
+        ratio = effective(term, policy, options.lengths, options.group_size)
+        found.append(f"  {term.name} : policy loss is {ratio}")
+    limits = trainer.limits(given, terms)
+    for term in active:
+        if term.weighing != policy.weighing:
+            two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
+            limits.append(f"{two}: their ratio is not the coefficient (see above).")
+    limits = limits or ["nowhere that is known"]
+    found += ["", "Where it is off", *(f"  - {each}" for each in limits)]
+    exact = trainer.exact[mode].replace("<L>", f"{divisor:g}" if divisor else "<L>").strip()
+    found += ["", f"{mode} exactly, in {trainer.name}"]
+    found += [f"  {line}" for line in exact.splitlines()]
+    found += ["", "The same per-token loss in a training script of this package"]
+    found.append("  " + here(trainer, given, terms, mode, divisor))
+    if any(term.aggregation != "sample_mean" for term in active):
+        found.append("  (KL and entropy are sample means here: coefficients do not carry over)")
+    return found
+
+
+def here(
+    trainer: Trainer, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
+) -> str:
+    """The flags of this package for the trainer's settings, with the aggregation that was asked for."""
+    flags = [f"--loss-aggregation {mode}"]
+    if mode == "constant":
+        flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
+    kl_is_on = any(term.name == "KL" and term.coefficient for term in terms)
+    for key, row in trainer.settings.items():
+        flag, value = row.get("here", ""), given[key]
+        words = _flag(flag, value) if isinstance(flag, str) else flag.get(str(value), "")
+        if kl_is_on or "-kl" not in words:
+            flags.append(words)
+    return " ".join(filter(None, flags))
+
+
+def _flag(flag: str, value: Any) -> str:
+    """The flag with its value, or nothing where the value is the flag's default here."""
+    default = getattr(PolicyLossConfig(), flag.removeprefix("--").replace("-", "_"), None)
+    if not flag or value is None or value == default:
+        return ""
+    if value is True:
+        return flag
+    return f"{flag} {value:g}" if isinstance(value, (int, float)) else f"{flag} {value}"

@@ -1,0 +1,197 @@
+"""Reads the tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
+
+    settings     the trainer's own keys: kind (flag, number, text), default, choices, what they mean, and `here`, the flag
+                 of this package that means the same, or its words by the trainer's word
+    terms        of the loss: coefficient, whether it is on, and how it is aggregated
+    limits       where that is not what the setting is named for, and by which factor
+    exact        the lines that make an aggregation exact in this trainer; <L> is the divisor
+
+Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Settings = Mapping[str, Any]
+"""What a launch line sets, by the trainer's own keys, with the defaults of what it does not set."""
+CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
+CLOSE = 0.86
+"""From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
+OF_THE_SETTINGS = "of the settings"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a trainer's loss: coefficient * aggregation(per-token values)."""
+
+    name: str
+    aggregation: str
+    """A name of `--loss-aggregation`, `token_sum` for a sum that nothing divides, or `unknown`."""
+    coefficient: float = 1.0
+    divisor: float | None = None
+    """L of `constant`; None where the launch line does not say."""
+
+    @property
+    def weighing(self) -> tuple[str, float | None]:
+        """What decides the weight of a token: two terms that agree in it are in the ratio of their coefficients."""
+        return self.aggregation, self.divisor
+
+
+class Trainer:
+    """One trainer, by its table."""
+
+    def __init__(self, path: Path) -> None:
+        table, base = tomllib.loads(path.read_text()), {}
+        if "like" in table:
+            base = tomllib.loads(path.with_name(table["like"] + ".toml").read_text())
+        self.name: str = table["name"]
+        self.source: str = table["source"]
+        self._mark = re.compile(table["mark"])
+        self.settings: dict[str, Any] = base.get("settings", {}) | table["settings"]
+        self.exact: dict[str, str] = base.get("exact", {}) | table.get("exact", {})
+        for old, new in table.get("replace", {}).items():
+            self.exact = {mode: lines.replace(old, new) for mode, lines in self.exact.items()}
+        self._limits = base.get("limits", []) + table["limits"]
+        self._table = base | table
+
+    def is_marked_by(self, words: Iterable[str]) -> bool:
+        """Whether one of these keys, values and words is of this trainer's launch lines alone."""
+        return any(self._mark.search(word) for word in words)
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys by the trainer's spelling: a YAML names a flag by its attribute."""
+        if not next(iter(self.settings)).startswith("--"):
+            return dict(given)
+
+        def spelt(key: str) -> str:
+            as_it_is = key.startswith("--") or key in self.settings
+            return key if as_it_is else "--" + key.replace("_", "-")
+
+        return {spelt(key): value for key, value in given.items() if "." not in key}
+
+    def read(self, given: Mapping[str, Any]) -> Settings:
+        """The value of every setting.
+
+        Raises:
+            ValueError: keys that the trainer has not, or values that are not of their kind: all of them, by name.
+        """
+        named, settings = self.named(given), {}
+        wrong = [error for key in named if (error := self.unknown(key))]
+        for key, row in self.settings.items():
+            try:
+                settings[key] = _value(key, row, named[key]) if key in named else row.get("default")
+            except ValueError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ValueError("\n  ".join(["not understood:", *wrong]))
+        return settings
+
+    def is_elsewhere(self, key: str) -> bool:
+        """Whether a key is known to be about something else."""
+        return any(fnmatch.fnmatchcase(key, each) for each in self._table["elsewhere"].split())
+
+    def unknown(self, key: str) -> str | None:
+        """What is wrong with a key, with the nearest right one; None for one that is known, or not about the loss."""
+        if key in self.settings or self.is_elsewhere(key):
+            return None
+        near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)[0]
+        is_near = difflib.SequenceMatcher(None, key, near).ratio() >= CLOSE
+        if is_near or re.search(self._table["concerns_loss"], key):
+            return f"{key}: no key of {self.name} that is known here; the nearest is {near}"
+        return None
+
+    def terms(self, given: Settings) -> list[Term]:
+        """The terms of the loss, the policy loss first; those that are off have coefficient 0."""
+        found = []
+        for row in self._table["terms"]:
+            name = _first(row.get("aggregation", self._table["aggregation"]), given)
+            if name == OF_THE_SETTINGS:
+                name = _first(self._table["aggregation"], given)
+            coefficient = given[row["coefficient"]] if "coefficient" in row else 1.0
+            is_on = holds(row.get("when", ""), given)
+            divisor = None
+            if name == "constant":
+                own = self._table | row
+                divisor = next((given[key] for key in own["divisor"] if given[key]), None)
+                if "divisor_is_one" in own and holds(own["divisor_is_one"], given):
+                    divisor = 1.0
+            sign = row.get("sign", 1)
+            found.append(Term(row["name"], name, sign * coefficient if is_on else 0.0, divisor))
+        return found
+
+    def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
+        """Where the line is off, with its values filled in."""
+        known = dict(given)
+        for term in terms:
+            known[term.name] = term.aggregation if term.coefficient else None
+        return [
+            re.sub(r"\{([^{}]+)\}", lambda key: str(known[key[1]]), row["text"])
+            for row in self._limits
+            if holds(row["when"], known)
+        ]
+
+
+def holds(condition: str, given: Settings) -> bool:
+    """Whether all parts of a condition hold."""
+    for part in filter(None, map(str.strip, condition.split("&"))):
+        match = CONDITION.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} is no condition")
+        negated, key, operator, right = match.groups()
+        value = given[key]
+        if operator == ">":
+            is_true = (value or 0) > float(right)
+        elif operator:
+            is_true = (value in right.split("|")) == (operator == "=")
+        else:
+            is_true = bool(value)
+        if is_true == bool(negated):
+            return False
+    return True
+
+
+def _first(cases: Iterable[Iterable[str]], given: Settings) -> str:
+    return next(name for condition, name in cases if holds(condition, given))
+
+
+def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
+    """The value that a launch line or YAML gives, of the row's kind."""
+    word = str(given).strip().lower()
+    if row["kind"] == "flag":
+        if not key.startswith("--") and word not in ("true", "false", "1", "0"):
+            raise ValueError(f"{key} is {given!r}: expected true or false")
+        # A flag takes no value: what follows it on the line is another word.
+        return word not in ("false", "0")
+    if word in ("none", "null", "~", ""):
+        return row.get("default")
+    if row["kind"] == "number":
+        try:
+            number = float(given)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            hint = "; give the line with its shell variables filled in" * ("$" in word)
+            raise ValueError(f"{key} is {given!r}: expected a number{hint}")
+        return number
+    choices = row.get("choices", [given])
+    if given not in choices:
+        near = difflib.get_close_matches(str(given), choices, n=1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(f"{key} is {given!r}: expected {' '.join(choices)}{hint}")
+    return given
+
+
+_TABLES = [
+    Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
+]
+TRAINERS = {trainer.name: trainer for trainer in map(Trainer, _TABLES)}
+"""By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

@@ -1,0 +1,188 @@
+"""The loss object of docs/where_this_fits.md under NeMo-RL's own loss, packing wrapper and batches, unmodified.
+
+Their source is read where TRAINERS names a folder with a checkout called NeMo-RL. A process of its own, in which packages
+and modules that they import and that are not called here are stand-ins:
+
+    TRAINERS=... python -m tests.trainers.test_nemo_rl_route
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import math
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = Path(os.environ.get("TRAINERS", "/nonexistent")) / "NeMo-RL"
+PACKAGES = "ray requests transformers decord torchvision PIL megatron pynvml uvicorn fastapi zmq wandb omegaconf".split()
+MODULES = tuple(
+    "nemo_rl." + name
+    for name in "models algorithms.x_token data distributed.model_utils environments utils experience".split()
+)
+"""Prefixes of theirs: models, data and logging, of which the loss takes names alone."""
+PROMPT, LENGTHS, WIDTH = 2, [2, 4, 1, 3], 8
+TOKENS = sum(LENGTHS)
+WEIGHTS = {
+    "sample_mean": [1 / (4 * length) for length in LENGTHS],
+    "prompt_mean": [1 / (2 * 6)] * 2 + [1 / (2 * 4)] * 2,
+    "token_mean": [1 / TOKENS] * 4,
+    "constant": [1 / (4 * 8)] * 4,
+}
+
+
+class _Name(type):
+    """A class for whatever is imported: to inherit from, to annotate with, to decorate with."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+    def __or__(cls, other: Any) -> Any:
+        return object
+
+    __ror__ = __or__
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
+        return arguments[0] if arguments and callable(arguments[0]) else lambda made: made
+
+
+class _Module(types.ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _Name(name, (), {}))
+        return self.__dict__[name]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] in PACKAGES or name.startswith(MODULES):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def plain_gradient(data: Any, log_probs: torch.Tensor, weights: list[float]) -> torch.Tensor:
+    """Of policy loss (dual clip, truncated importance weights) and KL, in float64 loops; log_probs [rows, positions]."""
+    x = log_probs.detach().clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, length in enumerate(LENGTHS):
+        for token in range(length):
+            at = PROMPT - 1 + token
+            advantage, old, generated, reference = (
+                float(data[key][row, at + 1])
+                for key in (
+                    "advantages",
+                    "prev_logprobs",
+                    "generation_logprobs",
+                    "reference_policy_logprobs",
+                )
+            )
+            ratio = torch.exp(x[row, at] - old)
+            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            if advantage < 0:
+                loss = torch.min(loss, torch.tensor(-advantage * 3.0, dtype=torch.float64))
+            distance = reference - x[row, at]
+            kl = torch.exp(x[row, at] - x[row, at].detach()) * (torch.exp(distance) - 1 - distance)
+            total = total + weights[row] * (loss * min(2.0, math.exp(old - generated)) + 0.01 * kl)
+    total.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def differences() -> dict[str, float]:
+    """The largest difference of the gradients of each aggregation, relative to the largest gradient."""
+    sys.path.insert(0, str(CHECKOUT))
+    sys.meta_path.insert(0, _Finder())
+    losses = importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
+    wrapper = importlib.import_module("nemo_rl.algorithms.loss.wrapper").SequencePackingLossWrapper
+    batches = importlib.import_module("nemo_rl.distributed.batched_data_dict")
+    page: dict[str, Any] = {}
+    for block in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/where_this_fits.md").read_text(), re.DOTALL
+    ):
+        if "def token_weights" in block or "class AggregatedLoss" in block:
+            exec(block, page)
+    torch.manual_seed(0)
+    mask = torch.zeros(len(LENGTHS), WIDTH)
+    for row, length in enumerate(LENGTHS):
+        mask[row, PROMPT : PROMPT + length] = 1
+    values = {
+        key: torch.randn(len(LENGTHS), WIDTH, dtype=torch.float64) * 0.3 - 1
+        for key in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    }
+    data = batches.BatchedDataDict(
+        input_ids=torch.zeros(len(LENGTHS), WIDTH, dtype=torch.long),
+        advantages=torch.randn(len(LENGTHS), WIDTH, dtype=torch.float64),
+        token_mask=mask,
+        sample_mask=torch.ones(len(LENGTHS)),
+        **values,
+    )
+    log_probs = (torch.randn(len(LENGTHS), WIDTH, dtype=torch.float64) * 0.3 - 1).requires_grad_()
+    starts = torch.tensor([0, *LENGTHS]).add(torch.tensor([0] + [PROMPT] * len(LENGTHS))).cumsum(0)
+    config = losses.ClippedPGLossConfig(
+        ratio_clip_c=3.0,
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=2.0,
+    )
+
+    class Policy:
+        def train(self, data: Any, loss_fn: Any) -> None:
+            def prepare(logits: torch.Tensor, data: Any, **others: Any) -> Any:
+                return {"next_token_logprobs": logits[:, : data["input_ids"].shape[1] - 1]}, data
+
+            packed = torch.cat([log_probs[row, : PROMPT + n] for row, n in enumerate(LENGTHS)])
+            loss, _ = wrapper(loss_fn, prepare, starts)(
+                packed[None], data, torch.tensor(4.0), mask[:, 1:].sum()
+            )
+            loss.backward()
+
+    found = {}
+    for aggregation, weights in WEIGHTS.items():
+        policy, log_probs.grad = Policy(), None
+        page["train_with"](policy, aggregation, 2, 4, 8.0 if aggregation == "constant" else None)
+        policy.train(data, losses.ClippedPGLossFn(config))
+        expected = plain_gradient(data, log_probs, weights)
+        found[aggregation] = float((log_probs.grad - expected).abs().max() / expected.abs().max())
+        # A mutant: their own loss, a token mean, is none of the others.
+        log_probs.grad = None
+        Policy().train(data, losses.ClippedPGLossFn(config))
+        own = float((log_probs.grad - expected).abs().max() / expected.abs().max())
+        assert (own > 1e-2) == (aggregation != "token_mean"), (aggregation, own)
+    return found
+
+
+@pytest.mark.skipif(
+    not CHECKOUT.is_dir(),
+    reason="needs NeMo-RL's source: TRAINERS=<folder with a checkout named NeMo-RL>",
+)
+def test_the_loss_object_under_their_own_loss() -> None:
+    command = [sys.executable, "-m", "tests.trainers.test_nemo_rl_route"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert set(found) == set(WEIGHTS) and all(float(each) < 1e-6 for each in found.values())
+
+
+if __name__ == "__main__":
+    for name, difference in differences().items():
+        print(name, f"{difference:.1e}")

@@ -17,7 +17,13 @@ from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, checksums
 from megatron_pg.loss.masking import masked
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens, step_sums
+from megatron_pg.loss.metrics import (
+    MicroBatchMetrics,
+    check_checksum,
+    metric_columns,
+    report_nan_tokens,
+    step_sums,
+)
 from megatron_pg.loss.reducer import policy_gradient_reduction
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
@@ -87,8 +93,9 @@ class MicroBatchValueLoss:
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
-        values, old_values = masked(values, self.batch.loss_mask), self._old_values
-        of_tokens = value_loss(values, old_values, self._returns, self.critic.value_clip)
+        values = masked(values, self.batch.loss_mask)
+        old_values, returns = self._old_values.to(values.dtype), self._returns.to(values.dtype)
+        of_tokens = value_loss(values, old_values, returns, self.critic.value_clip)
         loss = self._reduction(of_tokens)
         metrics = MicroBatchMetrics(step_sums({"value_loss": loss}, self._share))
         metrics |= checksums(self._reduction, self._share, loss.device)

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
 
 import megatron_pg as pg
 from megatron_pg.loss.value_loss import ValueReport
 from megatron_pg.megatron import ParallelGroups, ValueStep, compute_values
+from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch
 
 
@@ -58,6 +57,11 @@ class Critic:
         self.settings = pg.CriticConfig.from_args(args)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [model])
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"critic": self.model, "critic_optimizer": self.optimizer}
+
     def with_estimates(
         self, samples: Sequence[pg.Sample], rewards: Sequence[float]
     ) -> list[pg.Sample]:
@@ -87,27 +91,14 @@ class Critic:
         config: pg.PolicyLossConfig,
         plan: pg.StepPlan,
         batches: Sequence[PackedBatch],
-        share_of_lr: float,
+        policy_lr: float,
     ) -> ValueReport:
-        """One optimizer step on the policy's micro-batches: the metrics of this rank."""
+        """One optimizer step on the policy's micro-batches, its rate warmed up and decayed as the policy's."""
         step = ValueStep(config, self.settings, plan, model=self.model)
-
-        def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-            head = step.head(next(batch_iterator))
-            return model(**head.model_inputs), head.loss_func
-
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        schedule_output = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.model,
-            num_microbatches=plan.num_microbatches,
-            seq_length=self.args.max_tokens_per_microbatch,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        schedule_output = run_micro_batches(step.head, batches, [self.model])
         for group in self.optimizer.param_groups:
-            group["lr"] = self.args.critic_lr * share_of_lr
+            group["lr"] = self.args.critic_lr * policy_lr / (self.args.lr or 1.0)
         self.optimizer.step()
         return step.report(schedule_output)

@@ -156,10 +156,7 @@ class Run:
     def train_step(
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
-        """One optimizer step on this data-parallel rank's samples: the metrics, equal on every rank.
-
-        Where there is a critic, it takes one too, on the same micro-batches.
-        """
+        """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
         context = {"cp_size": self.groups.context_size}
         max_tokens = self.args.max_tokens_per_microbatch
         samples = pg.accepted_samples(config, samples)
@@ -171,12 +168,11 @@ class Run:
         )
         if plan.totals.num_active_tokens == 0:
             return {}  # nothing is updated
-        batches = [
-            pg.pack([samples[i] for i in indices], cp_rank=self.groups.context_rank, **context).to(
-                self.device
-            )
+        packed = (
+            pg.pack([samples[i] for i in indices], cp_rank=self.groups.context_rank, **context)
             for indices in plan.microbatches
-        ]
+        )
+        batches = [batch.to(self.device) for batch in packed]
         step = PolicyStep(config, plan, model=self.model, vocab_size=self.tasks.vocabulary_size)
 
         def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -197,7 +193,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
-        report = self.critic and self.critic.train_step(config, plan, batches, lr / self.args.lr)
+        report = self.critic and self.critic.train_step(config, plan, batches, lr)
         metrics = step.metrics(schedule_output, critic=report)
         return {**metrics, "grad_norm": float(grad_norm), "learning_rate": lr}
 
@@ -208,8 +204,8 @@ class Run:
             self.reference = self._build_model()
             self.reference.load_state_dict(self.model.state_dict())
         if self.args.advantage == "gae":
-            self.critic = Critic(self.args, self._build_model(critic=True), self.groups)
-            self.worker.critic = self.critic
+            model = self._build_model(critic=True)
+            self.critic = self.worker.critic = Critic(self.args, model, self.groups)
 
     def with_reference(self, samples: list[pg.Sample]) -> list[pg.Sample]:
         """The samples with the reference's log-probs, where the loss has a KL term."""
@@ -240,8 +236,7 @@ class Run:
 
     def _parts(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
-        if self.critic is not None:
-            parts |= {"critic": self.critic.model, "critic_optimizer": self.critic.optimizer}
+        parts |= self.critic.parts if self.critic else {}
         return {name: part for name, part in parts.items() if part is not None}
 
 

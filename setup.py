@@ -44,7 +44,11 @@ setup(
     package_data={"megatron_pg": ["py.typed", "migrate/*.toml"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.6", "numpy>=1.26"],
-    entry_points={"console_scripts": ["megatron-pg = megatron_pg.cli:main"]},
+    entry_points={
+        "console_scripts": ["megatron-pg = megatron_pg.cli:main"],
+        # verl imports every entry point of this group when it is imported itself.
+        "verl.plugins": ["megatron_pg = megatron_pg.integrations.verl_plugin"],
+    },
     extras_require={
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]>=2.11"],

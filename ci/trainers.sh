@@ -11,7 +11,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # name, repository, commit
 COMMITS="slime https://github.com/THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515
-miles https://github.com/radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
+miles https://github.com/radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
+ROLL https://github.com/alibaba/ROLL 8eb27cc2dc34c4d1310b169d9b86d339004d811a"
 
 if [ "${1:-}" = --clone ]; then
     TRAINERS="${2:?bash ci/trainers.sh --clone FOLDER: which folder?}"

@@ -1,4 +1,4 @@
-"""The command `megatron-pg`: `explain`, `check` and `migrate`."""
+"""The command `megatron-pg`: `explain`, `check`, `migrate` and `integrations`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ commands:
   explain   which objective am I really optimizing? (weights of a token under each aggregation)
   check     is the gradient the same however the step is sharded? (run it under your own launcher)
   migrate   what does my launch line of slime, miles, verl or NeMo-RL compute, and where is that off?
+  integrations verl   does the installed verl see this package, and what has it registered?
 
 examples:
   megatron-pg explain --lengths 200,4000,12000 --group-size 8 --pg-loss-divisor 8192
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megatron_pg.migrate import main as migrate
 
         return migrate(given[1:])
+    if given[:1] == ["integrations"]:
+        from megatron_pg.integrations.verl_report import main as integrations
+
+        return integrations(given[1:])
     parser = build_parser()
     if not given:
         parser.print_help()
@@ -64,5 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
     )
-    parser.add_argument("command", choices=["explain", "check", "migrate"], help="see below")
+    commands = ["explain", "check", "migrate", "integrations"]
+    parser.add_argument("command", choices=commands, help="see below")
     return parser

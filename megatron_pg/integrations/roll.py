@@ -1,0 +1,119 @@
+"""The four aggregations inside ROLL's RLVR pipeline, unmodified: worker classes for its `worker_cls`.
+
+    actor_train:
+      worker_cls: megatron_pg.integrations.roll.PromptMeanActorWorker
+    loss_agg_mode: seq-mean-token-mean
+
+Importing this imports ROLL. What ROLL does with a loss (read in commit 8eb27cc), DP the data-parallel size, M the
+micro-batches, V the samples of the step with an active token, m the mask after the filters of the loss:
+
+1. `roll/pipeline/rlvr/actor_worker.py`, `loss_func`: gathers the log-probs over context parallelism and aggregates
+   policy loss, KL and entropy by `loss_agg_mode`, with the totals of the step over data parallelism. The policy loss alone
+   is multiplied, per sample, by what `compute_sample_weights` gives.
+2. `roll/distributed/strategy/megatron_strategy.py`, `inner_forward_step`: returns `loss * M * DP`, which Megatron turns
+   into the sum of the losses (a pair: times CP, over M and DP * CP; the gathered log-probs carry gradient for this
+   rank's own part). `calculate_per_token_loss` with this pair is an unnormalised sum: refused here.
+3. `roll/utils/functionals.py`, `agg_loss`: `seq-mean-token-mean` is `1 / V * sum over samples of f_i * (sum m x) /
+   (sum m)`, exact up to float32. `token-mean` never multiplies by the mask it is given, so tokens that a filter took out
+   stay in. `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.
+
+So with `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, w_i from the totals before the filters. KL and entropy
+are sample means over V. The prompt groups are told apart by their prompt tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.pipeline.rlvr.actor_worker import ActorWorker
+from torch import Tensor
+
+from megatron_pg.integrations.roll_weights import refuse_settings, sample_factors, step_weights
+from megatron_pg.megatron.trainer_globals import data_parallel_group
+
+WEIGHT = "megatron_pg_weight"
+"""Key of the batch under which a sample's weight travels into its micro-batch."""
+
+
+class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
+    """ROLL's worker with the sample weights of one aggregation."""
+
+    aggregation: ClassVar[str]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def initialize(self, pipeline_config: Any) -> None:
+        """ROLL's own, with the settings checked before it and the weights made before each optimizer step.
+
+        Raises:
+            ValueError: a setting does not fit; a prompt's samples are split over optimizer steps (at that step).
+        """
+        self.divisor = refuse_settings(self.aggregation, pipeline_config)
+        super().initialize(pipeline_config)
+        model = getattr(self.strategy, "model", None)
+        if getattr(getattr(model, "config", None), "calculate_per_token_loss", False):
+            raise ValueError(
+                f"megatron_pg {self.aggregation} with calculate_per_token_loss in the model's config: ROLL returns no token "
+                "count, and Megatron would not divide at all; set it to false under actor_train.strategy_args.strategy_config"
+            )
+        self.strategy.train_step = functools.partial(self.weighted_step, self.strategy.train_step)
+        self.logger.info(f"megatron_pg: {self.aggregation} is on")
+
+    def weighted_step(self, train_step: Callable[..., Any], batch: Any, loss_func: Any) -> Any:
+        """One optimizer step of the strategy; every rank calls it with its data-parallel rank's samples."""
+        mask = batch.batch.get("final_response_mask", batch.batch["response_mask"][:, 1:])
+        batch.non_tensor_batch[WEIGHT] = step_weights(
+            self.aggregation,
+            mask.sum(dim=-1).tolist(),
+            self._prompts(batch) if self.aggregation == "prompt_mean" else None,
+            data_parallel_group(),
+            rollouts_per_prompt=self.pipeline_config.num_return_sequences_in_group,
+            divisor=self.divisor,
+        ).astype(object)
+        return train_step(batch=batch, loss_func=loss_func)
+
+    def _prompts(self, batch: Any) -> list[bytes]:
+        """The prompt's tokens of each sample."""
+        return [np.asarray(row).tobytes() for row in batch.batch["prompts"].cpu()]
+
+    def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
+        """The factors `[samples]` that ROLL's policy loss of a micro-batch is multiplied by.
+
+        Args:
+            data: the micro-batch.
+            response_mask: `[samples, response]`, the filters of the loss applied.
+        """
+        kept = data.batch.get("final_response_mask", response_mask) * response_mask
+        valid = data.meta_info["global_valid_samples"]
+        return sample_factors(
+            data.non_tensor_batch[WEIGHT],
+            kept,
+            valid.get("final_response_mask", valid["response_mask"]),
+        )
+
+
+class SampleMeanActorWorker(_AggregationActorWorker):
+    """The sample mean (GRPO) of the policy loss."""
+
+    aggregation = "sample_mean"
+
+
+class PromptMeanActorWorker(_AggregationActorWorker):
+    """The mean over prompt groups (DAPO's paper, ScaleRL) of the policy loss."""
+
+    aggregation = "prompt_mean"
+
+
+class TokenMeanActorWorker(_AggregationActorWorker):
+    """The token mean over the whole step of the policy loss."""
+
+    aggregation = "token_mean"
+
+
+class ConstantActorWorker(_AggregationActorWorker):
+    """Dr.GRPO's constant; L by the environment variable MEGATRON_PG_LOSS_AGGREGATION_DIVISOR of the worker."""
+
+    aggregation = "constant"

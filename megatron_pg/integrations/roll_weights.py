@@ -1,0 +1,122 @@
+"""Weights of a step for ROLL's worker, and the settings under which they are exact; needs nothing of ROLL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE, one_divisor
+
+
+def step_weights(
+    aggregation: str,
+    tokens: Sequence[int],
+    prompts: Sequence[bytes] | None,
+    group: dist.ProcessGroup | None,
+    *,
+    rollouts_per_prompt: int,
+    divisor: float | None,
+) -> np.ndarray[Any, Any]:
+    """What one active token of each sample of this rank weighs in the objective of the whole optimizer step.
+
+    Args:
+        aggregation: one of the four.
+        tokens: active tokens of each sample, in tokens, before any filter of the loss.
+        prompts: what tells the prompts apart, for `prompt_mean`.
+        group: the data-parallel group, every rank of which calls this once per step; None for one rank.
+        rollouts_per_prompt: how many samples of a prompt the pipeline asked for.
+        divisor: L of `constant`.
+
+    Returns:
+        `[samples]` float64.
+
+    Raises:
+        ValueError: a prompt's samples are split over optimizer steps.
+    """
+    mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
+    gathered: list[Any] = [mine]
+    if group is not None:
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, mine, group=group)
+    everything = [pair for of_rank in gathered for pair in of_rank]
+    num_samples, num_tokens = len(everything), sum(count for _, count in everything)
+    own = np.maximum(np.asarray(tokens, dtype=np.float64), 1.0)
+    if aggregation == "token_mean":
+        return np.full(len(own), 1.0 / max(num_tokens, 1))
+    if aggregation == "constant":
+        return np.full(len(own), 1.0 / (num_samples * float(divisor or 1.0)))
+    if aggregation == "sample_mean":
+        return 1.0 / (num_samples * own)
+    totals: dict[bytes, list[int]] = {}
+    for prompt, count in everything:
+        totals.setdefault(prompt, []).append(count)
+    split = sum(len(counts) % rollouts_per_prompt != 0 for counts in totals.values())
+    if split:
+        raise ValueError(
+            f"megatron_pg prompt_mean: {split} of the {len(totals)} prompts of this optimizer step have not all their "
+            f"{rollouts_per_prompt} samples (num_return_sequences_in_group) in it, and a prompt mean needs a group's tokens of "
+            "one step; let actor_train.training_args.per_device_train_batch_size times gradient_accumulation_steps times "
+            "data parallelism be the whole batch (rollout_batch_size times num_return_sequences_in_group)"
+        )
+    of_group = np.array([max(sum(totals[prompt]), 1) for prompt, _ in mine], dtype=np.float64)
+    return 1.0 / (len(totals) * of_group)
+
+
+def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
+    """What ROLL's `seq-mean-token-mean` must multiply a sample by, `[samples]` float32.
+
+    Args:
+        weights: of one token of each sample, from `step_weights`.
+        kept: `[samples, response]`, the mask that ROLL's loss sums over, filters applied.
+        valid_samples: what ROLL divides by.
+    """
+    per_token = torch.as_tensor(np.asarray(weights, dtype=np.float64), device=kept.device)
+    return (per_token * kept.sum(dim=-1) * valid_samples).float()
+
+
+def refuse_settings(
+    aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
+) -> float | None:
+    """Refuses what the aggregation cannot be computed with, before the model loads.
+
+    Args:
+        aggregation: one of the four.
+        config: ROLL's pipeline configuration.
+        environment: where L of `constant` is.
+
+    Returns:
+        L of `constant`, in tokens; None for the others.
+
+    Raises:
+        ValueError: a setting that does not fit, by ROLL's key.
+    """
+    name = f"megatron_pg {aggregation}"
+    if config.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"{name} with loss_agg_mode: {config.loss_agg_mode}: the weights are made for the mean over each sample, which KL "
+            "and entropy then have too; set loss_agg_mode: seq-mean-token-mean"
+        )
+    for key in ("difficulty_loss_weight", "length_loss_weight"):
+        if getattr(config, key, False):
+            raise ValueError(
+                f"{name} with {key}: true: these weights are made to add up to one per micro-batch, so the objective would "
+                f"depend on how the step is cut; set {key}: false"
+            )
+    if not getattr(config.actor_train, "apply_loss_scale", True):
+        raise ValueError(
+            f"{name} with actor_train.apply_loss_scale: false: the gradient would be divided by micro-batches and data "
+            "parallelism; set it to true"
+        )
+    if aggregation != "constant":
+        return None
+    return one_divisor(
+        {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE)},
+        name,
+        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0",
+    )

@@ -1,0 +1,268 @@
+"""The four aggregations inside verl, unmodified: policy losses and advantage estimators that it loads by itself.
+
+    actor_rollout_ref.actor.policy_loss.loss_mode=megatron_pg_prompt_mean
+    algorithm.adv_estimator=megatron_pg_prompt_mean_grpo        # for prompt_mean alone
+
+verl loads `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins` (verl 0.9.1,
+`verl/__init__.py`), which calls `register` here. `python -m megatron_pg integrations verl` says whether it did.
+
+What verl does with a policy loss (read in 0.9.1). x is the per-token loss, m the mask, n_j the tokens of micro-batch j
+with prompts, R = sum of n_j over data-parallel ranks and micro-batches:
+
+1. `workers/utils/losses.py`, `ppo_loss`: the log-probs of the whole micro-batch, gathered over context parallelism, go
+   to the policy loss with `config.global_batch_info`: `dp_size` = DP, `batch_num_tokens` = T and `global_batch_size` =
+   N, both of the whole mini-batch over data parallelism (T by all-reduce, N is `ppo_mini_batch_size * rollout.n`). Then
+   `loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl`.
+2. `models/mcore/util.py`, `postprocess_thd_engine`: what is gathered carries gradient for this rank's own part alone, so
+   the gradients of the CP ranks of one group add up to that of the loss.
+3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair.
+   Megatron multiplies a pair by CP, divides by M and averages over DP * CP: `1 / DP * sum of loss`.
+4. The same function where the model's config has `calculate_per_token_loss` (Megatron-Bridge forces it under context
+   parallelism): `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
+   `1 / DP * sum of loss * F`, with `F = R / (CP * sum of floor(n_j / CP))`.
+
+So a policy loss of `DP * sum of w m x` gives exactly `sum of w m x`, in the first mode always, in the second times F,
+one factor for every term and parameter. F is 1 where CP divides every n_j, and below `1 + M DP (CP - 1) / (R - M DP (CP
+- 1))` otherwise: 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. Nothing that a policy loss is given
+shows n_j, so F stays.
+
+w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. It multiplies the per-token loss of
+verl's own `vanilla` policy loss (PPO, dual clip, its metrics), as its `rollout_is_weights` does, under `token-sum`.
+
+A prompt group's tokens G_g are of the whole step, and the policy loss sees neither groups nor other ranks. The advantage
+estimator sees both, on the driver, once per step: `megatron_pg_prompt_mean_<name>` is verl's estimator <name> with its
+advantages times `N D_i / (P G_g)`. PPO's loss is homogeneous in the advantage, so with weight 1 / (N D_i) the objective
+is the prompt mean. That holds where the batch is one optimizer step, which is checked. The advantages carry a tag in
+their last two bits (2.4e-7 of their size), and the policy loss refuses those without it.
+
+KL and entropy terms are verl's own, by `actor.loss_agg_mode`, whatever the policy loss does: `seq-mean-token-mean` makes
+them sample means, as everywhere in this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_pg.integrations.verl_settings import find_divisor, refuse_estimator_settings
+from megatron_pg.loss.aggregation import AGGREGATIONS
+
+PREFIX = "megatron_pg_"
+"""Every name that is registered begins with it."""
+
+PROVEN_VERSIONS = ("0.9.1",)
+"""The versions of verl whose source the derivation was read in and whose functions the tests ran."""
+
+NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
+"""Estimators that verl hands further inputs to by their own name, and so not by ours."""
+
+TAG, TAG_BITS = 0b01, 0b11
+"""The last bits of an advantage that carries its prompt group's weight."""
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Registers the policy losses and the advantage estimators with the verl of this process; twice is once."""
+    import verl
+    from verl.trainer.ppo import core_algos
+
+    if verl.__version__ not in PROVEN_VERSIONS:
+        logger.warning(
+            "megatron_pg: verl %s is none of %s, in which the scale of a policy loss was read: run tests/trainers with "
+            "it before you rely on the aggregation",
+            verl.__version__,
+            ", ".join(PROVEN_VERSIONS),
+        )
+    for aggregation in AGGREGATIONS:
+        core_algos.register_policy_loss(PREFIX + aggregation)(
+            functools.partial(policy_loss, aggregation)
+        )
+    for name in sorted(set(core_algos.ADV_ESTIMATOR_REGISTRY) - NEED_MORE):
+        ours = f"{PREFIX}prompt_mean_{name}"
+        if not name.startswith(PREFIX) and ours not in core_algos.ADV_ESTIMATOR_REGISTRY:
+            core_algos.register_adv_est(ours)(functools.partial(prompt_mean_advantages, name))
+
+
+def policy_loss(
+    aggregation: str,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """A policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
+
+    Args:
+        aggregation: one of the four.
+        old_log_prob, log_prob, advantages, response_mask: `[samples, response]`.
+        loss_agg_mode: verl's own, which this loss does not follow.
+        config: verl's `ActorConfig`.
+        rollout_is_weights: `[samples, response]`, or None.
+
+    Returns:
+        The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's `vanilla`.
+
+    Raises:
+        ValueError: settings that the aggregation cannot be computed with, by verl's key.
+    """
+    from verl.trainer.ppo import core_algos
+
+    if getattr(config.engine, "dynamic_context_parallel", False):
+        raise ValueError(
+            f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
+            "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
+        )
+    divisor = find_divisor(config.loss_scale_factor) if aggregation == "constant" else None
+    if aggregation == "prompt_mean":
+        _refuse_untagged(advantages, response_mask)
+    weights = token_weights(aggregation, response_mask, config.global_batch_info, divisor)
+    if rollout_is_weights is not None:
+        weights = weights * rollout_is_weights
+    return core_algos.get_policy_loss_fn("vanilla")(  # type: ignore[no-any-return]
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode="token-sum",
+        config=config,
+        rollout_is_weights=weights,
+    )
+
+
+def token_weights(
+    aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
+) -> Tensor:
+    """What one token of each sample weighs, `[samples, 1]` float32; of a group's mean, without the group's part.
+
+    Args:
+        aggregation: one of the four.
+        response_mask: `[samples, response]` bool, of whole samples.
+        totals: verl's `global_batch_info`: `global_batch_size` N and `batch_num_tokens` T of the optimizer step.
+        divisor: L of `constant`.
+
+    Raises:
+        ValueError: verl did not fill in the total that is needed.
+    """
+    needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
+    count: float | None = totals.get(needed)
+    if count is None:
+        raise ValueError(
+            f"policy_loss.loss_mode={PREFIX}{aggregation}: verl's global_batch_info has no {needed}, the count of the whole "
+            "optimizer step that the loss is divided by; this trainer class does not set it"
+        )
+    tokens: Tensor = response_mask.sum(dim=-1, keepdim=True).clamp(min=1).float()
+    if aggregation == "token_mean":
+        return torch.full_like(tokens, 1.0 / max(count, 1))
+    inner = tokens if divisor is None else torch.full_like(tokens, divisor)
+    return torch.reciprocal(inner * count)
+
+
+def prompt_mean_advantages(
+    base: str,
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    index: Any = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """An advantage estimator as verl calls it, on the driver, once per training step.
+
+    Args:
+        base: the name of verl's estimator.
+        token_level_rewards, response_mask: `[samples, response]`.
+        config: verl's `algorithm` section, a part of the whole configuration.
+        index: `[samples]` the prompt of each, verl's `uid`.
+        more: what else verl hands to its estimators.
+
+    Returns:
+        The advantages `[samples, response]` float32 with the weight of each sample's prompt group and the tag, and the
+        returns of verl's estimator as they are.
+
+    Raises:
+        ValueError: settings that a prompt mean cannot be computed with, by verl's key.
+    """
+    from verl.trainer.ppo import core_algos
+
+    refuse_estimator_settings(base, config, len(response_mask), index)
+    if base == "grpo":  # which verl itself calls with this setting and without the others
+        more["norm_adv_by_std_in_grpo"] = config.get("norm_adv_by_std_in_grpo", True)
+    advantages, returns = core_algos.get_adv_estimator_fn(base)(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        config=config,
+        index=index,
+        **more,
+    )
+    factors, num_groups = group_factors(response_mask, np.asarray(index))
+    _announce(num_groups, len(response_mask))
+    factors = factors.to(advantages.device)
+    return _tagged(advantages * factors.to(torch.float32)[:, None]), returns
+
+
+def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
+    """The factor `N D_i / (P G_g)` of each sample and P.
+
+    Args:
+        response_mask: `[samples, response]` of the whole optimizer step.
+        index: `[samples]` the prompt of each. verl's padding samples (uid `pad` and 32 hexadecimal digits, no active
+            token) are in its N and in no prompt group.
+
+    Returns:
+        `[samples]` float64, 0 for a sample without active tokens, and the prompt groups.
+    """
+    tokens = response_mask.sum(dim=-1).double().cpu().numpy()
+    groups, of_sample = np.unique([str(uid) for uid in index], return_inverse=True)
+    of_group = np.bincount(of_sample, weights=tokens, minlength=len(groups))
+    padding = [
+        name.startswith("pad") and len(name) == 35 and not total
+        for name, total in zip(groups, of_group, strict=True)
+    ]
+    num_groups = max(len(groups) - sum(padding), 1)
+    factors = len(tokens) * tokens / (num_groups * np.maximum(of_group, 1)[of_sample])
+    return torch.from_numpy(factors), num_groups
+
+
+def _tagged(advantages: Tensor) -> Tensor:
+    """The same advantages in float32 with the tag in their last bits; zeros stay zeros."""
+    bits = advantages.to(torch.float32).contiguous().view(torch.int32)
+    return torch.where(bits << 1 == 0, bits, bits & ~TAG_BITS | TAG).view(torch.float32)
+
+
+def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
+    """Refuses advantages that no estimator of this module made; looked at once in a process."""
+    global _seen_tagged
+    if _seen_tagged:
+        return
+    bits = advantages.float().contiguous().view(torch.int32)
+    looked_at = (bits << 1 != 0) & response_mask.bool()
+    if bool((looked_at & (bits & TAG_BITS != TAG)).any()):
+        raise ValueError(
+            f"policy_loss.loss_mode={PREFIX}prompt_mean without its advantage estimator: the advantages do not carry the "
+            f"weight of their prompt groups; set algorithm.adv_estimator={PREFIX}prompt_mean_grpo, or one of the others that "
+            "`python -m megatron_pg integrations verl` lists"
+        )
+    _seen_tagged = bool(looked_at.any())
+
+
+_seen_tagged = False
+
+
+@functools.cache
+def _announce(num_groups: int, num_samples: int) -> None:
+    """Says once for each size of a step that the prompt mean is on; verl shows warnings."""
+    logger.warning(
+        "megatron_pg: prompt_mean is on: %d prompt groups, %d samples in the step",
+        num_groups,
+        num_samples,
+    )

@@ -1,0 +1,91 @@
+"""`python -m megatron_pg integrations verl`: is the plugin seen by the installed verl, and what did it register?
+
+verl imports its plugins when it is imported, and logs an import that fails at DEBUG level alone. So the command imports
+verl for real, in the Python it is called with, and listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+MODULE = "megatron_pg.integrations.verl_plugin"
+
+
+class _Heard(logging.Handler):
+    """Keeps what verl says about plugins that it could not load."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "plugin" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report.
+
+    Returns:
+        0 where verl has all four policy losses and an estimator for prompt_mean, 1 otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-pg integrations", description="Is this package seen by a trainer?"
+    )
+    parser.add_argument("trainer", choices=["verl"], help="the trainer to import and to ask")
+    parser.parse_args(arguments)
+    if importlib.util.find_spec("verl") is None:
+        print("verl: not installed in this Python")
+        return 1
+    named = [point for point in entry_points(group="verl.plugins") if point.value == MODULE]
+    if not named:
+        print(
+            f"plugin: no entry point of the group verl.plugins names {MODULE}; install this package again (pip install)"
+        )
+    heard = _Heard()
+    log = logging.getLogger("verl")
+    level = log.level
+    log.addHandler(heard)
+    log.setLevel(logging.DEBUG)
+    try:
+        import verl
+    except Exception as error:  # whatever verl's import needs and does not find
+        print(f"verl: its import fails: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        log.removeHandler(heard)
+        log.setLevel(level)
+    print(f"verl: {verl.__version__}, {os.path.dirname(str(verl.__file__))}")
+    if named:
+        policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+        print(f"plugin: entry point {named[0].name} ({MODULE}); VERL_USE_EXTERNAL_PLUGINS={policy}")
+    for message in heard.messages:
+        print(f"plugin: verl says: {message}")
+    return _registered()
+
+
+def _registered() -> int:
+    """Prints what verl's registries hold of ours, and says whether it is all."""
+    from verl.trainer.ppo import core_algos
+
+    from megatron_pg.integrations.verl import PREFIX, PROVEN_VERSIONS
+    from megatron_pg.loss.aggregation import AGGREGATIONS
+
+    print(f"versions that were proven: {', '.join(PROVEN_VERSIONS)}")
+    wanted = {
+        "policy losses (actor_rollout_ref.actor.policy_loss.loss_mode)": core_algos.POLICY_LOSS_REGISTRY,
+        "advantage estimators (algorithm.adv_estimator)": core_algos.ADV_ESTIMATOR_REGISTRY,
+    }
+    ours = {
+        what: sorted(name for name in registry if name.startswith(PREFIX))
+        for what, registry in wanted.items()
+    }
+    for what, names in ours.items():
+        print(f"{what}: {', '.join(names) or 'none'}")
+    losses, estimators = ours.values()
+    return 0 if len(losses) == len(AGGREGATIONS) and estimators else 1

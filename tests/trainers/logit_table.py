@@ -1,0 +1,103 @@
+"""A step of samples and a model that is a table of their logits, for the tests on trainers' own code.
+
+Every token of the step has an id of its own, and the model a row of logits for each id: the gradient of the table is the
+gradient of every logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from tests.oracle import PlainSample
+
+ROLLOUTS_PER_PROMPT = 3
+
+
+def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:
+    """Samples by prompt length and mask, three to a prompt group, with a token id for each position of the step."""
+    generator = torch.Generator().manual_seed(7)
+    samples, next_id = [], 1
+    for number, (prompt, mask) in enumerate(lengths):
+        total = prompt + len(mask)
+
+        def numbers(size: int = len(mask)) -> list[float]:
+            return (-4.5 + torch.rand(size, generator=generator)).tolist()
+
+        samples.append(
+            PlainSample(
+                tokens=list(range(next_id, next_id + total)),
+                response_length=len(mask),
+                loss_mask=mask,
+                advantages=[],
+                old_log_probs=numbers(),
+                ref_log_probs=numbers(),
+                group_index=number // ROLLOUTS_PER_PROMPT,
+            )
+        )
+        next_id += total
+    return samples
+
+
+def vocabulary(samples: list[PlainSample]) -> int:
+    return max(sample.tokens[-1] for sample in samples) + 1
+
+
+def logits_of(samples: list[PlainSample]) -> Tensor:
+    """The table [token id, vocabulary]; row 0 is that of padding."""
+    size = vocabulary(samples)
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(3))
+
+
+def table_under_ddp(
+    logits: Tensor, per_token: bool, context: int = 1, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The table of logits as a Megatron model under Megatron's DDP, which gives logits of that dtype."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.enums import ModelType
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    class Table(MegatronModule):
+        def __init__(self, config: TransformerConfig) -> None:
+            super().__init__(config)
+            self.model_type, self.vp_stage = ModelType.encoder_or_decoder, None
+            self.pre_process = self.post_process = True
+            self.share_embeddings_and_output_weights = False
+            self.weight = torch.nn.Parameter(logits.clone())
+
+        def set_input_tensor(self, input_tensor: Any) -> None: ...
+
+        def forward(self, input_ids: Tensor, **ignored: Any) -> Tensor:
+            return self.weight[input_ids].to(dtype)
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        calculate_per_token_loss=per_token,
+        context_parallel_size=context,
+        use_cpu_initialization=True,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, ddp, Table(config))
+
+
+def initialize(context: int) -> None:
+    """Megatron's process groups anew, data parallel beside context parallel."""
+    from megatron.core import parallel_state
+
+    enable_cpu_runtime()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=context)

@@ -1,0 +1,154 @@
+"""The four aggregations inside ROLL's own unmodified code: every logit's gradient against float64 loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.distributed.launch import run_ranks
+from tests.oracle import Objective
+
+from .logit_table import logits_of, step_of
+from .roll_source import find_roll
+from .roll_step import (
+    CLIP,
+    CLIP_C,
+    CLIP_HIGH,
+    DIVISOR,
+    ENTROPY_COEF,
+    KL_COEF,
+    Case,
+    gradients,
+    rollout_log_probs,
+)
+
+missing = find_roll()
+pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+TOLERANCE = 1e-6
+LENGTHS = [
+    (2, [1, 1, 1, 0, 0, 1]),
+    (3, [1, 1, 1]),
+    (2, [0, 0]),
+    (1, [1]),
+    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
+    (2, [1, 0, 1, 1]),
+    (3, [1] * 7),
+    (1, [1, 1, 1]),
+    (2, [0, 1, 1, 1]),
+    (2, [1, 1]),
+    (3, [1, 0, 1, 1]),
+    (2, [1]),
+]
+CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+"""The context-parallel size of one process, of two, and of two that are data parallel."""
+
+
+def a_step() -> list[oracle.PlainSample]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        dataclasses.replace(
+            sample,
+            advantages=[torch.randn((), generator=generator).item()] * sample.response_length,
+        )
+        for sample in step_of(LENGTHS)
+    ]
+
+
+def cases(context: int) -> list[Case]:
+    of = functools.partial(Case, context=context)
+    return [
+        *(of(mode) for mode in oracle.AGGREGATIONS),
+        *(of(mode, with_terms=False, filtered=True) for mode in oracle.AGGREGATIONS),
+        *(of(mode, breakage="divisor") for mode in oracle.AGGREGATIONS),
+        *(of("prompt_mean", breakage=name) for name in ("length", "window")),
+    ]
+
+
+def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
+    """The gradient of every logit by plain loops in float64; a filter empties the numerator, not the divisor."""
+    objective = Objective(
+        loss_aggregation=case.aggregation,
+        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
+        eps_clip=CLIP,
+        eps_clip_high=CLIP_HIGH,
+        eps_clip_c=CLIP_C,
+        kl_loss_type="low_var_kl",
+    )
+    table = logits_of(step).double().requires_grad_()
+    logits = [table[sample.tokens] for sample in step]
+    if case.filtered:
+        loss = filtered_loss(step, logits, objective)
+    else:
+        result = oracle.policy_loss(step, logits, objective)
+        with_tokens = sum(1 for sample in step if sum(sample.loss_mask))
+        # ROLL's mean of KL and entropy is over the samples that have a token.
+        terms = KL_COEF * result.kl_loss - ENTROPY_COEF * result.entropy
+        loss = result.pg_loss + terms * len(step) / with_tokens
+    loss.backward()
+    assert table.grad is not None
+    return table.grad
+
+
+def filtered_loss(
+    step: list[oracle.PlainSample], logits: list[Tensor], objective: Objective
+) -> Tensor:
+    """The policy loss where the token filter keeps what training and rollout engine agree on."""
+    losses = []
+    for sample, rows, infer in zip(step, logits, rollout_log_probs(step), strict=True):
+        of_sample = []
+        for token in range(sample.response_length):
+            position = sample.prompt_length + token
+            log_prob, _ = oracle.log_prob_and_entropy(rows[position - 1], sample.tokens[position])
+            ratio = oracle.probability_ratio(log_prob, sample.old_log_probs[token])
+            loss = oracle.ppo_token_loss(ratio, sample.advantages[token], objective)
+            kept = abs(sample.old_log_probs[token] - infer[token]) < 0.5
+            of_sample.append(loss if kept else 0.0 * loss)
+        losses.append(torch.stack(of_sample))
+    return oracle.aggregate(
+        step, losses, objective.loss_aggregation, objective.loss_aggregation_divisor
+    )
+
+
+def difference(found: Tensor, reference: Tensor) -> float:
+    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+@functools.cache
+def two_ranks() -> list[list[Tensor]]:
+    return run_ranks(gradients, 2, a_step(), cases(2) + cases(1), timeout=400.0)
+
+
+@functools.cache
+def outcomes(cut: str) -> list[tuple[Case, list[Tensor]]]:
+    """Each case and its gradient on every rank."""
+    of_cut = cases(CUTS[cut])
+    if cut == "one":
+        return [(c, [g]) for c, g in zip(of_cut, gradients(a_step(), of_cut), strict=True)]
+    first = slice(0, len(of_cut)) if cut == "cp_2" else slice(len(of_cut), None)
+    found = [of_rank[first] for of_rank in two_ranks()]
+    return [(c, list(g)) for c, *g in zip(of_cut, *found, strict=True)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_logits_gradient(cut):
+    step = a_step()
+    sound = [(case, ranks) for case, ranks in outcomes(cut) if not case.breakage]
+    assert len(sound) == 8
+    for case, ranks in sound:
+        for found in ranks:
+            assert difference(found, expected(case, step)) <= TOLERANCE, case
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_mutants_fail(cut):
+    step = a_step()
+    mutants = [(case, ranks) for case, ranks in outcomes(cut) if case.breakage]
+    assert len(mutants) == 6
+    for case, (found, *_) in mutants:
+        assert difference(found, expected(case, step)) > 20 * TOLERANCE, case

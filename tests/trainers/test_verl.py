@@ -1,0 +1,226 @@
+"""The four aggregations inside verl's own unmodified code: every logit's gradient against float64 loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracle
+from tests.distributed.launch import run_ranks
+from tests.oracle import Objective
+
+from .logit_table import logits_of, step_of, vocabulary
+from .verl_source import find_verl
+from .verl_step import (
+    CLIP,
+    CLIP_C,
+    CLIP_HIGH,
+    ENTROPY_COEF,
+    KL_COEF,
+    Case,
+    gradients,
+    verl_advantages,
+)
+
+missing = find_verl()
+pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+ROOT = Path(__file__).parents[2]
+DIVISOR = 8
+TOLERANCE = 1e-6
+# Tool tokens inside, a sample without active tokens, and micro-batches of an even number of tokens: see `test_the_floor`.
+STEP = [
+    (2, [1, 1, 1, 0, 0, 1]),
+    (3, [1, 1, 1]),
+    (2, [0, 0]),
+    (1, [1]),
+    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
+    (2, [1, 0, 1, 1]),
+    (3, [1] * 7),
+    (1, [1, 1, 1]),
+    (2, [0, 1, 1, 1]),
+    (2, [1, 1]),
+    (3, [1, 0, 1, 1]),
+    (2, [1]),
+]
+OURS = tuple(f"megatron_pg_{aggregation}" for aggregation in oracle.AGGREGATIONS)
+THEIRS = {
+    "sample_mean": "seq-mean-token-mean",
+    "token_mean": "token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
+"""verl's own settings that are one of the four already."""
+
+
+CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+"""The context-parallel size of one process, of two, and of two that are data parallel."""
+
+
+def cases(context: int) -> list[Case]:
+    """Ours in both of Megatron's modes, with KL and entropy; verl's own, without; then the mutants."""
+    of = functools.partial(Case, context=context, loss_scale_factor=DIVISOR)
+    return [
+        *(of(mode, per_token=per_token) for mode in OURS for per_token in (False, True)),
+        *(of("vanilla", loss_agg_mode=mode, with_terms=False) for mode in THEIRS.values()),
+        *(of(mode, breakage="divisor") for mode in OURS),
+        *(of("megatron_pg_sample_mean", breakage=name) for name in ("length", "window")),
+        of("megatron_pg_prompt_mean", breakage="window"),
+    ]
+
+
+def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
+    """The gradient of every logit by plain loops in float64."""
+    own = {mode: aggregation for aggregation, mode in THEIRS.items()}
+    aggregation = case.loss_mode.removeprefix("megatron_pg_")
+    if case.loss_mode == "vanilla":
+        aggregation = own[case.loss_agg_mode]
+    grpo = verl_advantages(step, dataclasses.replace(case, loss_mode="vanilla"))
+    step = [
+        dataclasses.replace(sample, advantages=row[: sample.response_length].tolist())
+        for sample, row in zip(step, grpo, strict=True)
+    ]
+    objective = Objective(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        eps_clip=CLIP,
+        eps_clip_high=CLIP_HIGH,
+        eps_clip_c=CLIP_C,
+        kl_loss_coef=KL_COEF if case.with_terms else 0.0,
+        kl_loss_type="low_var_kl",
+        entropy_coef=ENTROPY_COEF if case.with_terms else 0.0,
+    )
+    table = logits_of(step).double().requires_grad_()
+    oracle.policy_loss(step, [table[s.tokens] for s in step], objective).loss.backward()
+    assert table.grad is not None
+    return table.grad
+
+
+def difference(found: Tensor | str, reference: Tensor) -> float:
+    assert isinstance(found, Tensor), found
+    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+@functools.cache
+def two_ranks() -> list[list[Tensor | str]]:
+    """By rank, the gradients of all cases that take two processes."""
+    return run_ranks(gradients, 2, step_of(STEP), cases(2) + cases(1), timeout=400.0)
+
+
+@functools.cache
+def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
+    """Each case's gradient on every rank."""
+    step = step_of(STEP)
+    if cut == "one":
+        return {
+            case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)
+        }
+    first = slice(0, len(cases(2))) if cut == "cp_2" else slice(len(cases(2)), None)
+    found = [of_rank[first] for of_rank in two_ranks()]
+    return {case: list(of_case) for case, *of_case in zip(cases(CUTS[cut]), *found, strict=True)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_logits_gradient(cut):
+    step, looked_at = step_of(STEP), 0
+    for case, ranks in outcomes(cut).items():
+        if case.breakage:
+            continue
+        for found in ranks:
+            assert difference(found, expected(case, step)) <= TOLERANCE, case
+            looked_at += 1
+    assert looked_at == 11 * (1 if cut == "one" else 2)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_mutants_fail(cut):
+    step = step_of(STEP)
+    mutants = {case: ranks for case, ranks in outcomes(cut).items() if case.breakage}
+    assert len(mutants) == 7
+    for case, (found, *_) in mutants.items():
+        assert difference(found, expected(case, step)) > 20 * TOLERANCE, case
+
+
+def test_modes_differ():
+    step = step_of(STEP)
+    sample_mean = expected(Case("megatron_pg_sample_mean"), step)
+    for mode in OURS[1:]:
+        assert difference(expected(Case(mode), step), sample_mean) > 0.05
+
+
+def test_the_floor():
+    """verl counts `tokens // CP` of a micro-batch: the factor that the docs give, for every term."""
+    step = step_of([(2, [1, 1, 1]), (2, [1, 1, 0, 1]), (1, [1, 1, 1, 1, 1, 1])])
+    case = Case("megatron_pg_sample_mean", per_token=True, context=2, micro_batch_size=1)
+    tokens = [len(sample.tokens) for sample in step]
+    factor = sum(tokens) / (2 * sum(n // 2 for n in tokens))
+    assert tokens == [5, 6, 7] and factor == 18 / 16
+    for (found,) in run_ranks(gradients, 2, step, [case], timeout=400.0):
+        assert difference(found, factor * expected(case, step)) <= TOLERANCE
+
+
+def refusal(case: Case) -> str:
+    (found,) = gradients(step_of(STEP), [case])
+    assert isinstance(found, str)
+    return found
+
+
+def test_refusals(monkeypatch):
+    from megatron_pg.integrations import verl as ours
+
+    monkeypatch.setattr(ours, "_seen_tagged", False)
+
+    class Unfolded(Case):
+        estimator = "grpo"
+
+    message = refusal(Unfolded("megatron_pg_prompt_mean"))
+    assert "algorithm.adv_estimator=megatron_pg_prompt_mean_grpo" in message
+    assert "loss_scale_factor" in refusal(Case("megatron_pg_constant"))
+
+    class Folded(Case):
+        estimator = "megatron_pg_prompt_mean_grpo"
+
+    message = refusal(Folded("vanilla"))
+    assert "policy_loss.loss_mode=megatron_pg_prompt_mean" in message
+
+
+def test_the_vocabulary_is_one_row_per_token():
+    step = step_of(STEP)
+    tokens = [token for sample in step for token in sample.tokens]
+    assert len(set(tokens)) == len(tokens) == vocabulary(step) - 1
+    assert torch.all(expected(Case("megatron_pg_sample_mean"), step)[0] == 0)
+
+
+def command(tmp_path: Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m megatron_pg integrations verl` of an installation with the entry points that setup.py has."""
+    build = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{before}\n"
+        "from tests.trainers.verl_source import find_verl; find_verl()\n"
+        "from megatron_pg.cli import main; sys.exit(main(['integrations', 'verl']))"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_the_command_sees_the_plugin(tmp_path):
+    done = command(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plugin: entry point megatron_pg" in done.stdout
+    assert f"loss_mode): {', '.join(sorted(OURS))}\n" in done.stdout
+    assert "megatron_pg_prompt_mean_grpo" in done.stdout
+
+
+def test_the_command_reports_what_verl_swallows(tmp_path):
+    done = command(tmp_path, "sys.modules['megatron_pg.integrations.verl_plugin'] = None")
+    assert done.returncode == 1
+    assert "verl says: Failed to load plugin 'megatron_pg'" in done.stdout
+    assert "loss_mode): none" in done.stdout

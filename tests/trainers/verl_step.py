@@ -1,0 +1,227 @@
+"""One optimizer step of verl on its own unmodified functions, and the gradient of every logit.
+
+verl's `MegatronEngineWithLMHead.forward_backward_batch` cuts the batch into micro-batches, packs and slices them over
+context parallelism, computes log-probs and entropy from logits, gathers, calls `ppo_loss`, scales, and hands all to
+Megatron's schedule, DDP and finalize_model_grads. Of the engine only `__init__` and the model are not verl's: the model
+is a table with a row of logits for each token of the step, every token having an id of its own, so that the gradient
+of the table is the gradient of every logit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from tests.oracle import PlainSample
+
+from .logit_table import ROLLOUTS_PER_PROMPT, initialize, logits_of, table_under_ddp
+
+KL_COEF, ENTROPY_COEF, CLIP, CLIP_HIGH, CLIP_C = 0.02, 0.02, 0.2, 0.28, 3.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: how it is cut and which of verl's settings it has."""
+
+    loss_mode: str
+    per_token: bool = False
+    context: int = 1
+    micro_batch_size: int = 2
+    loss_agg_mode: str = "seq-mean-token-mean"
+    loss_scale_factor: int | None = None
+    with_terms: bool = True
+    """Whether KL and entropy are in the loss."""
+    breakage: str = ""
+    """A mutant's name; see `broken`."""
+
+    @property
+    def estimator(self) -> str:
+        return "megatron_pg_prompt_mean_grpo" if "prompt_mean" in self.loss_mode else "grpo"
+
+
+def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
+    """[samples, response] by verl's compute_advantage, as its trainers call it on the driver."""
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    masks = torch.nested.nested_tensor(
+        [torch.tensor(s.loss_mask) for s in samples], layout=torch.jagged
+    ).to_padded_tensor(0)
+    rewards = torch.zeros(masks.shape)
+    rewards[:, 0] = torch.rand(len(samples), generator=torch.Generator().manual_seed(5))
+    config = OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": case.estimator},
+            "actor_rollout_ref": {
+                "actor": {
+                    "policy_loss": {"loss_mode": case.loss_mode},
+                    "ppo_mini_batch_size": len(samples) // ROLLOUTS_PER_PROMPT,
+                },
+                "rollout": {"n": ROLLOUTS_PER_PROMPT},
+            },
+        }
+    )
+    uids = np.array([f"prompt-{s.group_index}" for s in samples], dtype=object)
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": rewards, "response_mask": masks}, non_tensors={"uid": uids}
+    )
+    data = compute_advantage(data, case.estimator, config=config.algorithm)
+    return data.batch["advantages"]
+
+
+def batch_of(samples: list[PlainSample], advantages: Tensor, num_samples: int, case: Case) -> Any:
+    """The TensorDict that a data-parallel rank of verl trains on."""
+    from verl.utils import tensordict_utils as tu
+
+    def nested(rows: list[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.as_tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+        )
+
+    masks = nested([s.loss_mask for s in samples])
+    tensors = {
+        "input_ids": nested([s.tokens for s in samples]),
+        "prompts": nested([s.tokens[: s.prompt_length] for s in samples]),
+        "responses": nested([s.tokens[s.prompt_length :] for s in samples]),
+        "response_mask": masks,
+        "loss_mask": nested([s.loss_mask for s in samples]),
+        "old_log_probs": nested([s.old_log_probs for s in samples], torch.float32),
+        "ref_log_prob": nested([s.ref_log_probs for s in samples], torch.float32),
+        "advantages": nested(
+            [a[: s.response_length] for a, s in zip(advantages, samples, strict=True)]
+        ),
+        "temperature": torch.ones(len(samples)),
+    }
+    return tu.get_tensordict(
+        tensors,
+        {
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": case.micro_batch_size,
+            "global_batch_size": num_samples,
+            "calculate_entropy": case.with_terms,
+        },
+    )
+
+
+def actor_config(case: Case) -> Any:
+    from verl.workers.config import McoreActorConfig, PolicyLossConfig
+
+    return McoreActorConfig(
+        rollout_n=ROLLOUTS_PER_PROMPT,
+        ppo_micro_batch_size_per_gpu=case.micro_batch_size,
+        clip_ratio=CLIP,
+        clip_ratio_low=CLIP,
+        clip_ratio_high=CLIP_HIGH,
+        clip_ratio_c=CLIP_C,
+        loss_agg_mode=case.loss_agg_mode,
+        loss_scale_factor=case.loss_scale_factor,
+        policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
+        use_kl_loss=case.with_terms,
+        kl_loss_coef=KL_COEF,
+        entropy_coeff=ENTROPY_COEF if case.with_terms else 0.0,
+    )
+
+
+def verl_gradient(samples: list[PlainSample], case: Case) -> Tensor:
+    """The gradient of the table [token id, vocabulary]; every rank of the world calls it, in one case after another."""
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+    from verl.workers.utils.losses import ppo_loss
+
+    initialize(case.context)
+    with broken(case.breakage):
+        data_parallel = dist.get_world_size() // case.context
+        rank = dist.get_rank() // case.context
+        advantages = verl_advantages(samples, case)
+        share = len(samples) // data_parallel
+        mine = slice(rank * share, (rank + 1) * share)
+        data = batch_of(samples[mine], advantages[mine], len(samples), case)
+
+        model = table_under_ddp(logits_of(samples), case.per_token)
+
+        class Engine(MegatronEngineWithLMHead):
+            def _routed_num_tokens(self, data: Any) -> Tensor:
+                # A view of the batch's offsets, which verl copies to the GPU before it is reduced in place.
+                return super()._routed_num_tokens(data).clone()
+
+        engine = Engine.__new__(Engine)
+        engine.module, engine.tf_config, engine.enable_routing_replay = [model], model.config, False
+        engine.engine_config = SimpleNamespace(
+            context_parallel_size=case.context,
+            dynamic_context_parallel=False,
+            pad_bshd_to_minibatch_max=False,
+            use_remove_padding=True,
+            use_fused_kernels=False,
+            pad_to_length=False,
+            entropy_from_logits_with_chunking=False,
+        )
+        engine.model_config = SimpleNamespace(
+            mtp=SimpleNamespace(enable=False, enable_train=False),
+            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+            tokenizer=SimpleNamespace(pad_token_id=0),
+        )
+        model.zero_grad_buffer()
+        loss = functools.partial(ppo_loss, config=actor_config(case))
+        engine.forward_backward_batch(data, loss)
+        (parameter,) = model.parameters()
+        return parameter.main_grad.detach().clone()
+
+
+def gradients(samples: list[PlainSample], cases: list[Case]) -> list[Tensor | str]:
+    """What `verl_gradient` gives for each case on this rank, or the error that it raises."""
+    from .verl_source import find_verl
+
+    enable_cpu_runtime()
+    find_verl()
+    import megatron_pg.integrations.verl_plugin  # noqa: F401  what the entry point does
+
+    found: list[Tensor | str] = []
+    for case in cases:
+        try:
+            found.append(verl_gradient(samples, case))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@contextlib.contextmanager
+def broken(name: str) -> Iterator[None]:
+    """A mistake that the comparison must see: of the divisor, of the mask, or of the window."""
+    import verl.models.mcore.model_forward as forward
+
+    from megatron_pg.integrations import verl as ours
+
+    weights, gather = ours.token_weights, forward.postprocess_thd_engine
+
+    def of_lengths(aggregation: str, mask: Tensor, *args: Any) -> Tensor:
+        return weights(aggregation, torch.ones_like(mask), *args)
+
+    def turned(*args: Any, **kwargs: Any) -> Tensor:
+        rows = [row.roll(1) for row in gather(*args, **kwargs).unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    mutants: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "divisor": (ours, "token_weights", lambda *args: 1.0005 * weights(*args)),
+        "length": (ours, "token_weights", of_lengths),
+        "window": (forward, "postprocess_thd_engine", turned),
+    }
+    if not name:
+        yield
+        return
+    module, attribute, mutant = mutants[name]
+    original = getattr(module, attribute)
+    setattr(module, attribute, mutant)
+    try:
+        yield
+    finally:
+        setattr(module, attribute, original)

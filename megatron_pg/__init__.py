@@ -14,6 +14,7 @@ from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.loss.value_loss import value_loss
 from megatron_pg.step import StepCollector, StepPlan, plan_step
 from megatron_pg.step.advantages import filter_overlong, group_advantages
 from megatron_pg.step.batch import PackedBatch, pack
@@ -54,5 +55,6 @@ __all__ = [
     "step_totals",
     "validate_planning_args",
     "validate_policy_loss_args",
+    "value_loss",
     "whiten",
 ]

@@ -98,7 +98,7 @@ def set_parameters(model: Any) -> None:
                 whole += common if "position" in shard.name else lean
             else:
                 whole += common + lean
-        elif "output_layer" in shard.name:
+        elif "output_layer" in shard.name and whole.dim() > 1:
             whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
         elif whole.dim() == 1:
             whole *= 0.02

@@ -97,8 +97,6 @@ class MicroBatchLoss:
         pg_loss = inner_sum / self._policy_gradient.outer_count
         reported = {"pg_loss": pg_loss}
         loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
-        if config.divide_gradient_twice:
-            loss = pg_loss / self._policy_gradient.outer_count
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
@@ -107,7 +105,10 @@ class MicroBatchLoss:
             reported["entropy_loss"] = self._sample_mean(entropy)
             penalty = penalty - config.entropy_coef * reported["entropy_loss"]
         reported["loss"] = pg_loss + penalty
-        return loss + penalty, reported, replace(scored, corrected=corrected)
+        loss = loss + penalty
+        if config.divide_gradient_twice:
+            loss = loss / self._policy_gradient.outer_count
+        return loss, reported, replace(scored, corrected=corrected)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None

@@ -17,6 +17,7 @@ from megatron_pg.check import model as builder
 from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
+from megatron_pg.megatron import add_value_head
 
 NUM_EXPERTS = 4
 SHAPE = {
@@ -72,6 +73,8 @@ class ModelOptions:
     """Of the output layer, as `ColumnParallelLinear(bias=True)` makes one; the models themselves never ask for it."""
     hybrid: bool = False
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
+    value_head: bool = False
+    """A critic: a value head in the place of the output layer."""
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -123,10 +126,15 @@ def build_model(
         from .hybrid import hybrid_model as new_model
     if options.output_bias:
         new_model = functools.partial(with_output_bias, new_model)
+    whole_model = (
+        (lambda **keywords: add_value_head(new_model(**keywords)))
+        if options.value_head
+        else new_model
+    )
     return builder.build_model(
         check_options(sharding, options),
         config,
-        new_model,
+        whole_model,
         overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
     )

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from tests import oracle
+from tests.critic_oracle import with_values
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import float32, random_step
 
 DIVISOR = 8.0
 VOCAB_SIZE = 16
 NUM_SAMPLES = 20
+VALUE_CLIP = 0.5
 MICRO_BATCHES = 3
 
 
@@ -152,6 +154,18 @@ class Run:
         bins.append([last])
         padded = -(-count // multiple) * multiple
         return bins + [[] for _ in range(padded - filled)]
+
+
+@dataclass(frozen=True)
+class ValueRun(Run):
+    """One optimizer step of a critic, whose loss is aggregated as the policy's."""
+
+    def __str__(self) -> str:
+        return f"value loss, {super().__str__()}"
+
+    @property
+    def samples(self) -> list[PlainSample]:
+        return with_values(SHAPES[self.shape])
 
 
 AGGREGATIONS = oracle.AGGREGATIONS

@@ -95,6 +95,7 @@ def heads(trainer: Trainer) -> dict[str, HeadBuilder]:
         "--fused-lm-head --fp32-lm-head": of_config(
             PolicyLossConfig(fused_lm_head=True, fp32_lm_head=True)
         ),
+        "--fp32-lm-head": of_config(PolicyLossConfig(fp32_lm_head=True)),
         "logits bfloat16, our loss": of_config(PolicyLossConfig(), **as_computed),
         "logits as Float16Module gives them, our loss": of_config(PolicyLossConfig()),
         "logits as Float16Module gives them, Megatron's cross-entropy": megatron_cross_entropy,

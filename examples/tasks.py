@@ -19,6 +19,7 @@ from typing import Any
 import reasoning_gym
 import torch
 import torch.distributed as dist
+from critic import Critic
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -208,6 +209,7 @@ class RolloutWorker:
         self.args, self.model, self.tasks, self.groups = args, model, tasks, groups
         seed = args.seed + 100_003 * dist.get_rank(groups.data_with_context)
         self.generator = torch.Generator(device).manual_seed(seed)
+        self.critic: Critic | None = None
 
     def steps(self, number: int) -> Iterator[tuple[list[Sample], Means]]:
         """The optimizer steps of round `number`, this data-parallel rank's samples and the means over all ranks."""
@@ -215,9 +217,13 @@ class RolloutWorker:
         questions = self.tasks.batch(number, size)
         samples, rewards = self.collect(questions, self.args.n_samples_per_prompt, number * size)
         length = len(samples) // self.args.steps_per_round
-        for start in range(0, len(samples), length):
-            part = slice(start, start + length)  # whole prompt groups
-            yield samples[part], self.means(samples[part], rewards[part])
+        parts = [slice(start, start + length) for start in range(0, len(samples), length)]
+        of_steps = [samples[part] for part in parts]  # whole prompt groups
+        if self.critic:
+            # All by the critic as it is: later steps of the round see it trained.
+            of_steps = [self.critic.with_estimates(samples[part], rewards[part]) for part in parts]
+        for part, of_step in zip(parts, of_steps, strict=True):
+            yield of_step, self.means(of_step, rewards[part])
 
     def held_out_reward(self) -> float:
         """The share of the held-out questions answered rightly, one sampled answer each."""

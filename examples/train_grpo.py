@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from critic import Critic, add_advantage_args, check_advantage_args
 from megatron.core import distributed as megatron_ddp
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -34,6 +35,7 @@ import megatron_pg as pg
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
+    add_value_head,
     compute_log_probs,
     enable_cpu_runtime,
     torch_block_spec,
@@ -60,6 +62,7 @@ SIZES = {
 """Flags of whole numbers from 1 on: default and meaning."""
 NUMBERS = {
     "lr": (5e-4, "of reinforcement learning; warms up and decays to 0"),
+    "critic-lr": (1e-3, "of the critic of --advantage gae, likewise"),
     "warm-start-lr": (2e-3, "of the supervised steps"),
     "warm-start-corruption": (0.5, "share of the answers to imitate with two letters exchanged"),
     "warm-start-stutter": (0.0, "share with a letter said 1 to 6 times more"),
@@ -76,12 +79,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in --run-dir")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=1)
-    args = pg.add_policy_loss_args(parser).parse_args()
+    args = pg.add_policy_loss_args(add_advantage_args(parser)).parse_args()
     least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
     for name, lowest in least.items():
         if not lowest <= (value := getattr(args, name.replace("-", "_"))) < float("inf"):
             raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
     check_task_args(args)
+    check_advantage_args(args)
     fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)
     model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
@@ -113,12 +117,13 @@ class Run:
         self.groups = ParallelGroups.from_parallel_state()
         self.model = self._build_model()
         self.reference: torch.nn.Module | None = None
+        self.critic: Critic | None = None
         self.start_optimizer()
         self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
-    def _build_model(self) -> megatron_ddp.DistributedDataParallel:
-        """A GPT with learned positions."""
+    def _build_model(self, critic: bool = False) -> megatron_ddp.DistributedDataParallel:
+        """A GPT with learned positions; a critic is one that begins as the model, with a value head."""
         size = self.groups.tensor_size
         config = TransformerConfig(
             num_layers=self.args.num_layers,
@@ -138,6 +143,9 @@ class Run:
             vocab_size=-(-self.tasks.vocabulary_size // size) * size,
             max_sequence_length=self.tasks.longest_sequence(self.args.max_response_len),
         ).to(self.device)
+        if critic:
+            model.load_state_dict(self.model.module.state_dict())
+            add_value_head(model)
         ddp_config = megatron_ddp.DistributedDataParallelConfig()
         return megatron_ddp.DistributedDataParallel(config, ddp_config, model)
 
@@ -148,7 +156,7 @@ class Run:
     def train_step(
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
-        """One optimizer step on this data-parallel rank's samples: the metrics, equal on every rank."""
+        """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
         context = {"cp_size": self.groups.context_size}
         max_tokens = self.args.max_tokens_per_microbatch
         samples = pg.accepted_samples(config, samples)
@@ -160,10 +168,11 @@ class Run:
         )
         if plan.totals.num_active_tokens == 0:
             return {}  # nothing is updated
-        batches = [
+        packed = (
             pg.pack([samples[i] for i in indices], cp_rank=self.groups.context_rank, **context)
             for indices in plan.microbatches
-        ]
+        )
+        batches = [batch.to(self.device) for batch in packed]
         step = PolicyStep(config, plan, model=self.model, vocab_size=self.tasks.vocabulary_size)
 
         def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -174,7 +183,7 @@ class Run:
         self.optimizer.zero_grad()
         schedule_output = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([batch.to(self.device) for batch in batches]),
+            data_iterator=iter(batches),
             model=self.model,
             num_microbatches=plan.num_microbatches,
             seq_length=max_tokens,
@@ -184,7 +193,9 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
-        return {**step.metrics(schedule_output), "grad_norm": float(grad_norm), "learning_rate": lr}
+        report = self.critic and self.critic.train_step(config, plan, batches, lr)
+        metrics = step.metrics(schedule_output, critic=report)
+        return {**metrics, "grad_norm": float(grad_norm), "learning_rate": lr}
 
     def begin_reinforcement_learning(self) -> None:
         """The model as it is becomes the reference of a KL term, and the optimizer forgets."""
@@ -192,6 +203,9 @@ class Run:
         if self.config.kl_loss_coef:
             self.reference = self._build_model()
             self.reference.load_state_dict(self.model.state_dict())
+        if self.args.advantage == "gae":
+            model = self._build_model(critic=True)
+            self.critic = self.worker.critic = Critic(self.args, model, self.groups)
 
     def with_reference(self, samples: list[pg.Sample]) -> list[pg.Sample]:
         """The samples with the reference's log-probs, where the loss has a KL term."""
@@ -222,6 +236,7 @@ class Run:
 
     def _parts(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "reference": self.reference}
+        parts |= self.critic.parts if self.critic else {}
         return {name: part for name, part in parts.items() if part is not None}
 
 

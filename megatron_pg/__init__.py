@@ -5,6 +5,7 @@ Importing this package needs torch and NumPy. What touches Megatron is in `megat
 """
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
+from megatron_pg.config.critic import CriticConfig, add_critic_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -13,9 +14,11 @@ from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.loss.value_loss import value_loss
 from megatron_pg.step import StepCollector, StepPlan, plan_step
 from megatron_pg.step.advantages import filter_overlong, group_advantages
 from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.gae import gae, whiten
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals, step_totals
@@ -24,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AGGREGATIONS",
+    "CriticConfig",
     "PackedBatch",
     "PlanningConfig",
     "PolicyLossConfig",
@@ -33,9 +37,11 @@ __all__ = [
     "StepTotals",
     "TokenWindow",
     "accepted_samples",
+    "add_critic_args",
     "add_planning_args",
     "add_policy_loss_args",
     "filter_overlong",
+    "gae",
     "get_pg_loss_reducer",
     "group_advantages",
     "log_probs_and_entropy",
@@ -49,4 +55,6 @@ __all__ = [
     "step_totals",
     "validate_planning_args",
     "validate_policy_loss_args",
+    "value_loss",
+    "whiten",
 ]

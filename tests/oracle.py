@@ -36,6 +36,8 @@ class PlainSample:
     group_index: int | None = None
     rollout_id: int | None = None
     loss_weights: list[float] | None = None
+    old_values: list[float] | None = None
+    returns: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:

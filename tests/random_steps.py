@@ -141,6 +141,8 @@ def package_sample(sample: PlainSample) -> Sample:
         group_index=sample.group_index,
         rollout_id=sample.rollout_id,
         loss_weights=vector(sample.loss_weights),
+        old_values=vector(sample.old_values),
+        returns=vector(sample.returns),
         id_source="the test",
     )
 

@@ -14,7 +14,7 @@ from megatron.training import theoretical_memory_usage as megatron
 
 GIB = 2**30
 CHUNK_BYTES = 5 * GIB // 4
-"""Logits that `--fused-lm-head` holds at once."""
+"""Logits that `--fused-lm-head` holds at once, and their gradient that `--fp32-lm-head` rounds."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,13 @@ def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     activations = _activations(args)
     tokens = args.max_tokens_per_microbatch / args.context_parallel_size
     columns = args.vocab_size / args.tensor_model_parallel_size
-    # bfloat16 logits and the float32 copy of them that Megatron's Float16Module makes; the gradient takes its place.
-    logits = tokens * columns * 6
+    narrow = tokens * columns * 2
+    # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
+    # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
+    logits = 2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow)
     widths = 2 if args.fp32_lm_head else 1
     # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
-    fused_head = widths * min(tokens * columns * 2, CHUNK_BYTES) + tokens * args.hidden_size * 4
+    fused_head = widths * min(narrow, CHUNK_BYTES) + tokens * args.hidden_size * 4
     return MemoryEstimate(
         parameters=_states(_unsharded(args)) / 18,
         states=_states(args),

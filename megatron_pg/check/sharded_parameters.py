@@ -98,10 +98,10 @@ def set_parameters(model: Any) -> None:
                 whole += common if "position" in shard.name else lean
             else:
                 whole += common + lean
-        elif "output_layer" in shard.name:
-            whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
         elif whole.dim() == 1:
             whole *= 0.02
+        elif "output_layer" in shard.name:
+            whole = 0.3 / math.sqrt(whole.shape[1]) * (whole + _leaning(whole, PULL))
         elif "table" not in shard.name:
             whole *= 0.1 / math.sqrt(whole.shape[1])
             if "linear_qkv" in shard.name:

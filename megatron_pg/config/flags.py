@@ -137,9 +137,9 @@ def _word(field: Field, text: str) -> str:
 
 
 def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser refuse in one line, of one rank, which names the nearest flag that it has.
+    """Lets the parser refuse in one line, of one rank a node, which names the nearest flag that it has.
 
-    Megatron's usage is 700 lines long, and every rank would print it.
+    Megatron's usage is 700 lines long, and every rank would print it. Launch lines may differ from node to node.
     """
     if getattr(parser.error, "names_the_nearest", False):
         return
@@ -148,7 +148,7 @@ def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
         if message.startswith("unrecognized arguments"):
             for flag in re.findall(r"(?<!\S)--[\w-]+", message):
                 message += did_you_mean(flag, parser._option_string_actions)
-        is_first = os.environ.get("RANK", "0") == "0"
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         parser.exit(2, f"{parser.prog}: error: {message}\n" if is_first else None)
 
     error.names_the_nearest = True  # type: ignore[attr-defined]

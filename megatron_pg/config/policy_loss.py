@@ -21,7 +21,7 @@ from megatron_pg.config.fields import (
     refuse,
 )
 from megatron_pg.config.flags import read_args
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.rows import ANCHOR, TABLES
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
@@ -65,6 +65,12 @@ class PolicyLossConfig:
     policy_loss: str = "ppo"
     """Per-token loss, with r = exp(log_prob - old_log_prob)."""
 
+    ratio_anchor: Literal["old", "rollout"] = "old"
+    """Whose log-probs the ratio r is taken against, wherever r stands. old: old_log_probs, of the
+    policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled; then r
+    carries staleness and mismatch, the clip bounds them too, and old_log_probs are not read. Not
+    with use_tis."""
+
     eps_clip: Annotated[float, Interval(0, 1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
 
@@ -79,6 +85,20 @@ class PolicyLossConfig:
     cispo_lower_bound: bool = False
     """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A
     log_prob."""
+
+    sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
+    """Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off as
+    r leaves 1."""
+
+    sapo_tau_neg: Annotated[float, Interval(0)] = 1.05
+    """Temperature tau of sapo where A <= 0. Above 0."""
+
+    dppo_delta: Annotated[float | None, Interval(0, 1)] = None
+    """Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell.
+    Above 0, at most 1. Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
+
+    dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
+    """The same for a token with A > 0 whose probability rose. Unset: equal to dppo_delta."""
 
     kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight beta of the KL term: loss = pg + beta * sample_mean(kl). At least 0. Above 0 it needs
@@ -192,13 +212,14 @@ class PolicyLossConfig:
     with PolicyStep. Not with bshd."""
 
     fp32_lm_head: bool = False
-    """Logits with float32 accumulation and output from the model's bf16 operands. Needs
-    fused_lm_head."""
+    """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head
+    or, without it, in the model's own output layer: Megatron's ColumnParallelLinear, and a step built
+    with PolicyStep."""
 
     divide_gradient_twice: bool = False
-    """Differentiate inner sum / outer count^2 of the policy loss and report inner sum / outer count:
-    parity with a script that returns the mean over M documents to an engine that divides by M again
-    (DeepSpeed). KL and entropy terms keep their scale. Not with grad_divisor."""
+    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity
+    with a script that returns the mean over M documents to an engine that divides by M again
+    (DeepSpeed). Not with grad_divisor."""
 
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
     """Python API only. The reported loss is inner sum / outer count, the differentiated one inner
@@ -228,6 +249,11 @@ class PolicyLossConfig:
     def required_sample_fields(self) -> tuple[str, ...]:
         """Optional fields of `Sample` that every sample must carry under these settings."""
         return tuple(required_inputs(self))
+
+    @property
+    def changes_output_layer(self) -> bool:
+        """Whether the model's own output layer is to give float32 logits: the fused head has its own product."""
+        return self.fp32_lm_head and not self.fused_lm_head
 
     @property
     def needs_entropy(self) -> bool:
@@ -294,6 +320,8 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
                 f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}: the lower bound must not be above the "
                 "upper one"
             )
+    if sound.ratio_anchor == "rollout":
+        yield from _anchor_violations(sound)
     if sound.divide_gradient_twice and sound.grad_divisor is not None:
         yield (
             f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "
@@ -310,15 +338,31 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
         )
-    if sound.fp32_lm_head and not sound.fused_lm_head:
-        yield (
-            "--fp32-lm-head takes effect in the fused output layer alone: add --fused-lm-head (megatron-core 0.18 or "
-            "later), or drop --fp32-lm-head"
-        )
     if sound.fused_lm_head and sound.qkv_format != "thd":
         yield (
             f"--fused-lm-head takes packed sequences; found --qkv-format {sound.qkv_format}: use --qkv-format thd, or "
             "drop --fused-lm-head"
+        )
+
+
+def anchor_of(config: Any) -> str:
+    """The field of `Sample` that the ratio is taken against."""
+    return f"{config.ratio_anchor}_log_probs"
+
+
+def _anchor_violations(sound: Any) -> Iterator[str]:
+    """What would make nothing of --ratio-anchor rollout, or twice of what it does."""
+    if sound.use_tis:
+        yield (
+            "--ratio-anchor rollout takes the ratio against the rollout engine, and --use-tis would weigh the same "
+            "mismatch again: drop one of the two"
+        )
+    rows = [row for table in TABLES.values() for row in table.rows_on(sound)]
+    is_read = any(ANCHOR in row.inputs for row in rows) or sound.custom_policy_loss_path is not None
+    if not (is_read or (sound.use_unbiased_kl and sound.kl_loss_coef > 0)):
+        yield (
+            f"--ratio-anchor rollout is about a ratio, and --policy-loss {sound.policy_loss} has none: drop it, or choose "
+            "an objective with a ratio"
         )
 
 
@@ -329,9 +373,16 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
     """
     asking: list[tuple[str, tuple[str, ...]]] = []
     if config.use_unbiased_kl and config.kl_loss_coef > 0:
-        asking.append(("--use-unbiased-kl", ("old_log_probs",)))
+        asking.append(("--use-unbiased-kl", (ANCHOR,)))
     for table in TABLES.values():
         asking += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
+    anchored = " --ratio-anchor rollout" if config.ratio_anchor == "rollout" else ""
+    asking = [
+        (flag + anchored, tuple(anchor_of(config) if name == ANCHOR else name for name in inputs))
+        if ANCHOR in inputs
+        else (flag, inputs)
+        for flag, inputs in asking
+    ]
     flags = {
         field: tuple(dict.fromkeys(flag for flag, inputs in asking if field in inputs))
         for field in OPTIONAL_SAMPLE_FIELDS

@@ -24,7 +24,7 @@ class Row:
     about: str = ""
     """What its letters mean, and its source."""
     inputs: tuple[str, ...] = ()
-    """Optional fields of `Sample` that every sample must fill."""
+    """Optional fields of `Sample` that every sample must fill; `ANCHOR` for the one that the ratio is taken against."""
     options: tuple[str, ...] = ()
     """Settings that only rows which name them read: given with another row, they are refused."""
     needs: tuple[str, ...] = ()
@@ -35,8 +35,8 @@ class Row:
     """What must hold of a config for the row to be on, besides that its table's setting, where there is one, names it."""
 
     sequence_sums: tuple[str, ...] = ()
-    """What it needs summed over whole sequences, of "policy" (log_prob - old_log_prob) and "mismatch" (old_log_prob -
-    rollout_log_prob)."""
+    """What it needs summed over whole sequences, of "policy" (log r), "clipped_policy" (log r clipped as its token's
+    advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
     """Whether it treats every token by that token's data alone, so that the token's gradient is known as soon as its
     log-prob is: then the fused head takes its one pass. Asked of objectives and corrections."""
@@ -58,6 +58,9 @@ class Row:
         """`sequence_sums`, and what follows from other properties."""
         return self.sequence_sums
 
+
+ANCHOR = "anchor_log_probs"
+"""What `Row.inputs` call the log-probs in the denominator of the ratio, which `--ratio-anchor` chooses."""
 
 RowType = TypeVar("RowType", bound=Row)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_pg.config.custom import custom_function_violations
@@ -84,6 +84,8 @@ def validate_policy_loss_args(
     layout = layout_violation(config.qkv_format, found.get("context_parallel_size") or 1)
     not_implemented = [layout] if layout else []
     not_implemented += _fused_head_violations(config, found)
+    if config.fp32_lm_head and not config.fused_lm_head:
+        not_implemented += fp32_lm_head_violations(found)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
     if int(found.get("rank", os.environ.get("RANK", "0"))) == 0:
         _log_decisions(config, aggregation)
@@ -211,6 +213,22 @@ def _fused_head_violations(config: PolicyLossConfig, found: dict[str, Any]) -> I
         )
     if found.get("use_mup"):
         yield "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
+
+
+def fp32_lm_head_violations(found: Mapping[str, Any]) -> list[str]:
+    """What of Megatron's settings, flags or a model's, leaves the weight's gradient to others than the layer's backward."""
+    violations = []
+    if found.get("defer_embedding_wgrad_compute"):
+        violations.append(
+            "--fp32-lm-head computes the gradient of the output layer's weight in backward, which "
+            "--defer-embedding-wgrad-compute puts off: drop one of the two"
+        )
+    if (found.get("gtp_weight_remat_size") or 1) > 1:
+        violations.append(
+            "--fp32-lm-head takes the weight of the output layer as tensor parallelism cuts it, and "
+            "--tensor-parallel-num-weight-shards cuts it further: drop one of the two"
+        )
+    return violations
 
 
 def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:

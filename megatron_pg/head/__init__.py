@@ -3,17 +3,20 @@
 `log_probs_and_entropy` (`from_logits`) is an autograd function around two row passes, `row_statistics` and
 `write_gradient`, in torch (`rows_torch`) or Triton (`rows_triton`, which launches `kernels`).
 `linear_log_probs_and_entropy` and `linear_token_loss` (`from_hidden`) put the output layer in front of them, chunk by
-chunk (`output_layer`); the second does all three products in one pass, in forward or in backward.
+chunk (`output_layer`); the second does all three products in one pass, in forward or in backward. `float32_logits` is the
+output layer by itself.
 """
 
 from megatron_pg.head.from_hidden import linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.from_logits import log_probs_and_entropy
 from megatron_pg.head.output_layer import HeadOptions
+from megatron_pg.head.plain_layer import float32_logits
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = [
     "HeadOptions",
     "VocabularyShard",
+    "float32_logits",
     "linear_log_probs_and_entropy",
     "linear_token_loss",
     "log_probs_and_entropy",

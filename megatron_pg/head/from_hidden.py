@@ -145,7 +145,7 @@ class LinearLogProbs(torch.autograd.Function):
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
-        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
+        gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
@@ -178,7 +178,7 @@ class LinearTokenLoss(torch.autograd.Function):
             # Aliases without a graph: the outputs would hold this node, which holds them.
             ctx.awaited = [each.detach() for each in outputs]
         else:
-            ctx.gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=False)
+            ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
             outputs = work(layer, ctx.gradients)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
@@ -195,7 +195,7 @@ class LinearTokenLoss(torch.autograd.Function):
             return (*gradients.finish(grad_loss), None, None, None)
         hidden, _, targets = ctx.saved_tensors
         layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
-        gradients = FactorGradients(layer, ctx.needs_input_grad[:2], final=True)
+        gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
         for awaited, found in zip(ctx.awaited, outputs, strict=True):
             awaited.copy_(found)

@@ -64,6 +64,24 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
         torch.mm(left, right, out=out)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of float32 logits, and of a weight's gradient, from operands of `dtype`: float64 stays what it is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_factors(hidden: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless hidden states [tokens, hidden] and weight [v/tp, hidden] have one float dtype."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
+        )
+
+
 class OutputLayer:
     """The output layer over the tokens of one call, a chunk of logits at a time.
 
@@ -77,15 +95,7 @@ class OutputLayer:
     def __init__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
     ) -> None:
-        if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-            raise ValueError(
-                "hidden must be [tokens, hidden] and weight [v/tp, hidden], found "
-                f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-            )
-        if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"hidden and weight must share one float dtype, found {hidden.dtype} and {weight.dtype}"
-            )
+        check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
         columns, size = weight.shape[0], options.chunk_tokens
         if size is None:
@@ -103,7 +113,7 @@ class OutputLayer:
         """Uninitialised logits [rows, v/tp] of the largest chunk."""
         rows, dtype = min(self.chunk_tokens, len(self.hidden)), self.weight.dtype
         if self.options.fp32_logits:
-            dtype = torch.promote_types(dtype, torch.float32)
+            dtype = wide_dtype(dtype)
         return self.weight.new_empty((rows, self.weight.shape[0]), dtype=dtype)
 
     def chunks(self, begin: int = 0, end: int | None = None) -> list[slice]:
@@ -133,18 +143,20 @@ class FactorGradients:
     """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
 
     Args:
-        layer: the output layer.
+        hidden, weight: the factors, [tokens, hidden] and [v/tp, hidden].
         needed: which of the two gradients are wanted; the other costs nothing.
         final: the gradients handed to `add` are those of what backward differentiates, so that the weight's may go
             straight into `main_grad`; otherwise it waits in a float32 buffer of its own.
     """
 
-    def __init__(self, layer: OutputLayer, needed: tuple[bool, bool], *, final: bool) -> None:
-        self._weight, self._needs_weight = layer.weight, needed[1]
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool], *, final: bool
+    ) -> None:
+        self._weight, self._needs_weight = weight, needed[1]
         self._hidden: Tensor | None = None
         if needed[0]:  # 0: not every row is added
-            self._hidden = torch.zeros_like(layer.hidden, memory_format=torch.contiguous_format)
-        self._main_grad = _main_grad(layer.weight)
+            self._hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        self._main_grad = _main_grad(weight)
         self._sum = self._main_grad if final else None
 
     def add(
@@ -167,14 +179,18 @@ class FactorGradients:
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
         row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
+        self.add_products(rows, hidden[rows], gradient)
+
+    def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
+        """Multiplies the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one dtype, by both factors."""
         if self._hidden is not None:
             multiply(gradient, self._weight, self._hidden[rows])
         if self._needs_weight:
             is_new = self._sum is None
             if self._sum is None:
-                dtype = torch.promote_types(self._weight.dtype, torch.float32)
+                dtype = wide_dtype(self._weight.dtype)
                 self._sum = self._weight.new_empty(self._weight.shape, dtype=dtype)
-            multiply(gradient.t(), hidden[rows], self._sum, add=not is_new)
+            multiply(gradient.t(), hidden, self._sum, add=not is_new)
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Both gradients, times `scale`, as autograd gets them."""

@@ -65,33 +65,33 @@ MILES = Trainer(
     proven_with="31f1ca9",
     sources={
         "ray/rollout/train_data_conversion.py": {
-            "convert_samples_to_train_data": "207e8bacccfceae7",
-            "can_schedule_on_rollout_side": "b87ce5ba8d8fd461",
-            "split_train_data_by_dp_scheduled_raw": "c8345bf436162391",
-            "_package_shards": "6df1d29a5efd834d",
-            "process_rollout_data_shard": "2622df1e4fe3bfc2",
+            "convert_samples_to_train_data": "eb4bfaff90858ec4",
+            "can_schedule_on_rollout_side": "a61148836dad2269",
+            "split_train_data_by_dp_scheduled_raw": "e33d5d9973c570fe",
+            "_package_shards": "7fa744cfa6276afe",
+            "process_rollout_data_shard": "88fcc29a7d67e776",
         },
-        "utils/dp_schedule.py": {"build_dp_schedule": "e182a2879f9f2992"},
-        "utils/object_store.py": {"RayObjectStore.put": "f97955c21089aff0"},
+        "utils/dp_schedule.py": {"build_dp_schedule": "0ef3b82ad9225613"},
+        "utils/object_store.py": {"RayObjectStore.put": "ec773a4fc8b16d03"},
         "backends/training_utils/data.py": {
-            "get_rollout_data": "2bab7fa1daac95fc",
-            "get_batch": "f5b0e8884ff06492",
-            "DataIterator.get_next": "50bd39c0fbb15c78",
-            "get_num_rollouts": "5c9f9ac389cf3af8",
-            "get_data_iterator": "fe5e9347b369cdbb",
+            "get_rollout_data": "c504f29fe65c6992",
+            "get_batch": "14c4efb306814fa2",
+            "DataIterator.get_next": "94fd391acb44a4dd",
+            "get_num_rollouts": "6ac8b57f26a68401",
+            "get_data_iterator": "210bb32ba629de08",
         },
         "backends/training_utils/cp_utils.py": {
-            "get_logits_and_tokens_offset_with_cp": "6b0acd91cb346ab2",
-            "_slice_loss_mask_for_local_cp": "d1bad034b2fffdca",
-            "get_sum_of_sample_mean": "cf596d3ed9708f7f",
-            "slice_with_cp": "5ec8154c9f31ab18",
+            "get_logits_and_tokens_offset_with_cp": "a50da1fac8397737",
+            "_slice_loss_mask_for_local_cp": "0ac8ea188afaa151",
+            "get_sum_of_sample_mean": "711f531b57f402a3",
+            "slice_with_cp": "3866310b5937c15a",
         },
-        "backends/training_utils/loss.py": {"loss_function": "d8c15c6384015043"},
-        "backends/training_utils/loss_hub/losses.py": {"policy_loss_function": "8ed706c172a1d3fd"},
+        "backends/training_utils/loss.py": {"loss_function": "1bbe4b23a1880543"},
+        "backends/training_utils/loss_hub/losses.py": {"policy_loss_function": "83223b1b1c4ec3d4"},
         "backends/megatron_utils/actor.py": {
-            "MegatronTrainRayActor.train_actor": "2a6c22d43f604df8"
+            "MegatronTrainRayActor.train_actor": "e6f7d70e61f5bc64"
         },
-        "backends/megatron_utils/model.py": {"train_one_step": "c121fd720911b4dd"},
+        "backends/megatron_utils/model.py": {"train_one_step": "2e987eecc176f439"},
     },
 )
 

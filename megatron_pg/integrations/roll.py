@@ -24,6 +24,7 @@ are sample means over V. The prompt groups are told apart by their prompt tokens
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -76,8 +77,11 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
         return train_step(batch=batch, loss_func=loss_func)
 
     def _prompts(self, batch: Any) -> list[bytes]:
-        """The prompt's tokens of each sample."""
-        return [np.asarray(row).tobytes() for row in batch.batch["prompts"].cpu()]
+        """A hash of each sample's prompt tokens."""
+        return [
+            hashlib.blake2b(np.asarray(row).tobytes(), digest_size=16).digest()
+            for row in batch.batch["prompts"].cpu()
+        ]
 
     def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
         """The factors `[samples]` that ROLL's policy loss of a micro-batch is multiplied by.

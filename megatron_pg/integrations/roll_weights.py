@@ -28,7 +28,7 @@ def step_weights(
     Args:
         aggregation: one of the four.
         tokens: active tokens of each sample, in tokens, before any filter of the loss.
-        prompts: what tells the prompts apart, for `prompt_mean`.
+        prompts: a hash of each sample's prompt, for `prompt_mean`.
         group: the data-parallel group, every rank of which calls this once per step; None for one rank.
         rollouts_per_prompt: how many samples of a prompt the pipeline asked for.
         divisor: L of `constant`.
@@ -37,7 +37,7 @@ def step_weights(
         `[samples]` float64.
 
     Raises:
-        ValueError: a prompt's samples are split over optimizer steps.
+        ValueError: a prompt's samples are split over optimizer steps, or a prompt is in the step twice.
     """
     mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
     gathered: list[Any] = [mine]
@@ -56,12 +56,12 @@ def step_weights(
     totals: dict[bytes, list[int]] = {}
     for prompt, count in everything:
         totals.setdefault(prompt, []).append(count)
-    split = sum(len(counts) % rollouts_per_prompt != 0 for counts in totals.values())
-    if split:
+    if split := [len(counts) for counts in totals.values() if len(counts) != rollouts_per_prompt]:
         raise ValueError(
-            f"megatron_pg prompt_mean: {split} of the {len(totals)} prompts of this optimizer step have not all their "
-            f"{rollouts_per_prompt} samples (num_return_sequences_in_group) in it, and a prompt mean needs a group's tokens of "
-            "one step; let actor_train.training_args.per_device_train_batch_size times gradient_accumulation_steps times "
+            f"megatron_pg prompt_mean: {len(split)} of the {len(totals)} prompts of this optimizer step have {split[0]} samples "
+            f"in it and not {rollouts_per_prompt} (num_return_sequences_in_group). With more, the prompt was drawn twice: "
+            "groups are told apart by their prompt's tokens, so remove it from the data or the batch. With fewer, the group is "
+            "split over steps; let actor_train.training_args.per_device_train_batch_size times gradient_accumulation_steps times "
             "data parallelism be the whole batch (rollout_batch_size times num_return_sequences_in_group)"
         )
     of_group = np.array([max(sum(totals[prompt]), 1) for prompt, _ in mine], dtype=np.float64)

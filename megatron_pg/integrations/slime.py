@@ -14,7 +14,6 @@ whole number in the field of `rollout_data` that `loss_aggregation_group_key` na
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from itertools import islice
 from numbers import Integral
 from typing import Any
@@ -26,48 +25,42 @@ from megatron_pg.integrations.startup import Trainer, require
 from megatron_pg.integrations.startup import check as check_of
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.megatron.trainer_globals import data_parallel_group
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import BareSample
-
-
-def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
-    """Nothing but what both trainers cannot have."""
-    yield from ()
-
 
 SLIME = Trainer(
     name="slime",
     hook="rollout_data_postprocess_path",
-    refusals=_refusals,
     proven_with="624b824",
     sources={
         "ray/rollout.py": {
-            "RolloutManager._convert_samples_to_train_data": "51ccb5e26f6d56bc",
-            "RolloutManager._split_train_data_by_dp": "090e81bc5c57fc12",
+            "RolloutManager._convert_samples_to_train_data": "805bfd6234634241",
+            "RolloutManager._split_train_data_by_dp": "8b960f3e0b780cf2",
         },
         "observability/rollout_data_utils.py": {
-            "tensorize_rollout_data_for_training": "7cef7645e2f6198a"
+            "tensorize_rollout_data_for_training": "f2aa80356e81253a"
         },
-        "utils/data.py": {"process_rollout_data": "43570eb4d3f32f08"},
-        "utils/dp_schedule.py": {"build_dp_schedule": "f9b417419a945260"},
+        "utils/data.py": {"process_rollout_data": "0fdf3586a12c5305"},
+        "utils/dp_schedule.py": {"build_dp_schedule": "5bf31542ff527ef2"},
         "backends/megatron_utils/actor.py": {
-            "MegatronTrainRayActor._get_rollout_data": "df8bc5a486ddc6fa",
-            "MegatronTrainRayActor.train_actor": "a1686e42105a2c4d",
+            "MegatronTrainRayActor._get_rollout_data": "9a9d9f91a60e319b",
+            "MegatronTrainRayActor.train_actor": "0ce4510458a0d59e",
         },
         "backends/megatron_utils/data.py": {
-            "DataIterator.get_next": "9d76bc4c81fbdd0b",
-            "get_batch": "fb8d2280d2e76109",
-            "get_data_iterator": "974e3d27d75a685b",
+            "DataIterator.get_next": "21d8dbdafdab791f",
+            "get_batch": "768c3e0e1877392d",
+            "get_data_iterator": "298e9e127bf82e54",
         },
         "backends/megatron_utils/cp_utils.py": {
-            "get_logits_and_tokens_offset_with_cp": "35f936aa305a170e",
-            "get_sum_of_sample_mean": "c44298d9e52963c9",
-            "slice_with_cp": "db3881d593743891",
+            "get_logits_and_tokens_offset_with_cp": "2f516a8236a28249",
+            "get_sum_of_sample_mean": "98dc458ca7d1a641",
+            "slice_with_cp": "a564430196b7a741",
         },
         "backends/megatron_utils/loss.py": {
-            "policy_loss_function": "0484b82f68c0e327",
-            "loss_function": "16c11c2c23eb951d",
+            "policy_loss_function": "d848c0c6978b7209",
+            "loss_function": "acbb074c6e053b9d",
         },
-        "backends/megatron_utils/model.py": {"train_one_step": "e043a1c69df148b1"},
+        "backends/megatron_utils/model.py": {"train_one_step": "00464098b1854b36"},
     },
 )
 
@@ -75,19 +68,27 @@ SLIME = Trainer(
 def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Overwrites `rollout_data["rollout_mask_sums"]`; the functions of this module are its partials.
 
-    Every training process must call it; one exchange over the data-parallel group.
+    Every training process must call it; two exchanges over the data-parallel group. An error is raised on every rank.
 
     Raises:
-        ValueError: see `require` and `rollout_mask_sums`; a sample without a prompt group.
+        ValueError: see `require` and `rollout_mask_sums`; a sample without a prompt group; ranks with other divisors.
     """
-    row, divisor = require(SLIME, name, args)
+    group = data_parallel_group()
+    # The environment and the installed source may differ from node to node.
+    (row, divisor), divisors = compute_and_gather(
+        functools.partial(require, SLIME, name, args), lambda found: found[1], group
+    )
+    if len(set(divisors)) > 1:
+        raise ValueError(
+            f"{SLIME.path(name)}: the data-parallel ranks have the divisors {divisors}: give all nodes the same"
+        )
     indices = _indices_of_steps(rollout_data)
     sums = rollout_mask_sums(
         row,
         divisor,
         functools.partial(_steps, row, args, rollout_data, indices),
         trainer="slime",
-        data_parallel_group=data_parallel_group(),
+        data_parallel_group=group,
         allow_different_prompts=bool(getattr(args, "allow_different_prompts_in_group", False)),
     )
     masks = rollout_data["loss_masks"]

@@ -22,7 +22,7 @@ _accepted: set[str] = set()
 
 
 def fingerprint(source: str) -> str:
-    """16 hexadecimal digits of one function's source without comments, docstring and white space."""
+    """16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
     tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
     kept = [list(line) for line in lines]
@@ -37,8 +37,8 @@ def fingerprint(source: str) -> str:
             docstring = node.body[0]
             for row in range(docstring.lineno - 1, docstring.end_lineno or docstring.lineno):
                 kept[row] = []
-    text = "".join("".join(line) for line in kept)
-    return hashlib.sha256("".join(text.split()).encode()).hexdigest()[:16]
+    code = [line for each in kept if (line := "".join(each).rstrip())]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
 def source_of(path: Path, name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ class Trainer:
     """Its package, and its module here."""
     hook: str
     """The setting that has the import path of the hook."""
-    refusals: Callable[[Any, Aggregation], Iterator[str]]
-    """What this trainer alone cannot have with it, from its args."""
     proven_with: str
     """The commit with which it was proven (`ci/trainers.sh`)."""
     sources: Sources
     """The functions that the derivation rests on, as they are in that commit."""
+    refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()
+    """What this trainer alone cannot have with it, from its args."""
 
     def path(self, name: str) -> str:
         """The flag with the import path of one of its functions here."""
@@ -35,7 +35,7 @@ class Trainer:
 def require(trainer: Trainer, name: str, args: Any) -> tuple[Aggregation, float | None]:
     """The aggregation and its divisor, where the trainer's args and source are such that it is exact.
 
-    No communication; what it raises it raises on every rank alike.
+    No communication.
 
     Raises:
         ValueError: a setting that excludes it, all of them by flag; the trainer is an unknown version.

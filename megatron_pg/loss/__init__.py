@@ -9,5 +9,14 @@ from megatron_pg.loss.divergence import KL_ESTIMATES
 from megatron_pg.loss.metric_table import METRICS
 from megatron_pg.loss.mismatch import LEVELS
 from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.trust_region import DPPO_DELTAS
 
-__all__ = ["AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATES", "LEVELS", "METRICS", "OBJECTIVES"]
+__all__ = [
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "DPPO_DELTAS",
+    "KL_ESTIMATES",
+    "LEVELS",
+    "METRICS",
+    "OBJECTIVES",
+]

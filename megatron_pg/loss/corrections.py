@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import Row, Table
+from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.masking import masked, with_masked_inputs
 from megatron_pg.loss.objectives import ObjectiveOutput
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence, rollout_mismatch
@@ -181,11 +181,11 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
 
 
 @correction(
-    "tokens with A < 0 in sequences with mean_t(old_log_prob - log_prob) > opsm_delta drop",
+    "tokens with A < 0 in sequences with mean_t(-log r) > opsm_delta drop",
     about="off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556",
     flag="--use-opsm",
     when=lambda config: config.use_opsm,
-    inputs=("old_log_probs",),
+    inputs=(ANCHOR,),
     sequence_sums=("policy",),
     rejects=True,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
 from megatron_pg.config.rows import Row, Table
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
@@ -77,7 +77,7 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
 
     Args:
         config: the settings of the loss.
-        batch: with `ref_log_probs`, and `old_log_probs` for the unbiased form.
+        batch: with `ref_log_probs`, and those of `--ratio-anchor` for the unbiased form.
         log_probs: [window] with gradient.
 
     Raises:
@@ -87,8 +87,8 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     log_probs = masked(log_probs, batch.loss_mask)
     difference, ratio = log_probs - reference, None
     if config.use_unbiased_kl:
-        old_log_probs = given_log_probs(batch, "old_log_probs", "--use-unbiased-kl")
-        ratio = clamped_log_ratio(log_probs - old_log_probs).exp()
+        anchor = given_log_probs(batch, anchor_of(config), "--use-unbiased-kl")
+        ratio = clamped_log_ratio(log_probs - anchor).exp()
     kl = KL_ESTIMATES[config.kl_loss_type](difference, ratio)
     if config.kl_loss_gradient == "estimate":
         return kl

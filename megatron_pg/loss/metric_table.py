@@ -87,6 +87,7 @@ METRICS = [
         "old_logprobs",
         "log-prob under the policy that the step starts from",
         lambda s: given(s.batch.old_log_probs),
+        reads=("old_log_probs",),
     ),
     of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: s.ratio),
     of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),

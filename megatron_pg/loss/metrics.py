@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,17 @@ def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
         name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
         for name, value in values.items()
     }
+
+
+class HasSums(Protocol):
+    """What travels beside the policy's sums."""
+
+    @property
+    def sums(self) -> Tensor:
+        """The pairs [names, 2] float64 of this rank."""
+
+    def metrics(self, reduced: Tensor) -> dict[str, float]:
+        """The metrics by name, from the pairs of the whole world."""
 
 
 def metric_columns(
@@ -172,6 +184,7 @@ def reduce_metrics(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
     policy_version: int | None = None,
+    critic: HasSums | None = None,
 ) -> dict[str, float]:
     """The step's metrics from those of its micro-batches. The step's only host synchronisation.
 
@@ -189,6 +202,7 @@ def reduce_metrics(
             torch.distributed is not initialised.
         policy_version: the version of the policy that the step starts from, counted as
             `Sample.policy_version` is; without it no staleness is reported.
+        critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
 
     Returns:
         By name; the same on every rank. Means, maxima and minima are NaN for a step without an
@@ -207,10 +221,13 @@ def reduce_metrics(
             sums += torch.stack([metrics[name] for name in names])
             if extremes and isinstance(metrics, MicroBatchMetrics):
                 maxima = maxima if metrics.maxima is None else maxima.maximum(metrics.maxima)
+    if critic is not None:
+        sums = torch.cat([sums, critic.sums.to(device)])
     if dist.is_initialized():
         dist.all_reduce(sums, group=group)
         if extremes:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    sums, of_critic = sums.tensor_split([len(names)])
     values = torch.cat([sums[:, 0] / sums[:, 1], maxima, sums[:, 1]]).tolist()
     reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=False))
     counts = dict(zip(names, values[-len(names) :], strict=True))
@@ -229,7 +246,7 @@ def reduce_metrics(
     for name in ["current_policy_version", *(r.name for r in METRICS if not r.is_reported)]:
         reduced.pop(name, None)
     if contributes and reduced["loss"] != reduced["loss"]:
-        _report_nan_tokens(micro_batches)
+        report_nan_tokens(micro_batches, "its logits, old_log_probs and rollout_log_probs")
     check_checksum(config, reduced, micro_batches)
     if CHECKSUM in reduced:
         reduced[CHECKSUM], _ = checksum_of(reduced)
@@ -242,10 +259,10 @@ def reduce_metrics(
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
 
-    return reduced
+    return reduced if critic is None else reduced | critic.metrics(of_critic)
 
 
-def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
+def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
     """Names the first active token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
         table, is_nan, batch = (
@@ -261,8 +278,7 @@ def _report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
                 f"micro-batch {index}: {len(tokens)} active tokens of this rank have a NaN loss, the first is response token "
-                f"{token} of sample {sample} ({batch.samples[sample].name}): look at its logits, old_log_probs and "
-                "rollout_log_probs"
+                f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
             )
 
 

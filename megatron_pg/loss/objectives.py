@@ -1,6 +1,7 @@
 """The policy objectives: what each response token contributes to the loss. One row of the table each.
 
-r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient.
+r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. What stands in the place of old_log_prob is
+`--ratio-anchor`'s.
 
 Every function takes the config, the packed micro-batch and `log_probs` [window] (any floating dtype; computed in float32,
 float64 stays), and needs no other rank: what a sequence ratio needs of the other context-parallel ranks comes in as
@@ -14,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
-from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import Row, Table
+from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.rows import ANCHOR, Row, Table
+from megatron_pg.loss.clip import clip_range, clipped_by_sign
 from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
@@ -60,7 +61,7 @@ class Objective(Row):
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
 
     def sums_over_sequences(self) -> tuple[str, ...]:
-        return ("policy",) if self.ratio == "sequence" else self.sequence_sums
+        return self.sequence_sums or (("policy",) if self.ratio == "sequence" else ())
 
     def __call__(
         self,
@@ -79,7 +80,14 @@ class Objective(Row):
 OBJECTIVES: Table[Objective] = Table(
     "policy_loss",
     replaced_by="custom_policy_loss_path",
-    also_known_as={"grpo": "ppo", "pg": "reinforce", "policy_gradient": "reinforce", "nll": "sft"},
+    also_known_as={
+        "grpo": "ppo",
+        "pg": "reinforce",
+        "policy_gradient": "reinforce",
+        "nll": "sft",
+        "dppo": "dppo_tv",
+        "geo_mean": "gmpo",
+    },
 )
 """The rows by the name that `--policy-loss` takes."""
 
@@ -101,16 +109,10 @@ def _reads_eps_clip(config: Any) -> bool:
     return config.cispo_lower_bound or config.eps_clip_high is None
 
 
-def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """The bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    return 1.0 - config.eps_clip, 1.0 + high
-
-
 @objective(
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
-    inputs=("old_log_probs",),
+    inputs=(ANCHOR,),
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
     ratio="token",
@@ -119,14 +121,14 @@ def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
 )
 def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
-    old_log_probs = given_log_probs(batch, "old_log_probs", "--policy-loss ppo")
-    return _clipped_surrogate(config, batch, masked(log_probs, batch.loss_mask) - old_log_probs)
+    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss ppo")
+    return _clipped_surrogate(config, batch, masked(log_probs, batch.loss_mask) - anchor)
 
 
 @objective(
     "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
-    inputs=("old_log_probs",),
+    inputs=(ANCHOR,),
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
     ratio="sequence",
@@ -144,7 +146,7 @@ def gspo(
 @objective(
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
     about="MiniMax-M1, arXiv:2506.13585",
-    inputs=("old_log_probs",),
+    inputs=(ANCHOR,),
     options=("cispo_lower_bound",),
     reads_clip=lambda config: CLIP_SETTINGS if _reads_eps_clip(config) else CLIP_SETTINGS[1:],
     ratio="token",
@@ -154,7 +156,9 @@ def gspo(
 def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
     log_probs = masked(log_probs, batch.loss_mask)
-    log_ratio = log_probs.detach() - given_log_probs(batch, "old_log_probs", "--policy-loss cispo")
+    log_ratio = log_probs.detach() - given_log_probs(
+        batch, anchor_of(config), "--policy-loss cispo"
+    )
     ratio = clamped_log_ratio(log_ratio).exp()
     lowest, highest = clip_range(config)
     lowest = lowest if config.cispo_lower_bound else 0.0
@@ -218,27 +222,11 @@ def _custom(
 def _clipped_surrogate(
     config: PolicyLossConfig, batch: PackedBatch, log_ratio: Tensor
 ) -> ObjectiveOutput:
-    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A.
-
-    Which of the terms holds depends on the sign of A: the minimum binds r from above where A > 0 and
-    from below where A < 0, where dual clip (arXiv:1912.09729) binds it from above too. Written
-    so, a token on a bound keeps its gradient, and one beyond it has none.
-    """
+    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip, arXiv:1912.09729)."""
     advantages = masked(batch.advantages, batch.loss_mask)
     ratio = clamped_log_ratio(log_ratio).exp()
-    lowest, highest = clip_range(config)
-    is_above, is_below = ratio > highest, ratio < lowest
-    is_positive, is_negative = advantages > 0, advantages < 0
-    is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
-    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
-    bound = torch.where(is_positive, torch.full_like(ratio, highest), lowest)
-    effective_ratio = torch.where(is_effectively_clipped, bound, ratio)
+    effective_ratio, *is_clipped = clipped_by_sign(ratio, clip_range(config), advantages)
     if config.eps_clip_c is not None:
-        is_dual_clipped = is_negative & (ratio > config.eps_clip_c)
+        is_dual_clipped = (advantages < 0) & (ratio > config.eps_clip_c)
         effective_ratio = effective_ratio.masked_fill(is_dual_clipped, config.eps_clip_c)
-    return ObjectiveOutput(
-        loss=-effective_ratio * advantages,
-        log_ratio=log_ratio.detach(),
-        is_clipped=is_above | is_below,
-        is_effectively_clipped=is_effectively_clipped,
-    )
+    return ObjectiveOutput(-effective_ratio * advantages, log_ratio.detach(), *is_clipped)

@@ -97,8 +97,6 @@ class MicroBatchLoss:
         pg_loss = inner_sum / self._policy_gradient.outer_count
         reported = {"pg_loss": pg_loss}
         loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
-        if config.divide_gradient_twice:
-            loss = pg_loss / self._policy_gradient.outer_count
         penalty: Tensor | float = 0.0
         if config.kl_loss_coef:
             reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
@@ -107,7 +105,10 @@ class MicroBatchLoss:
             reported["entropy_loss"] = self._sample_mean(entropy)
             penalty = penalty - config.entropy_coef * reported["entropy_loss"]
         reported["loss"] = pg_loss + penalty
-        return loss + penalty, reported, replace(scored, corrected=corrected)
+        loss = loss + penalty
+        if config.divide_gradient_twice:
+            loss = loss / self._policy_gradient.outer_count
+        return loss, reported, replace(scored, corrected=corrected)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None
@@ -199,13 +200,18 @@ def log_probs_of_logits(
         `[window]` float32 each, in nats, differentiable; None for the entropy without `with_entropy`.
 
     Raises:
-        ValueError: the batch does not fit the logits.
+        ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
             f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
             "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
+        )
+    if config.changes_output_layer and logits.element_size() < 4:
+        raise ValueError(
+            f"--fp32-lm-head, and logits are {logits.dtype}: call megatron_pg.megatron.set_fp32_lm_head(model), or drop "
+            "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
     log_probs, entropy = log_probs_and_entropy(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
 from megatron_pg.config.rows import TABLES
+from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
 from megatron_pg.loss.masking import given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
@@ -64,8 +65,7 @@ class SequenceLogRatios:
     active_tokens: Tensor
     """The active tokens of each sample, [samples] float64."""
     sums: Mapping[str, Tensor]
-    """The sums, [samples] float64 each: "policy", of log_prob - old_log_prob, and "mismatch", of old_log_prob -
-    rollout_log_prob; those that a row asks for."""
+    """The sums, [samples] float64 each, those of `Row.sequence_sums` that a row asks for."""
 
     def sum_of_tokens(self, name: str) -> Tensor:
         """The sum [window] float64 over the token's sample.
@@ -113,22 +113,30 @@ def sequence_log_ratios(
     sums = {name for row in rows_on for name in row.sums_over_sequences()}
     if not sums:
         return None
-    active = batch.loss_mask.double()
-    # A row of zeros for what is not asked for: the exchange has one shape.
-    rows = {
-        "active": active,
-        "policy": torch.zeros_like(active),
-        "mismatch": torch.zeros_like(active),
+    summands: dict[str, Callable[[PolicyLossConfig, PackedBatch, Tensor], Tensor]] = {
+        "policy": _log_ratio,
+        "clipped_policy": _clipped_log_ratio,
+        "mismatch": lambda config, batch, log_probs: rollout_mismatch(batch),
     }
-    if "policy" in sums:
-        new = masked(log_probs.detach(), batch.loss_mask).double()
-        rows["policy"] = new - given_log_probs(batch, "old_log_probs", "the sequence ratio")
-    if "mismatch" in sums:
-        rows["mismatch"] = rollout_mismatch(batch)
+    rows = {"active": batch.loss_mask.double()}
+    rows |= {name: summands[name](config, batch, log_probs) for name in sorted(sums)}
     ids, num_samples = batch.window_segment_ids, batch.window.num_samples
     reduction = SequenceReduction(ids, num_samples, context_parallel_group)
-    made = dict(zip(rows, reduction.sums(torch.stack(list(rows.values()))), strict=True))
-    return SequenceLogRatios(reduction, made["active"], {name: made[name] for name in sums})
+    active, *made = reduction.sums(torch.stack(list(rows.values())))
+    return SequenceLogRatios(reduction, active, dict(zip(sorted(sums), made, strict=True)))
+
+
+def _log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    """The log-ratio log r, [window] float64, 0 where masked. No gradient."""
+    new = masked(log_probs.detach(), batch.loss_mask).double()
+    return new - given_log_probs(batch, anchor_of(config), "the sequence ratio")
+
+
+def _clipped_log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    """The same within the logarithms of the clip's bounds, where the advantage makes them active."""
+    advantages = masked(batch.advantages, batch.loss_mask)
+    bounds = clip_range_of_logs(config)
+    return clipped_by_sign(_log_ratio(config, batch, log_probs), bounds, advantages).values
 
 
 def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> SequenceLogRatios:

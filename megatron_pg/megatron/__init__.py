@@ -16,15 +16,23 @@ if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.groups import ParallelGroups
     from megatron_pg.megatron.log_probs import ScoredSamples, compute_log_probs
+    from megatron_pg.megatron.output_layer import set_fp32_lm_head
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
+    from megatron_pg.megatron.value_head import ValueHead, add_value_head
+    from megatron_pg.megatron.value_step import ValueStep, compute_values
 
 __all__ = [
     "ParallelGroups",
     "PolicyStep",
     "ScoredSamples",
+    "ValueHead",
+    "ValueStep",
+    "add_value_head",
     "compute_log_probs",
+    "compute_values",
     "enable_cpu_runtime",
     "packed_seq_params",
+    "set_fp32_lm_head",
     "torch_block_spec",
 ]
 
@@ -32,9 +40,14 @@ _PLACES = {
     "ParallelGroups": "groups",
     "PolicyStep": "policy_step",
     "ScoredSamples": "log_probs",
+    "ValueHead": "value_head",
+    "ValueStep": "value_step",
+    "add_value_head": "value_head",
     "compute_log_probs": "log_probs",
+    "compute_values": "value_step",
     "enable_cpu_runtime": "cpu.runtime",
     "packed_seq_params": "policy_step",
+    "set_fp32_lm_head": "output_layer",
     "torch_block_spec": "cpu.layer_spec",
 }
 

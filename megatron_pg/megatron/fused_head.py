@@ -11,10 +11,6 @@ import inspect
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
@@ -28,6 +24,7 @@ from megatron_pg.loss.policy_loss import (
     leaves_out_zero_advantages,
 )
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
+from megatron_pg.megatron.output_layer import whole_hidden
 from megatron_pg.step.batch import PackedBatch, to_device
 
 
@@ -91,11 +88,12 @@ class OutputRows:
 
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
-        group = self._groups.tensor
-        if getattr(output_layer, "sequence_parallel", False):
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
-        elif self._groups.tensor_size > 1:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        hidden_states = whole_hidden(
+            hidden_states,
+            self._groups.tensor,
+            is_gathered=getattr(output_layer, "sequence_parallel", False),
+            is_summed=self._groups.tensor_size > 1,
+        )
         tokens = self._batch.window.local_tokens
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
             raise ValueError(

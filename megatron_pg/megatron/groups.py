@@ -100,6 +100,11 @@ class ParallelGroups:
         """Whether this rank computes the loss."""
         return self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
 
+    @property
+    def contributes(self) -> bool:
+        """Whether this rank's metrics are counted: the other tensor-parallel ranks of the last stage hold the same."""
+        return self.is_last_pipeline_stage and self.tensor_rank == 0
+
 
 _GLOBAL_GROUPS: dict[str, Callable[[], Any]] = {
     "tensor": parallel_state.get_tensor_model_parallel_group,

@@ -12,10 +12,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.metrics import reduce_metrics
+from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.output_layer import set_fp32_lm_head
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -63,7 +64,8 @@ class PolicyStep:
 
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
     """
 
     def __init__(
@@ -90,6 +92,12 @@ class PolicyStep:
             )
         if config.fused_lm_head:
             require_output_processor(model)
+        if model is not None:
+            set_fp32_lm_head(model, config.changes_output_layer)
+        elif config.changes_output_layer:
+            raise ValueError(
+                "--fp32-lm-head changes the model's output layer: give PolicyStep the model="
+            )
         if groups is None:
             groups = ParallelGroups.from_model(model)
         chunk = model[0] if isinstance(model, (list, tuple)) else model
@@ -123,7 +131,7 @@ class PolicyStep:
             ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input
                 of the objective.
         """
-        self._check_packing(batch)
+        self.check_packing(batch)
         inputs = model_inputs(batch)
         if not self.config.fused_lm_head:
             return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
@@ -155,6 +163,7 @@ class PolicyStep:
         *,
         device: torch.device | str | None = None,
         policy_version: int | None = None,
+        critic: HasSums | None = None,
     ) -> dict[str, float]:
         """The step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
 
@@ -162,21 +171,26 @@ class PolicyStep:
             schedule_output: what the schedule returned on this rank.
             device: where numbers are reduced; None is that of the model's parameters.
             policy_version: see `reduce_metrics`.
+            critic: the report of a critic's step (`ValueStep.report`), whose metrics travel in the same all-reduce and are
+                among those returned.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
         """
-        if device is None:
-            device = "cpu" if self._chunk is None else next(self._chunk.parameters()).device
-        # The other tensor-parallel ranks of the last stage hold the same numbers.
-        contributes = self.groups.is_last_pipeline_stage and self.groups.tensor_rank == 0
+        device = self.device if device is None else device
         return reduce_metrics(
             self.config,
             schedule_output,
-            contributes=contributes,
+            contributes=self.groups.contributes,
             device=device,
             policy_version=policy_version,
+            critic=critic,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """That of the model's parameters, where numbers are reduced."""
+        return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
     def _loss_of_logits(self, batch: PackedBatch, logits: Tensor) -> ScheduleOutput:
         loss, metrics = policy_loss_function(
@@ -191,7 +205,8 @@ class PolicyStep:
         )
         return self.scale.apply(loss, metrics, batch)
 
-    def _check_packing(self, batch: PackedBatch) -> None:
+    def check_packing(self, batch: PackedBatch) -> None:
+        """Refuses a micro-batch that is packed for another context-parallel rank than this one."""
         window, groups = batch.window, self.groups
         if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
             raise ValueError(

@@ -135,6 +135,8 @@ def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
     if isinstance(own, str):
         is_taken = not own or row["kind"] != "bound" or isinstance(value, float)
         return _flag(own, value) if is_taken else None
+    if own is False:
+        return None
     if own and str(value) in own:
         return str(own[str(value)])
     return "" if value == row.get("default") else None

@@ -3,7 +3,7 @@
     settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, what they
                  mean, and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
                  [condition, one of these two]; "" for what is no setting of the per-token loss, or not read. Without it
-                 a value that is not the default has no counterpart here, and the report says so
+                 a value that is not the default has no counterpart here, with `false` no value has, and the report says so
     terms        of the loss: coefficient, whether it is on, how it is aggregated, and by which divisor, a key or a number
     limits       where that is not what the setting is named for, and by which factor
     exact        the lines that make an aggregation exact in this trainer; <L> is the divisor

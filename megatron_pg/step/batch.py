@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample
+from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
-    **dict.fromkeys(("advantages", *LOG_PROB_FIELDS), torch.float32),
+    **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
     "policy_version": torch.int64,
 }
 """The fields of a sample that have one value per response token, or one for all of them."""
@@ -56,6 +56,10 @@ class PackedBatch:
     """Log-probs [window] float32 that the rollout engine reported, or None."""
     policy_version: Tensor | None
     """The version of the policy that generated each token, [window] int64, or None."""
+    old_values: Tensor | None
+    """The critic's values [window] float32 that the advantages were made of, or None."""
+    returns: Tensor | None
+    """The returns [window] float32 that the critic is trained to, or None."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
     largest_target: int
@@ -98,7 +102,7 @@ def pack(
         pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
 
     Raises:
-        ValueError: some samples carry log-probs that others of the micro-batch lack, naming one of each; or sizes that
+        ValueError: some samples carry log-probs or values that others of the micro-batch lack, naming one of each; or sizes that
             are no integers or out of range.
         RuntimeError: under `torch.inference_mode`.
     """

@@ -18,6 +18,7 @@ Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+CRITIC_FIELDS = ("old_values", "returns")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,10 @@ class Sample:
     where that drops the token. None is 1 for every token."""
     policy_version: int | None = None
     """How many updates the policy had seen that generated the response, for the metrics of staleness."""
+    old_values: Tensor | None = None
+    """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
+    returns: Tensor | None = None
+    """The returns [response_length] float32 that the critic is trained to, for the value loss."""
 
     if TYPE_CHECKING:
         # What may be given is wider than what is stored; the code is a dataclass's own.
@@ -78,6 +83,8 @@ class Sample:
             id_source: str | None = None,
             loss_weights: Values | None = None,
             policy_version: int | None = None,
+            old_values: Values | None = None,
+            returns: Values | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -103,6 +110,10 @@ class Sample:
                 self._store(field, self._per_response_token(field, torch.float32))
         if self.loss_weights is not None:
             self._store("loss_weights", self._checked_loss_weights())
+        for field in CRITIC_FIELDS:
+            if getattr(self, field) is not None:
+                values = self._per_response_token(field, torch.float32)
+                self._store(field, self._finite_where_active(field, values))
 
     @property
     def total_length(self) -> int:
@@ -200,10 +211,13 @@ class Sample:
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
-        is_wrong = self.loss_mask & ~torch.isfinite(advantages)
+        return self._finite_where_active("advantages", advantages)
+
+    def _finite_where_active(self, field: str, values: Tensor) -> Tensor:
+        is_wrong = self.loss_mask & ~torch.isfinite(values)
         problem = " at an active token, expected a finite number"
-        refuse_values(f"{self.name}: advantages", advantages, is_wrong, problem)
-        return advantages
+        refuse_values(f"{self.name}: {field}", values, is_wrong, problem)
+        return values
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from .models import ModelOptions, Sharding
-from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run
+from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
 
 DENSE = ModelOptions()
 TIED = ModelOptions(tied_embeddings=True)
 EXPERTS = ModelOptions(mixture_of_experts=True)
+CRITIC = ModelOptions(value_head=True)
 
 DENSE_SHARDINGS = [
     Sharding(),
@@ -66,6 +67,17 @@ EXPERT_SHARDINGS = [
     Sharding(expert=2, pipeline=2, virtual_pipeline=2, context=2, data=2),
 ]
 
+CRITIC_SHARDINGS = [
+    Sharding(),
+    Sharding(tensor=2),
+    Sharding(tensor=2, sequence_parallel=True),
+    Sharding(context=2, data=2),
+    Sharding(context=4, data=2),
+    Sharding(pipeline=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
+]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -81,12 +93,13 @@ class Case:
         return ModelOptions(
             mixture_of_experts=self.options.mixture_of_experts,
             tied_embeddings=self.options.tied_embeddings,
+            value_head=self.options.value_head,
         )
 
     @property
     def configuration(self) -> str:
         """Model and sharding."""
-        kind = {EXPERTS: "MoE ", TIED: "tied "}.get(self.reference_options, "")
+        kind = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic "}.get(self.reference_options, "")
         return f"{kind}{self.sharding}"
 
     @property
@@ -150,14 +163,26 @@ def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
 
 def all_cases() -> list[Case]:
     """The whole matrix, each case in float32 and in float64."""
-    groups = [(DENSE, DENSE_SHARDINGS), (TIED, TIED_SHARDINGS), (EXPERTS, EXPERT_SHARDINGS)]
+    groups = [
+        (DENSE, DENSE_SHARDINGS),
+        (TIED, TIED_SHARDINGS),
+        (EXPERTS, EXPERT_SHARDINGS),
+        (CRITIC, CRITIC_SHARDINGS),
+    ]
     return [
-        Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place))
+        Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
         for options, shardings in groups
         for sharding in shardings
         for mode in modes(options, sharding)
         for place, dtype in enumerate((torch.float32, torch.float64))
     ]
+
+
+def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The same steps, of a critic where the model is one."""
+    if not options.value_head:
+        return steps
+    return tuple(ValueRun(run.aggregation, run.shape, run.cut) for run in steps)
 
 
 def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
@@ -194,13 +219,22 @@ def representative_cases() -> list[Case]:
             Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
             DENSE,
         ),
+        (Sharding(context=2, data=2), CRITIC),
+        (Sharding(context=4), replace(CRITIC, calculate_per_token_loss=True)),
+        (Sharding(tensor=2), CRITIC),
+        (
+            Sharding(tensor=2, sequence_parallel=True, context=2),
+            replace(CRITIC, calculate_per_token_loss=True),
+        ),
+        (Sharding(pipeline=2, virtual_pipeline=2, context=2), CRITIC),
+        (Sharding(data=2), replace(CRITIC, calculate_per_token_loss=True)),
     ]
     return [
         # In float32 and float64 in turn.
         Case(
             sharding,
             replace(options, dtype=torch.float64 if place % 2 else torch.float32),
-            sample_of_runs(sharding, place),
+            of_model(options, sample_of_runs(sharding, place)),
         )
         for place, (sharding, options) in enumerate(chosen)
     ]

@@ -64,7 +64,10 @@ def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Compa
         for name, value in found.metrics.items()
         if name in expected.metrics
     }
-    assert {"loss", "pg_loss", "aggregation_checksum"} <= metric_errors.keys()
+    assert ("loss" in metric_errors) != ("value_loss" in metric_errors)
+    prefix = "value_" if "value_loss" in metric_errors else ""
+    assert {f"{prefix}loss", f"{prefix}aggregation_checksum"} <= metric_errors.keys()
+    assert prefix or "pg_loss" in metric_errors
     worst_metric = max(metric_errors, key=lambda name: metric_errors[name])
     return Comparison(
         gradient_error=errors[worst],

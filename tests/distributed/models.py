@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from megatron_pg.check import model as builder
 from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
+from megatron_pg.megatron import add_value_head
 
 NUM_EXPERTS = 4
 SHAPE = {
@@ -66,8 +69,12 @@ class ModelOptions:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     dtype: torch.dtype = torch.float32
+    output_bias: bool = False
+    """Of the output layer, as `ColumnParallelLinear(bias=True)` makes one; the models themselves never ask for it."""
     hybrid: bool = False
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
+    value_head: bool = False
+    """A critic: a value head in the place of the output layer."""
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -117,13 +124,33 @@ def build_model(
     new_model: Any = GPTModel
     if options.hybrid:
         from .hybrid import hybrid_model as new_model
+    if options.output_bias:
+        new_model = functools.partial(with_output_bias, new_model)
+    whole_model = (
+        (lambda **keywords: add_value_head(new_model(**keywords)))
+        if options.value_head
+        else new_model
+    )
     return builder.build_model(
         check_options(sharding, options),
         config,
-        new_model,
+        whole_model,
         overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
     )
+
+
+def with_output_bias(new_model: Any, **keywords: Any) -> torch.nn.Module:
+    """The model with what `ColumnParallelLinear.__init__` adds for `bias=True`."""
+    model: Any = new_model(**keywords)
+    if model.post_process:
+        layer = model.output_layer
+        layer.bias = torch.nn.Parameter(
+            torch.zeros(layer.output_size_per_partition, dtype=layer.config.params_dtype)
+        )
+        set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+        layer.bias.allreduce = True
+    return model
 
 
 def gather_gradients(chunks: list[DistributedDataParallel]) -> dict[str, Tensor] | None:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from megatron_pg.config.critic import CriticConfig
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.megatron.value_step import ValueStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
@@ -22,7 +24,7 @@ from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
-from .steps import Run
+from .steps import VALUE_CLIP, Run, ValueRun
 
 LossFactory = Callable[..., Callable[[Tensor], Any]]
 Head = Callable[..., MicroBatchHead]
@@ -86,8 +88,9 @@ def run_schedule(
     samples: list[PlainSample] | None = None,
     *,
     forward_only: bool = False,
-) -> tuple[PolicyStep, list[Any]]:
-    """Megatron's schedule over the micro-batches of a step; returns their metrics."""
+) -> tuple[Any, list[Any]]:
+    """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or `ValueStep`, and their
+    metrics."""
     groups = ParallelGroups.from_model(chunks)
     micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
 
@@ -100,8 +103,11 @@ def run_schedule(
         )
         for samples in micro_batches
     ]
-    step = PolicyStep(run.config, totals=totals, num_microbatches=len(batches), model=chunks)
-    heads = partial(head or PolicyStep.head, step)
+    keywords: dict[str, Any] = {"num_microbatches": len(batches), "model": chunks}
+    step: Any = PolicyStep(run.config, totals=totals, **keywords)
+    if isinstance(run, ValueRun):
+        step = ValueStep(run.config, CriticConfig(VALUE_CLIP), totals=totals, **keywords)
+    heads = partial(head or type(step).head, step)
     return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)
 
 

@@ -11,12 +11,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from tests import oracle
+from tests import critic_oracle, oracle
 from tests.oracle import PlainSample
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
-from .steps import VOCAB_SIZE, Run
+from .steps import VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
@@ -26,14 +26,28 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     outcomes = []
     for run in runs:
         model.zero_grad_buffer()
-        logits = [logits_alone(model, sample) for sample in run.samples]
-        result = oracle.policy_loss(run.samples, logits, run.objective)
+        if isinstance(run, ValueRun):
+            loss, metrics = value_loss_alone(model, run)
+        else:
+            logits = [logits_alone(model, sample) for sample in run.samples]
+            result = oracle.policy_loss(run.samples, logits, run.objective)
+            loss, metrics = result.loss, _metrics(run, result)
         with model.no_sync():
-            result.loss.backward()
+            loss.backward()
         gradients = gather_gradients([model])
         assert gradients is not None
-        outcomes.append(Outcome(gradients, _metrics(run, result)))
+        outcomes.append(Outcome(gradients, metrics))
     return outcomes
+
+
+def value_loss_alone(model: torch.nn.Module, run: ValueRun) -> tuple[Tensor, dict[str, float]]:
+    """The oracle's value loss of a step, and its metrics."""
+    values = []
+    for sample in run.samples:
+        alone = values_alone(model, sample)
+        values.append(alone[sample.prompt_length - 1 : len(sample.tokens) - 1])
+    divisor = run.objective.loss_aggregation_divisor
+    return critic_oracle.value_loss(run.samples, values, run.aggregation, divisor, VALUE_CLIP)
 
 
 def reference_log_probs(run: Run) -> list[list[float]]:
@@ -64,11 +78,23 @@ def thd(boundaries: list[int]) -> PackedSeqParams:
 
 def logits_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     """[total_length, vocab] float64 logits of one sample, neither packed nor padded."""
+    logits = _output_alone(model, sample)
+    assert logits.shape == (len(sample.tokens), VOCAB_SIZE) and logits.dtype == torch.float64
+    return logits
+
+
+def values_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
+    """[total_length] float64: a critic's value after each token of one sample."""
+    values = _output_alone(model, sample)
+    assert values.shape == (len(sample.tokens), 1) and values.dtype == torch.float64
+    return values[:, 0]
+
+
+def _output_alone(model: torch.nn.Module, sample: PlainSample) -> Tensor:
     length = len(sample.tokens)
     tokens, positions = torch.tensor([sample.tokens]), torch.arange(length)[None]
-    logits: Tensor = model(tokens, positions, None, packed_seq_params=thd([0, length]))
-    assert logits.shape == (1, length, VOCAB_SIZE) and logits.dtype == torch.float64
-    return logits[0]
+    output: Tensor = model(tokens, positions, None, packed_seq_params=thd([0, length]))
+    return output[0]
 
 
 def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from tests import oracle
+from tests.critic_oracle import with_values
 from tests.oracle import Objective, PlainSample
 from tests.random_steps import float32, random_step
 
 DIVISOR = 8.0
 VOCAB_SIZE = 16
 NUM_SAMPLES = 20
+VALUE_CLIP = 0.5
 MICRO_BATCHES = 3
 
 
@@ -96,6 +98,7 @@ class Run:
     regularized: bool = False
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
     temperature: float = 1.0
+    fp32_lm_head: bool = False
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -114,6 +117,7 @@ class Run:
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
             rollout_temperature=self.temperature,
+            fp32_lm_head=self.fp32_lm_head,
         )
 
     @property
@@ -150,6 +154,18 @@ class Run:
         bins.append([last])
         padded = -(-count // multiple) * multiple
         return bins + [[] for _ in range(padded - filled)]
+
+
+@dataclass(frozen=True)
+class ValueRun(Run):
+    """One optimizer step of a critic, whose loss is aggregated as the policy's."""
+
+    def __str__(self) -> str:
+        return f"value loss, {super().__str__()}"
+
+    @property
+    def samples(self) -> list[PlainSample]:
+        return with_values(SHAPES[self.shape])
 
 
 AGGREGATIONS = oracle.AGGREGATIONS

@@ -190,27 +190,23 @@ def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
 
 def scores_in_the_order_of_the_plan(sharding: Sharding) -> tuple[int, list[Scores]]:
     """Mutant: what was scored first is taken for the first sample's."""
-    from megatron_pg.megatron import log_probs
+    from megatron_pg.megatron import scoring
 
-    right = log_probs._in_order
+    right = scoring._in_order
 
-    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> ScoredSamples:
+    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> list[list[Tensor]]:
         planned = [index for indices in plan.microbatches for index in indices]
-        found = right(plan, samples, values)
-        return ScoredSamples(
-            [found.log_probs[index] for index in planned],
-            [found.entropy[index] for index in planned],
-        )
+        return [[of[index] for index in planned] for of in right(plan, samples, values)]
 
-    log_probs._in_order = in_the_order_of_the_plan
+    scoring._in_order = in_the_order_of_the_plan
     return scores_of_rank(sharding, DENSE)
 
 
 def scores_of_own_window(sharding: Sharding) -> tuple[int, list[Scores]]:
     """Mutant: nothing is gathered over context parallelism."""
-    from megatron_pg.megatron import log_probs
+    from megatron_pg.megatron import scoring
 
-    log_probs.dist = SimpleNamespace(
+    scoring.dist = SimpleNamespace(
         all_reduce=lambda *arguments, **keywords: None,
         get_backend=dist.get_backend,
         get_world_size=dist.get_world_size,

@@ -88,6 +88,13 @@ def test_recomputation_leaves_the_inputs_of_the_layers() -> None:
     assert recomputed.states == kept.states and recomputed.logits == kept.logits
 
 
+def test_float32_logits_of_the_plain_layer_are_no_copy() -> None:
+    plain, wide = (estimate((1, 1, 32768), *flags) for flags in ([], ["--fp32-lm-head"]))
+    assert plain.logits == 32768 * 151936 * 6
+    assert wide.logits == 32768 * 151936 * 4 + 1.25 * GIB
+    assert plain.fused_head < wide.fused_head < wide.logits
+
+
 def test_without_sequence_parallelism_ranks_hold_more() -> None:
     case = (2, 1, 32768)
     split, whole = (estimate(case).activations, estimate(case, sequence_parallel=False).activations)

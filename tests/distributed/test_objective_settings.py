@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss import METRICS
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
@@ -25,7 +27,7 @@ from tests.random_steps import float32
 from .compare import compare
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, train_step
+from .one_step import Head, Outcome, build, train_step
 from .steps import SHAPES, Run
 
 pytestmark = in_one_lane
@@ -90,7 +92,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "loss_weight_denominator": "weights",
     },
     "no_metrics": {"pg_metrics": "none"},
+    "sapo": {"policy_loss": "sapo", "sapo_tau_neg": 3.0, "loss_aggregation": "prompt_mean"},
+    "dppo_tv": {
+        "policy_loss": "dppo_tv",
+        "dppo_delta": 0.004,
+        "ratio_anchor": "rollout",
+        **{"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0},
+    },
+    "dppo_kl": {"policy_loss": "dppo_kl", "dppo_delta": 0.001, "dppo_delta_high": 0.0005},
+    "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, "loss_aggregation": "token_mean"},
+    "ppo_against_rollout": {
+        "ratio_anchor": "rollout",
+        "use_opsm": True,
+        "opsm_delta": 0.05,
+        "kl_loss_coef": 0.1,
+        "use_unbiased_kl": True,
+    },
 }
+IN_BOTH_MODES = ("sapo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
+"""The settings that are also run in per-token mode, and through the fused head."""
 
 
 @functools.cache
@@ -139,27 +159,66 @@ class SettingsRun(Run):
         return PolicyLossConfig(**SETTINGS[self.name])
 
 
-def two_steps_each(sharding: Sharding) -> list[tuple[Outcome | None, Outcome | None]]:
-    chunks = build(sharding, ModelOptions())
+def two_steps_each(
+    sharding: Sharding,
+    options: ModelOptions,
+    names: Sequence[str] = tuple(SETTINGS),
+    head: Callable[[], Head] | None = None,
+) -> list[tuple[Outcome | None, Outcome | None]]:
+    """The outcomes of two steps of each setting; `head` makes what takes the place of the step's own."""
+    chunks = build(sharding, options)
+    heads = None if head is None else head()
     start = [parameter.detach().clone() for parameter in chunks[0].parameters()]
     results = []
-    for name in SETTINGS:
+    for name in names:
         with torch.no_grad():
             for parameter, value in zip(chunks[0].parameters(), start, strict=True):
                 parameter.copy_(value)
-        first = train_step(chunks, sharding, SettingsRun(name=name))
+        first = train_step(chunks, sharding, SettingsRun(name=name), head=heads)
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.sub_(LEARNING_RATE * parameter.main_grad)
-        results.append((first, train_step(chunks, sharding, SettingsRun(name=name))))
+        second = train_step(chunks, sharding, SettingsRun(name=name), head=heads)
+        results.append((first, second))
     return results
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[tuple[Outcome, Outcome], tuple[Outcome, Outcome]]]:
-    found = run_ranks(two_steps_each, 2, Sharding(context=2))[0]
-    expected = run_ranks(two_steps_each, 1, Sharding())[0]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), ModelOptions())[0]
+    expected = run_ranks(two_steps_each, 1, Sharding(), ModelOptions())[0]
     return dict(zip(SETTINGS, zip(found, expected, strict=True), strict=True))
+
+
+def one_pass() -> Head:
+    from .test_fused_output import fused_head
+
+    return fused_head("one pass")
+
+
+@pytest.fixture(scope="module")
+def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
+    """With the output layer fused where this megatron-core can: what a row promises of its gradient holds or not."""
+    options = ModelOptions(calculate_per_token_loss=True)
+    head = one_pass if supports_output_processor() else None
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, IN_BOTH_MODES, head)[0]
+    return dict(zip(IN_BOTH_MODES, found, strict=True))
+
+
+@pytest.mark.parametrize("name", IN_BOTH_MODES)
+def test_per_token_mode_and_the_fused_head_change_nothing(
+    name: str, in_per_token_mode: dict, outcomes: dict
+) -> None:
+    for found, expected in zip(in_per_token_mode[name], outcomes[name][1], strict=True):
+        comparison = compare(found, expected)
+        assert comparison.passed, str(comparison)
+
+
+@pytest.mark.parametrize("name", [name for name in IN_BOTH_MODES if name != "sapo"])
+def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
+    first, _ = outcomes[name][0]
+    assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
+    assert first.metrics["pg_clipfrac"] < first.metrics["clipped_ratio_fraction"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

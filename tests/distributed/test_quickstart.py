@@ -43,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
-    for name in ("train_grpo.py", "tasks.py", "run_log.py"):
+    for name in ("train_grpo.py", "critic.py", "tasks.py", "run_log.py"):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()
     stub = f"make_environment() {{ VENV_PYTHON=${{STARTED:-{sys.executable}}}; }}\n"
@@ -282,6 +282,9 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--warm-start-lr inf", "--warm-start-lr is inf"),
         ("--eps-clip nan", "--eps-clip"),
         ("--num-training-tasks 4", "--rollout-batch-size 8"),
+        ("--advantage gae --value-clip 0 --lam 2", "--value-clip must be a finite number > 0"),
+        ("--whiten-advantages --gamma 0.9", "--gamma and --whiten-advantages: about the critic"),
+        ("--critic-lr nan", "--critic-lr is nan"),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""gspo and the sequence-level corrections with the tokens of a sequence spread over ranks."""
+"""Objectives and sequence-level corrections with the tokens of a sequence spread over ranks, some of them empty."""
 
 from __future__ import annotations
 
@@ -73,7 +73,34 @@ CASES: dict[str, tuple[dict, Correction]] = {
         Correction("geometric", 0.97, 1.02),
     ),
     "ppo_token_level": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
+    "gmpo": ({"policy_loss": "gmpo"}, Correction()),
+    "gmpo_against_rollout_with_corrections": (
+        {
+            "policy_loss": "gmpo",
+            "ratio_anchor": "rollout",
+            "use_geometric_rejection": True,
+            "geometric_rejection_low": 0.95,
+            "geometric_rejection_high": 1.03,
+            "use_opsm": True,
+            "opsm_delta": 0.01,
+        },
+        Correction(geometric=(0.95, 1.03), opsm_delta=0.01, anchor="rollout"),
+    ),
+    "gspo_against_rollout": ({"policy_loss": "gspo", "ratio_anchor": "rollout"}, Correction()),
+    "ppo_against_rollout": ({"ratio_anchor": "rollout"}, Correction()),
+    **{name: ({"policy_loss": name}, Correction()) for name in ("sapo", "dppo_tv", "dppo_kl")},
+    "dppo_tv_against_rollout": (
+        {"policy_loss": "dppo_tv", "ratio_anchor": "rollout"},
+        Correction(),
+    ),
 }
+SUMS = {
+    "gspo_with_corrections": 2,
+    "geometric_mask_and_sequence_rejection": 1,
+    "gmpo_against_rollout_with_corrections": 3,
+    **dict.fromkeys(("gspo", "gspo_against_rollout", "gmpo", "ppo_with_opsm", "tis_geometric"), 1),
+}
+"""What a case sums over sequences, beside their active tokens; without an entry nothing."""
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
@@ -131,10 +158,13 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
     ranks = run_ranks(corrections_worker, size)
     for case, (settings, correction) in CASES.items():
         policy_loss = settings.get("policy_loss", "ppo")
+        anchor = settings.get("ratio_anchor", "old")
         for name, sequences in MICRO_BATCHES.items():
             expected = stacked(
                 [
-                    oracle.correct(s, oracle.objective(policy_loss, s), correction)[0]
+                    oracle.correct(s, oracle.objective(policy_loss, s, anchor=anchor), correction)[
+                        0
+                    ]
                     for s in sequences
                 ]
             )
@@ -145,8 +175,8 @@ def test_sequence_level_settings_equal_the_unsharded_formula(size: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
 
-            is_sequence_level = case != "ppo_token_level"
-            shapes = [(3, len(sequences))] if is_sequence_level else []
+            is_sequence_level = case in SUMS
+            shapes = [(1 + SUMS[case], len(sequences))] if is_sequence_level else []
             assert all(rank[case, name][2] == shapes for rank in ranks), "one all-reduce, by all"
             if name == "ragged" and is_sequence_level:
                 mutant, _ = assembled([rank[case, name][1] for rank in ranks], expected.numel())

@@ -60,9 +60,55 @@ def mean(values: Sequence[Tensor]) -> Tensor:
     return sum(values, ZERO) / max(len(values), 1)
 
 
-def policy_mean(sample: Sequence1) -> Tensor:
+def policy_mean(sample: Sequence1, anchor: str = "old") -> Tensor:
     """Mean of log r over the active tokens, without gradient."""
-    return mean([sample.log_probs[t].detach() - sample.old_log_probs[t] for t in sample.active()])
+    against = getattr(sample, f"{anchor}_log_probs")
+    return mean([sample.log_probs[t].detach() - against[t] for t in sample.active()])
+
+
+def soft_gate(ratio: Tensor, tau: float) -> Tensor:
+    """SAPO's f of the ratio."""
+    return 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+
+
+def moved(measure: str, old: float, new: float) -> float:
+    """Divergence of two log-probs of one token: of the pair (this token, all others)."""
+    p_old, p_new = math.exp(old), math.exp(new)
+    if measure == "dppo_tv":
+        return abs(p_new - p_old)
+    total = 0.0
+    for share_old, share_new in ((p_old, p_new), (1 - p_old, 1 - p_new)):
+        if share_old > 0:
+            total += share_old * math.log(share_old / share_new) if share_new > 0 else math.inf
+    return total
+
+
+def kept_by_divergence(
+    measure: str, old: float, new: float, advantage: float, delta: float, delta_high: float
+) -> bool:
+    """DPPO's mask."""
+    if advantage > 0 and new > old:
+        return not moved(measure, old, new) > delta_high
+    if advantage < 0 and new < old:
+        return not moved(measure, old, new) > delta
+    return True
+
+
+def geometric_mean_losses(sample: Sequence1, low: float, high: float, anchor: str) -> list[Tensor]:
+    """GMPO: -A times the geometric mean of the clipped ratios; each token has the gradient of its own factor."""
+    against, tokens = getattr(sample, f"{anchor}_log_probs"), sample.active()
+    logs = []
+    for t in tokens:
+        log = sample.log_probs[t] - against[t]
+        if sample.advantages[t] > 0 and log > math.log(high):
+            log = torch.tensor(math.log(high), dtype=torch.float64)
+        if sample.advantages[t] < 0 and low > 0 and log < math.log(low):
+            log = torch.tensor(math.log(low), dtype=torch.float64)
+        logs.append(log)
+    average, losses = mean(logs).detach(), [ZERO] * len(sample.loss_mask)
+    for t, log in zip(tokens, logs, strict=True):
+        losses[t] = -sample.advantages[t] * exp_within_20(average + log - log.detach())
+    return losses
 
 
 def objective(
@@ -73,9 +119,19 @@ def objective(
     high: float = 1.2,
     dual: float | None = None,
     cispo_lower_bound: bool = False,
+    taus: tuple[float, float] = (1.0, 1.05),
+    deltas: tuple[float, float] | None = None,
+    anchor: str = "old",
 ) -> list[Tensor]:
-    """The loss of every response token; 0 where masked."""
+    """The loss of every response token; 0 where masked.
+
+    `taus` are SAPO's of A > 0 and of the others, `deltas` DPPO's of A < 0 and of A > 0, `anchor` is
+    whose log-probs the ratio is against.
+    """
+    if name == "gmpo":
+        return geometric_mean_losses(sample, low, high, anchor)
     losses = [ZERO] * len(sample.loss_mask)
+    against = getattr(sample, f"{anchor}_log_probs")
     for t in sample.active():
         log_prob, advantage = sample.log_probs[t], sample.advantages[t]
         if name == "sft":
@@ -84,12 +140,19 @@ def objective(
         if name == "reinforce":
             losses[t] = -advantage * log_prob
             continue
-        log_ratio = log_prob - sample.old_log_probs[t]
+        log_ratio = log_prob - against[t]
         if name == "gspo":
-            log_ratio = policy_mean(sample) + log_prob - log_prob.detach()
+            log_ratio = policy_mean(sample, anchor) + log_prob - log_prob.detach()
         ratio = exp_within_20(log_ratio)
         if name in ("ppo", "gspo"):
             losses[t] = surrogate(ratio, advantage, low, high, dual)
+        elif name == "sapo":
+            losses[t] = -soft_gate(ratio, taus[0] if advantage > 0 else taus[1]) * advantage
+        elif name in ("dppo_tv", "dppo_kl"):
+            delta, delta_high = deltas or {"dppo_tv": (0.15, 0.15), "dppo_kl": (0.05, 0.05)}[name]
+            pair = against[t], log_prob.item()
+            if kept_by_divergence(name, *pair, advantage, delta, delta_high):
+                losses[t] = -ratio * advantage
         else:
             weight = min(ratio.item(), high)
             weight = max(weight, low) if cispo_lower_bound else weight
@@ -98,7 +161,12 @@ def objective(
 
 
 def kl(
-    sample: Sequence1, kind: str, *, unbiased: bool = False, gradient_of_k2: bool = False
+    sample: Sequence1,
+    kind: str,
+    *,
+    unbiased: bool = False,
+    gradient_of_k2: bool = False,
+    anchor: str = "old",
 ) -> list[Tensor]:
     """The divergence estimate of every response token; 0 where masked."""
     values = [ZERO] * len(sample.loss_mask)
@@ -113,7 +181,8 @@ def kl(
                 difference = torch.tensor(math.copysign(20, difference.item())).double()
             value = torch.exp(-difference) - 1 + difference
         if unbiased:
-            value = exp_within_20(sample.log_probs[t] - sample.old_log_probs[t]) * value
+            against = getattr(sample, f"{anchor}_log_probs")
+            value = exp_within_20(sample.log_probs[t] - against[t]) * value
         if kind == "low_var_kl" and value > 10:
             value = torch.tensor(10.0, dtype=torch.float64)
         if gradient_of_k2:  # d^2 / 2 has the gradient d: a product with a constant
@@ -135,6 +204,8 @@ class Correction:
     geometric: tuple[float, float] | None = None
     sequence: tuple[float, float] | None = None
     opsm_delta: float | None = None
+    anchor: str = "old"
+    """Whose log-probs the ratio is against, which OPSM reads."""
 
     def rejects(self) -> bool:
         is_mask = self.tis is not None and self.tis.endswith("mask")
@@ -158,7 +229,7 @@ def correct(
     corrected, mask = list(losses), list(sample.loss_mask)
     total = sum(mismatches(sample))
     average = total / max(len(sample.active()), 1)
-    drift = -policy_mean(sample).item()
+    drift = -policy_mean(sample, settings.anchor).item()
     for t in sample.active():
         mismatch = sample.old_log_probs[t] - sample.rollout_log_probs[t]
         kind = settings.tis or ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
+from megatron_pg.config.critic import CriticConfig, add_critic_args
 from megatron_pg.config.flags import flag_of
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
@@ -58,6 +59,7 @@ def metrics() -> Lines:
 
 TABLES = {
     "flags": ("flags.md", partial(flags, add_policy_loss_args, PolicyLossConfig)),
+    "critic flags": ("flags.md", partial(flags, add_critic_args, CriticConfig)),
     "planning flags": ("flags.md", partial(flags, add_planning_args, PlanningConfig)),
     "aggregations": ("objectives.md", partial(rows, AGGREGATIONS, "objective")),
     "objectives": ("objectives.md", partial(rows, OBJECTIVES, "loss of a token")),

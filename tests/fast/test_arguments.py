@@ -202,6 +202,31 @@ REFUSED = [
     ("--eps-clip-c 3 --policy-loss reinforce", {}, ["--eps-clip-c", "reinforce"]),
     ("--eps-clip-c 3 --policy-loss sft", {}, ["--eps-clip-c", "sft"]),
     ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
+    ("--sapo-tau-pos 2", {}, ["--sapo-tau-pos 2.0 belongs to --policy-loss sapo", "ppo"]),
+    (
+        "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3",
+        {},
+        [
+            "3 settings",
+            "--dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl",
+            "--dppo-delta-high 0.2 belongs",
+            "--eps-clip-c 3.0 belongs to --policy-loss ppo and gspo",
+        ],
+    ),
+    *[
+        (
+            f"--ratio-anchor rollout --policy-loss {name}",
+            {},
+            ["--ratio-anchor rollout is about a ratio", f"--policy-loss {name} has none"],
+        )
+        for name in ("reinforce", "sft")
+    ],
+    (
+        "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl",
+        {},
+        ["2 settings", "--use-tis would weigh the same", "--policy-loss sft has none"],
+    ),
+    ("--ratio-anchor rollout --use-tis --tis-mode mask", {}, ["--use-tis", "drop one of the two"]),
     ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
     *[
         (
@@ -300,6 +325,11 @@ OUT_OF_RANGE = {
     "eps_clip_high": [0, -0.2],
     "eps_clip_c": [1, 0.5],
     "cispo_lower_bound": [None],
+    "ratio_anchor": ["new", None],
+    "sapo_tau_pos": [0, -1, None],
+    "sapo_tau_neg": [0, "1"],
+    "dppo_delta": [0, -0.1, 1.5],
+    "dppo_delta_high": [0, 2],
     "kl_loss_coef": [-0.1, None],
     "kl_loss_type": ["k4"],
     "use_unbiased_kl": ["no"],
@@ -340,7 +370,7 @@ def test_every_field_has_a_case_out_of_range():
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
     is_number = isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(
-        ("divisor", "_high", "_c")
+        ("divisor", "_high", "_c", "_delta")
     )
     interval = FIELDS[name].interval
     infinities = (
@@ -360,6 +390,12 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
         {"eps_clip_c": 3.0, "policy_loss": "gspo"},
         {"eps_clip_c": 3.0, "policy_loss": "reinforce", "custom_policy_loss_path": "a.b"},
         {"cispo_lower_bound": True, "policy_loss": "cispo"},
+        {"sapo_tau_pos": 2.0, "sapo_tau_neg": 0.5, "policy_loss": "sapo"},
+        {"dppo_delta": 1, "policy_loss": "dppo_kl"},
+        {"dppo_delta_high": 0.2, "policy_loss": "dppo_tv", "ratio_anchor": "rollout"},
+        {"ratio_anchor": "rollout", "policy_loss": "reinforce", "use_opsm": True},
+        {"ratio_anchor": "rollout", "custom_policy_loss_path": "a.b"},
+        {"ratio_anchor": "rollout", "use_geometric_rejection": True},
         {"tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
         {"geometric_rejection_low": 1, "geometric_rejection_high": 1},
         {"geometric_rejection_low": 1.1, "geometric_rejection_high": math.inf},
@@ -386,6 +422,17 @@ REQUIRED = [
     ("--policy-loss reinforce", ""),
     ("--policy-loss sft", ""),
     ("--policy-loss cispo", "old_log_probs"),
+    ("--policy-loss sapo", "old_log_probs"),
+    ("--policy-loss dppo_tv --ratio-anchor rollout", "rollout_log_probs"),
+    ("--policy-loss gmpo --ratio-anchor rollout --use-opsm", "rollout_log_probs"),
+    (
+        "--policy-loss gspo --ratio-anchor rollout --use-sequence-rejection",
+        "old_log_probs rollout_log_probs",
+    ),
+    (
+        "--policy-loss sft --ratio-anchor rollout --kl-loss-coef 0.1 --use-unbiased-kl",
+        "ref_log_probs rollout_log_probs",
+    ),
     (f"--custom-policy-loss-path {HERE}.custom_policy_loss", ""),
     ("--policy-loss reinforce --kl-loss-coef 0.1", "ref_log_probs"),
     ("--policy-loss reinforce --kl-loss-coef 0.1 --use-unbiased-kl", "old_log_probs ref_log_probs"),
@@ -436,13 +483,15 @@ LOGGED = [
     ("--kl-loss-type k1", None),
     *[
         (f"--policy-loss {name} --{flag}", f"--{flag} is not read by --policy-loss {name}")
-        for name in ("reinforce", "sft")
+        for name in ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl")
         for flag in ("eps-clip 0.1", "eps-clip-high 0.3")
     ],
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 3", "--eps-clip 0.1 is not read by"),
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 3 --cispo-lower-bound", None),
     ("--policy-loss cispo --eps-clip 0.1", None),
     ("--policy-loss gspo --eps-clip 0.1 --eps-clip-high 0.3", None),
+    ("--policy-loss gmpo --eps-clip 0.1 --eps-clip-high 0.3", None),
+    ("--policy-loss dppo_tv --dppo-delta 0.2 --ratio-anchor rollout", None),
     (f"--eps-clip 0.1 --custom-policy-loss-path {HERE}:custom_policy_loss", "takes the place"),
 ]
 

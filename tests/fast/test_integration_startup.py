@@ -251,11 +251,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("in place", "by reference"),
         ("What it does.", "Other words."),
-        ("loss * count", "loss  *  count"),
+        ("    return loss * count", "\n    return loss * count"),
     ],
-    ids=["comment", "docstring", "space"],
+    ids=["comment", "docstring", "empty line"],
 )
-def test_words_and_space_do_not_make_a_version(package: Path, old: str, new: str) -> None:
+def test_words_and_empty_lines_do_not_make_a_version(package: Path, old: str, new: str) -> None:
     package.write_text(SOURCE.replace(old, new))
     slime.check(arguments("slime"))
 
@@ -280,6 +280,11 @@ def test_an_unknown_version_names_the_function_and_the_command(
     assert "bash ci/trainers.sh" in message
     proven = message.rpartition('megatron_pg_proven_source: "')[2].partition('"')[0]
     slime.check(arguments("slime", megatron_pg_proven_source=proven))
+
+
+def test_a_statement_that_leaves_its_branch_makes_a_version() -> None:
+    inside = "def f(s, x):\n    if x:\n        s *= 2\n        s /= 3\n    return s\n"
+    assert fingerprint(inside) != fingerprint(inside.replace("        s /=", "    s /="))
 
 
 def test_one_proof_is_of_one_source(package: Path) -> None:

@@ -188,6 +188,25 @@ def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> N
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
 
 
+def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
+    """One sample of six tokens: its means are token means."""
+    sequence = random_sequence(5, 6, active_rate=1.0)
+    config = PolicyLossConfig(ratio_anchor="rollout")
+    expected = [
+        (old.item() - rollout)
+        for old, rollout in zip(sequence.log_probs, sequence.rollout_log_probs, strict=True)
+    ]
+    for old_log_probs in (None, sequence.old_log_probs):
+        sample = dataclasses.replace(package_sample(sequence), old_log_probs=old_log_probs)
+        found = reduced(
+            config, [micro_batch_metrics(config, pack([sample]), flat_log_probs([sequence]))]
+        )
+        assert found["ppo_kl"] == pytest.approx(-sum(expected) / 6, rel=1e-9)
+        assert found["ratio_new_old_sum"] == pytest.approx(sum(map(math.exp, expected)), rel=1e-9)
+        is_there = {"old_logprobs", "rollout_ratio"} <= set(found)
+        assert is_there == (old_log_probs is not None)
+
+
 def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
     sequences = random_sequences(2)
     expected = None

@@ -357,7 +357,8 @@ def test_tables_are_whole(name: str) -> None:
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for row in trainer.settings.values():
         here = row.get("here", "")
-        for each in [case[1] for case in here] if isinstance(here, list) else [here]:
+        words_of = [case[1] for case in here] if isinstance(here, list) else [here]
+        for each in filter(None, words_of):
             words = " ".join([each] if isinstance(each, str) else each.values()).split()
             assert {word for word in words if word.startswith("--")} <= flags
             assert isinstance(each, str) or set(each) <= {*row.get("choices", []), "True"}
@@ -424,6 +425,9 @@ SAME = {
     VERL + f"{MODE}=gspo": "--policy-loss gspo",
     VERL + f"{MODE}=cispo": "--policy-loss cispo --cispo-lower-bound",
     VERL + f"{MODE}=gpg": "--policy-loss reinforce",
+    VERL + f"{MODE}=sapo {ACTOR}tau_neg=1.5": "--policy-loss sapo --sapo-tau-neg 1.5",
+    VERL + "algorithm.rollout_correction.bypass_mode=true": "--ratio-anchor rollout",
+    SLIME + "--use-rollout-logprobs": "--ratio-anchor rollout",
     VERL + f"{MODE}=megatron_pg_token_mean": "",
     VERL + "algorithm.rollout_correction.rollout_is=sequence "
     "algorithm.rollout_correction.rollout_is_threshold=4": "--use-tis --tis-level sequence --tis-clip 4",
@@ -446,8 +450,12 @@ def test_the_same_loss(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 LOST = {
     **{
         VERL + f"{MODE}={mode}": f"{MODE}={mode}"
-        for mode in ("sapo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov", "dro")
+        for mode in ("geo_mean", "clip_cov", "kl_cov", "dro")
     },
+    VERL + f"{MODE}=dppo_kl": f"{ACTOR}clip_ratio_c=3",
+    VERL + "algorithm.rollout_correction.bypass_mode=true "
+    "algorithm.rollout_correction.loss_type=reinforce": "algorithm.rollout_correction.loss_type=reinforce",
+    SLIME + "--use-rollout-logprobs --use-tis": "--use-rollout-logprobs=True",
     VERL_KL + "abs": f"{ACTOR}kl_loss_type=abs",
     VERL_KL + "full": f"{ACTOR}kl_loss_type=full",
     VERL + "algorithm.rollout_correction.rollout_is=token "
@@ -476,6 +484,12 @@ def test_likelihood_is_not_printed_as_ppo(capsys: pytest.CaptureFixture[str]) ->
     line = SLIME + "--loss-type sft_loss --use-tis --eps-clip-c 3 --advantage-estimator gspo"
     assert "--policy-loss sft --eps-clip-high 0.28" in (flags := here("", line, capsys)[1])
     assert "tis" not in flags and "gspo" not in flags and taken(flags).policy_loss == "sft"
+
+
+def test_thresholds_of_a_divergence(capsys: pytest.CaptureFixture[str]) -> None:
+    line = VERL + f"{MODE}=dppo_tv {ACTOR}clip_ratio_low=0.15 {ACTOR}clip_ratio_high=0.1"
+    flags = here("", line, capsys)[1]
+    assert flags.endswith("--policy-loss dppo_tv --dppo-delta 0.15 --dppo-delta-high 0.1")
 
 
 def test_every_value_is_printed_or_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.flags import field_docstrings
+from megatron_pg.loss import trust_region
 from megatron_pg.loss.objectives import (
     OBJECTIVES,
     ObjectiveOutput,
     clipped_log_ratio,
     get_objective,
 )
-from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.sequence import SequenceLogRatios, sequence_log_ratios
+from megatron_pg.loss.trust_region import DPPO_DELTAS
 from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (
@@ -62,7 +70,28 @@ SETTINGS: dict[str, tuple[str, dict, dict]] = {
     ),
     "reinforce": ("reinforce", {}, {}),
     "sft": ("sft", {}, {}),
+    "sapo": ("sapo", {}, {}),
+    "sapo_taus": ("sapo", {"sapo_tau_pos": 0.7, "sapo_tau_neg": 2.5}, {"taus": (0.7, 2.5)}),
+    "dppo_tv": ("dppo_tv", {}, {}),
+    "dppo_kl": ("dppo_kl", {}, {}),
+    **{
+        f"{name}_deltas": (
+            name,
+            {"dppo_delta": 0.02, "dppo_delta_high": 0.04},
+            {"deltas": (0.02, 0.04)},
+        )
+        for name in ("dppo_tv", "dppo_kl")
+    },
+    "gmpo": ("gmpo", HIGHER, BOUNDS),
+    "gmpo_open_below": ("gmpo", {"eps_clip": 1.0, "eps_clip_high": 0.1}, {"low": 0, "high": 1.1}),
+    **{
+        f"{name}_against_rollout": (name, {"ratio_anchor": "rollout"}, {"anchor": "rollout"})
+        for name in ("ppo", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "gmpo")
+    },
 }
+OF_SEQUENCES = [case for case in SETTINGS if case.startswith(("gspo", "gmpo"))]
+OF_PROBABILITIES = [case for case in SETTINGS if case.startswith("dppo")]
+"""Which need log-probs of at most 0, and have a grid of their own."""
 
 TOLERANCES = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
@@ -106,21 +135,28 @@ def test_random_sequences_equal_the_formula(case: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("case", [case for case in SETTINGS if not case.startswith("gspo")])
+@pytest.mark.parametrize(
+    "case", [case for case in SETTINGS if case not in (*OF_SEQUENCES, *OF_PROBABILITIES)]
+)
 def test_around_the_bounds_and_at_extreme_ratios(case: str, dtype: torch.dtype) -> None:
     check(case, [grid_sequence((*AROUND_BOUNDS, *EXTREMES), ADVANTAGES)], dtype)
 
 
-@pytest.mark.parametrize("case", ["gspo", "gspo_dual_clip"])
+@pytest.mark.parametrize("case", OF_SEQUENCES)
 @pytest.mark.parametrize("log_ratio", [*AROUND_BOUNDS, *EXTREMES])
-def test_gspo_around_the_bounds_and_at_extreme_ratios(case: str, log_ratio: float) -> None:
+def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(
+    case: str, log_ratio: float
+) -> None:
     """Every token of a sequence has the same log-ratio, so it is that of the sequence."""
     check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
 
 
 @pytest.mark.parametrize(
     "case",
-    ["ppo_clip_higher", "ppo_dual_clip", "ppo_dual_clip_met_exactly", "gspo", "cispo_lower_bound"],
+    [
+        *("ppo_clip_higher", "ppo_dual_clip", "ppo_dual_clip_met_exactly"),
+        *("gspo", "cispo_lower_bound"),
+    ],
 )
 def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> None:
     for log_ratio in (*ON_BOUNDS, math.log(3.0), math.log(DUAL)):
@@ -145,7 +181,9 @@ def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient() -> None:
     assert log_probs.grad.tolist() == [2.0 * DUAL]
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "gmpo"]
+)
 def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
     sequences = [
         dataclasses.replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)
@@ -170,6 +208,183 @@ def test_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
     mutant_gradient = flat_gradient(mutant, [sequence])
     start = 7 + 1
     assert not torch.allclose(log_probs.grad[start : start + 12], mutant_gradient, atol=1e-3)
+
+
+PROBABILITIES = (1e-30, 1e-7, 0.02, 0.3, 0.44, 0.47, 0.6, 0.97, 1 - 1e-6, 1.0)
+
+
+def probability_grid() -> Sequence1:
+    """Every probability against every other, under a positive, a negative and no advantage."""
+    triples = list(itertools.product(PROBABILITIES, PROBABILITIES, (1.5, -0.5, 0.0)))
+    old, new = ([math.log(triple[place]) for triple in triples] for place in (0, 1))
+    as_float32 = torch.tensor(new).double()
+    return dataclasses.replace(
+        grid_sequence(new, [1.0]),
+        log_probs=as_float32.requires_grad_(),
+        advantages=[advantage for *_, advantage in triples],
+        old_log_probs=torch.tensor(old).tolist(),
+        rollout_log_probs=torch.tensor(old).flip(0).tolist(),
+    )
+
+
+@pytest.mark.parametrize("case", OF_PROBABILITIES)
+def test_divergences_of_all_probabilities(case: str) -> None:
+    sequence = probability_grid()
+    check(case, [sequence], torch.float64)
+    name, settings, _ = SETTINGS[case]
+    found = package_objective(name, settings, package_batch([sequence]), flat_log_probs([sequence]))
+    is_dropped = found.is_effectively_clipped
+    assert 20 < int(is_dropped.sum()) < 120
+    assert (found.loss[is_dropped] == 0).all()
+    above = found.log_ratio > 0
+    positive = package_batch([sequence]).advantages > 0
+    assert (above[is_dropped] == positive[is_dropped]).all()
+    assert int(found.is_clipped.sum()) > int(is_dropped.sum())
+
+
+def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
+    text = field_docstrings(PolicyLossConfig)["dppo_delta"]
+    said = {
+        name: float(number) for number, name in re.findall(r"([0-9.]+) (?:nats )?for (\w+)", text)
+    }
+    assert said == DPPO_DELTAS
+
+
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor: str) -> None:
+    """arXiv:2507.20673 eq. 4, a product over the tokens of a sequence, with one advantage a sequence."""
+    sequences = [
+        dataclasses.replace(s, advantages=[(-1.0) ** place * (place + 1)] * len(s.advantages))
+        for place, s in enumerate(random_sequences(11))
+    ]
+    low, high = math.exp(-0.2), math.exp(0.1)
+    total = oracle.ZERO
+    for sequence in sequences:
+        product, active = torch.ones((), dtype=torch.float64), sequence.active()
+        for t in active:
+            against = getattr(sequence, f"{anchor}_log_probs")[t]
+            ratio = (sequence.log_probs[t] - against).exp()
+            is_positive = sequence.advantages[t] > 0
+            clipped = ratio.clamp(low, high)
+            product = product * (torch.minimum if is_positive else torch.maximum)(ratio, clipped)
+        if active:
+            total = total - product ** (1 / len(active)) * sequence.advantages[0] / len(sequences)
+    expected = flat_gradient(total, sequences)
+
+    config = PolicyLossConfig(
+        policy_loss="gmpo", eps_clip=1 - low, eps_clip_high=high - 1, ratio_anchor=anchor
+    )
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
+    loss, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, None, totals=step_totals(batch.samples)
+    )
+    loss.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_probs.grad, expected, rtol=1e-12, atol=1e-12)
+    assert 0 < metrics["pg_clipfrac"][0] < metrics["clipped_ratio_fraction"][0]
+
+
+# Mistakes, of which each must be seen.
+
+RIGHT = {name: row.function for name, row in OBJECTIVES.items()}
+
+
+def swapped_temperatures(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
+    swapped = dataclasses.replace(
+        config, sapo_tau_pos=config.sapo_tau_neg, sapo_tau_neg=config.sapo_tau_pos
+    )
+    return RIGHT["sapo"](swapped, batch, log_probs)
+
+
+def gate_of_the_log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
+    found = RIGHT["sapo"](config, batch, log_probs)
+    log_ratio = torch.where(batch.loss_mask, log_probs - batch.old_log_probs, 0.0)
+    tau = torch.where(batch.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = 4 / tau * torch.sigmoid(tau * log_ratio)
+    return dataclasses.replace(found, loss=-gate * batch.advantages * batch.loss_mask)
+
+
+def dropped_whatever_the_advantage(name: str) -> Callable[..., ObjectiveOutput]:
+    """A symmetric trust region: a token that comes back is dropped too."""
+
+    def mutant(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+        found = RIGHT[name](config, batch, log_probs)
+        return dataclasses.replace(found, loss=found.loss.masked_fill(found.is_clipped, 0.0))
+
+    return mutant
+
+
+def divergence_of_the_new_from_the_old(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> ObjectiveOutput:
+    def reversed_(old: Tensor, new: Tensor) -> Tensor:
+        return trust_region.binary_divergence(new, old)
+
+    return trust_region._divergence_masked(config, batch, log_probs, "dppo_kl", reversed_)
+
+
+def clipped_on_both_sides(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
+) -> ObjectiveOutput:
+    """The mean of ratios clipped whatever the sign of the advantage."""
+    log_ratio = torch.where(batch.loss_mask, log_probs.detach() - batch.old_log_probs, 0.0)
+    clipped = log_ratio.clamp(math.log(LOW), math.log(HIGH))
+    sums = {"clipped_policy": sequence.reduction.sum(clipped, batch.loss_mask)}
+    wrong = dataclasses.replace(sequence, sums=sums)
+    return RIGHT["gmpo"](config, batch, log_probs, wrong)
+
+
+def mean_of_unclipped_ratios(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
+) -> ObjectiveOutput:
+    """Clipped after the mean instead of before it, as gspo does."""
+    log_ratio = torch.where(batch.loss_mask, log_probs.detach() - batch.old_log_probs, 0.0)
+    sums = {"clipped_policy": sequence.reduction.sum(log_ratio, batch.loss_mask)}
+    wrong = dataclasses.replace(sequence, sums=sums)
+    return RIGHT["gmpo"](config, batch, log_probs, wrong)
+
+
+MUTANTS = {
+    "swapped temperatures": ("sapo_taus", swapped_temperatures),
+    "gate of the log-ratio": ("sapo_taus", gate_of_the_log_ratio),
+    "dropped whatever the advantage": ("dppo_tv", dropped_whatever_the_advantage("dppo_tv")),
+    "the same of dppo_kl": ("dppo_kl", dropped_whatever_the_advantage("dppo_kl")),
+    "ratio for probability": (
+        "dppo_tv_deltas",
+        lambda config, batch, log_probs: trust_region._divergence_masked(
+            config, batch, log_probs, "dppo_tv", lambda old, new: ((new - old).exp() - 1).abs()
+        ),
+    ),
+    "divergence the other way": ("dppo_kl_deltas", divergence_of_the_new_from_the_old),
+    "clipped on both sides": ("gmpo", clipped_on_both_sides),
+    "mean of unclipped ratios": ("gmpo", mean_of_unclipped_ratios),
+}
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, function = MUTANTS[mistake]
+    name = SETTINGS[case][0]
+    sequences = [*random_sequences(1, spread=0.6), probability_grid()]
+    check(case, sequences, torch.float64)
+    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], function=function))
+    with pytest.raises(AssertionError):
+        check(case, sequences, torch.float64)
+
+
+@pytest.mark.parametrize("case", [case for case in SETTINGS if case.endswith("_against_rollout")])
+def test_the_anchor_matters(case: str) -> None:
+    """Neither the ratio nor the mask or the clip may stay with the old log-probs."""
+    name, _, oracle_settings = SETTINGS[case]
+    sequences = random_sequences(1)
+    old, rollout = (
+        stacked([oracle.objective(name, s, **each) for s in sequences])
+        for each in ({}, oracle_settings)
+    )
+    assert not torch.allclose(old, rollout, atol=1e-3)
+    batch = dataclasses.replace(package_batch(sequences), old_log_probs=None)
+    found = package_objective(name, {"ratio_anchor": "rollout"}, batch, flat_log_probs(sequences))
+    torch.testing.assert_close(found.loss, rollout, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -199,9 +414,7 @@ def test_garbage_at_masked_positions_reaches_nothing(name: str, garbage: float) 
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("ppo", "old_log_probs"),
-        ("gspo", "old_log_probs"),
-        ("cispo", "old_log_probs"),
+        *((name, "old_log_probs") for name, row in OBJECTIVES.items() if row.ratio != "none"),
         *((name, "log_probs") for name in OBJECTIVES),
     ],
 )

@@ -36,14 +36,55 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("--fp32-lm-head", "--fp32-lm-head .* add --fused-lm-head"),
-        ("--fused-lm-head --qkv-format bshd", "--fused-lm-head .* --qkv-format thd"),
-    ],
+    [("--fused-lm-head --qkv-format bshd", "--fused-lm-head .* --qkv-format thd")],
 )
 def test_flags_that_would_be_ignored_are_refused(line: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(line)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute puts off"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards cuts it further"),
+    ],
+)
+def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(
+    setting: dict[str, Any], words: str
+) -> None:
+    """At startup by the flags, and where there were none by the model's settings."""
+    config = PolicyLossConfig.from_args(validate("--fp32-lm-head"))
+    with pytest.raises(NotImplementedError, match=words):
+        validate("--fp32-lm-head", **setting)
+    validate("", **setting)
+    model = SimpleNamespace(config=SimpleNamespace(**setting))
+    with pytest.raises(NotImplementedError, match=words):
+        PolicyStep(config, totals=step_totals([]), num_microbatches=1, model=model)
+
+
+def test_a_model_whose_output_layer_stays_what_it_is_is_named() -> None:
+    config = PolicyLossConfig(fp32_lm_head=True)
+    step = {"totals": step_totals([]), "num_microbatches": 1}
+    with pytest.raises(ValueError, match=r"--fp32-lm-head .* give PolicyStep the model="):
+        PolicyStep(config, **step)
+    model = torch.nn.Module()
+    model.config = SimpleNamespace()
+    with pytest.raises(NotImplementedError, match="that of Module is none: drop --fp32-lm-head"):
+        PolicyStep(config, **step, model=model)
+    model.language_model = torch.nn.Module()
+    model.language_model.output_layer = torch.nn.Linear(2, 3)
+    with pytest.raises(NotImplementedError, match="ColumnParallelLinear; that of Module is Linear"):
+        PolicyStep(config, **step, model=[model])
+
+
+def test_narrow_logits_are_refused() -> None:
+    sample = Sample([1, 2, 3], 2, [1, 1], 1.0, old_log_probs=[-1.0, -1.0])
+    batch, totals = pack([sample]), step_totals([sample])
+    logits, config = torch.zeros(3, 4), PolicyLossConfig(fp32_lm_head=True)
+    policy_loss_function(config, batch, logits, totals=totals)
+    with pytest.raises(ValueError, match=r"logits are torch.bfloat16: .*set_fp32_lm_head\(model\)"):
+        policy_loss_function(config, batch, logits.bfloat16(), totals=totals)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

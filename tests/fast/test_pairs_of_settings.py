@@ -31,6 +31,7 @@ from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, 
 
 EPS_LOW, EPS_HIGH, DUAL = 0.06, 0.11, 1.07
 DIVISOR, GRAD_DIVISOR = 3.3, 11.9
+TAUS, DELTAS = (1.3, 2.9), {"dppo_delta": 0.013, "dppo_delta_high": 0.021}
 KL_COEF, ENTROPY_COEF = 0.37, 0.23
 SEQUENCE = (0.6, float("inf"))
 GEOMETRIC, OPSM_DELTA = (0.93, 1.06), 0.04
@@ -41,8 +42,12 @@ ACCEPTED = {"rejection_denominator": "accepted"}
 Settings = dict[str, Any]
 FACTORS: dict[str, dict[str, Settings]] = {
     "objective": {
-        name: {"policy_loss": name} for name in ("ppo", "gspo", "cispo", "reinforce", "sft")
+        **{name: {"policy_loss": name} for name in ("ppo", "gspo", "cispo", "reinforce", "sft")},
+        "sapo": {"policy_loss": "sapo", "sapo_tau_pos": TAUS[0], "sapo_tau_neg": TAUS[1]},
+        **{name: {"policy_loss": name, **DELTAS} for name in ("dppo_tv", "dppo_kl")},
+        "gmpo": {"policy_loss": "gmpo"},
     },
+    "anchor": {"old": {}, "rollout": {"ratio_anchor": "rollout"}},
     "clip": {
         "off": {},
         "both": {"eps_clip": EPS_LOW, "eps_clip_high": EPS_HIGH},
@@ -101,6 +106,7 @@ FACTORS: dict[str, dict[str, Settings]] = {
 }
 """The settings by factor and choice; the first choice of each is what the config has by itself, or as good as it."""
 
+WITHOUT_CLIP = ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl")
 CORRECTING = ("clip", "tis", "geometric", "opsm", "kl", "entropy", "grad_divisor")
 """Factors whose first choice is off."""
 
@@ -122,7 +128,7 @@ def settings_of(row: Row) -> Settings:
 
 def is_legal(row: Row) -> bool:
     """Whether the config takes the choices together; factors without a choice stay at their defaults."""
-    if row.get("clip", "off") != "off" and row.get("objective") in ("reinforce", "sft"):
+    if row.get("clip", "off") != "off" and row.get("objective") in WITHOUT_CLIP:
         return False  # --eps-clip has a default and is passed over there
     try:
         PolicyLossConfig(**settings_of(row))
@@ -219,12 +225,16 @@ def _expected(config: PolicyLossConfig) -> Outcome:
         geometric=GEOMETRIC if get["use_geometric_rejection"] else None,
         sequence=SEQUENCE if get["use_sequence_rejection"] else None,
         opsm_delta=OPSM_DELTA if get["use_opsm"] else None,
+        anchor=get["ratio_anchor"],
     )
     clip = {
         "low": 1 - get["eps_clip"],
         "high": 1 + (get["eps_clip_high"] or get["eps_clip"]),
         "dual": get["eps_clip_c"],
         "cispo_lower_bound": get["cispo_lower_bound"],
+        "taus": TAUS,
+        "deltas": tuple(DELTAS.values()),
+        "anchor": get["ratio_anchor"],
     }
     drawn = step = sequences()
     if get["rejection_denominator"] == "accepted":
@@ -250,6 +260,7 @@ def _expected(config: PolicyLossConfig) -> Outcome:
     if get["kl_loss_coef"]:
         kind = {
             "unbiased": get["use_unbiased_kl"],
+            "anchor": get["ratio_anchor"],
             "gradient_of_k2": get["kl_loss_gradient"] == "k2",
         }
         kl = [oracle.kl(s, get["kl_loss_type"], **kind) for s in step]
@@ -315,9 +326,11 @@ def test_the_rows_hold_every_pair_that_the_config_takes() -> None:
 
 
 REFUSED = (
-    *[(("clip", "dual"), ("objective", name)) for name in ("cispo", "reinforce", "sft")],
-    *[(("clip", "cispo_low"), ("objective", n)) for n in ("ppo", "gspo", "reinforce", "sft")],
-    *[(("clip", "both"), ("objective", name)) for name in ("reinforce", "sft")],
+    *[(("clip", "dual"), ("objective", name)) for name in ("cispo", "gmpo", *WITHOUT_CLIP)],
+    *[(("clip", "cispo_low"), ("objective", n)) for n in ("ppo", "gspo", "gmpo", *WITHOUT_CLIP)],
+    *[(("clip", "both"), ("objective", name)) for name in WITHOUT_CLIP],
+    *[(("anchor", "rollout"), ("tis", tis)) for tis in FACTORS["tis"] if tis != "off"],
+    *[(("anchor", "rollout"), ("objective", name)) for name in ("reinforce", "sft")],
     *[
         (("geometric", "on_accepted"), ("tis", tis))
         for tis in ("mask", "mask_accepted", "mask_sequence")

@@ -50,6 +50,13 @@ def test_a_group_that_is_split_over_steps_is_refused():
     assert len(weights("sample_mean", prompts=GROUPS[:5])) == 5
 
 
+def test_a_prompt_that_is_in_a_step_twice_is_refused():
+    with pytest.raises(ValueError, match="1 of the 1 prompts.*have 6 samples.*not 3.*drawn twice"):
+        step_weights(
+            "prompt_mean", [2, 4, 1, 3, 5, 5], [b"a"] * 6, None, rollouts_per_prompt=3, divisor=None
+        )
+
+
 def test_factors_undo_the_mean_over_the_kept_tokens():
     kept = torch.tensor([[1, 0, 1], [0, 0, 0]])
     factors = sample_factors([0.25, 0.5], kept, torch.tensor(7))

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import from_logits, log_probs_and_entropy, rows_torch, vocabulary_shard
+from megatron_pg.head import (
+    float32_logits,
+    from_logits,
+    log_probs_and_entropy,
+    rows_torch,
+    vocabulary_shard,
+)
 from megatron_pg.head.from_hidden import (
     HeadOptions,
     linear_log_probs_and_entropy,
@@ -259,3 +265,31 @@ def test_shards_one_after_the_other(size: int, monkeypatch: pytest.MonkeyPatch) 
     error = (torch.cat(parts, 1).double() - wanted[2]).abs()
     bound = ROUNDING[torch.bfloat16] * wanted[2].abs()
     assert (error <= bound + 1e-5 * summands(logits, *gradients, 0.7) + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_logits_of_operands_that_are_not_upcast(dtype: torch.dtype) -> None:
+    """Value and gradients through the op that overwrites the logits, and no float32 copy of the weight."""
+    tokens, width, columns = 64, 256, 1 << 16
+    torch.manual_seed(0)
+    hidden = torch.randn((tokens, width), device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn((columns, width), device="cuda") / 16).to(dtype).requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape, device="cuda")
+    weight.grad_added_to_main_grad = False
+    targets = torch.randint(0, columns, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logits = float32_logits(hidden, weight)
+    assert logits.dtype == torch.float32
+    float32_weight = columns * width * 4
+    assert torch.cuda.max_memory_allocated() - before < logits.numel() * 4 + float32_weight
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    expected = exact[0] @ exact[1].t()
+    size = exact[0].detach().abs() @ exact[1].detach().abs().t()
+    assert ((logits.double() - expected).abs() <= 2.0**-20 * size).all()
+    log_probs, _ = log_probs_and_entropy(logits, targets)
+    log_probs.sum().backward()
+    log_p = expected.log_softmax(1)
+    log_p.gather(1, targets[:, None]).sum().backward()
+    for found, right in ((weight.main_grad, exact[1].grad), (hidden.grad, exact[0].grad)):
+        assert (found.double() - right).abs().max() <= 2.0**-7 * right.abs().max()

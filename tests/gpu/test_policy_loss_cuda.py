@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo"},
     "reinforce": {"policy_loss": "reinforce"},
     "sft": {"policy_loss": "sft"},
+    **{name: {"policy_loss": name} for name in ("sapo", "dppo_tv", "dppo_kl", "gmpo")},
     "corrections": CORRECTIONS,
     "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
 }

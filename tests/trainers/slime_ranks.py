@@ -111,7 +111,9 @@ def _cpu(accelerator: Any) -> Any:
 
 def _rollout_data(case: Case, args: Args, rollout: Any, actor: Any, types: Any) -> dict[str, Any]:
     """This rank's data by slime's conversion, schedule, split and transport."""
-    manager = object.__new__(rollout.RolloutManager)
+    remote = rollout.RolloutManager  # wrapped where ray is installed
+    metadata = getattr(remote, "__ray_metadata__", None)
+    manager = object.__new__(remote if metadata is None else metadata.modified_class)
     manager.args = args
     manager.custom_convert_samples_to_train_data_func = None
     manager.custom_reward_post_process_func = None

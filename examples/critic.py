@@ -1,0 +1,104 @@
+"""The critic of the quickstart's `--advantage gae`: PPO as published (arXiv:1707.06347, arXiv:1506.02438)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+import megatron_pg as pg
+from megatron_pg.loss.value_loss import ValueReport
+from megatron_pg.megatron import ParallelGroups, ValueStep, compute_values
+from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.batch import PackedBatch
+
+
+def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--advantage` and the flags of a critic."""
+    parser.add_argument(
+        "--advantage",
+        choices=["group", "gae"],
+        default="group",
+        help="group: rewards against those of the same question; gae: against a critic's values",
+    )
+    return pg.add_critic_args(parser)
+
+
+def check_advantage_args(args: argparse.Namespace) -> None:
+    """Raises a ValueError that names the flags, where they are out of range or would be ignored."""
+    settings = pg.CriticConfig.from_args(args)
+    given = [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields(settings)
+        if getattr(settings, field.name) != field.default
+    ]
+    if given and args.advantage != "gae":
+        raise ValueError(
+            f"{' and '.join(given)}: about the critic of --advantage gae; found --advantage {args.advantage}: choose gae, "
+            "or drop the flags"
+        )
+
+
+class Critic:
+    """A model with a value head, and what updates it; every rank makes one.
+
+    Args:
+        args: the flags of the run.
+        model: the critic under DDP.
+        groups: the process groups of the run.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: Any, groups: ParallelGroups) -> None:
+        self.args, self.model, self.groups = args, model, groups
+        self.settings = pg.CriticConfig.from_args(args)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0), [model])
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"critic": self.model, "critic_optimizer": self.optimizer}
+
+    def with_estimates(
+        self, samples: Sequence[pg.Sample], rewards: Sequence[float]
+    ) -> list[pg.Sample]:
+        """The samples of a step with GAE's advantages and returns; the reward stands on the last token.
+
+        An answer cut at the length limit has ended too: the verifier has marked it as it is.
+        """
+        budget = self.args.max_tokens_per_microbatch
+        values = compute_values(self.model, samples, max_tokens_per_microbatch=budget).values
+        of_tokens = [torch.zeros(sample.response_length) for sample in samples]
+        for of_sample, reward in zip(of_tokens, rewards, strict=True):
+            of_sample[-1] = reward
+        masks = [sample.loss_mask for sample in samples]
+        settings = self.settings
+        estimates = pg.gae(of_tokens, values, masks, settings.gamma, settings.lam)
+        advantages = estimates.advantages
+        if settings.whiten_advantages:
+            advantages = pg.whiten(advantages, masks, data_parallel_group=self.groups.data)
+        of_samples = zip(samples, advantages, values, estimates.returns, strict=True)
+        return [
+            replace(sample, advantages=each, old_values=old_values, returns=returns)
+            for sample, each, old_values, returns in of_samples
+        ]
+
+    def train_step(
+        self,
+        config: pg.PolicyLossConfig,
+        plan: pg.StepPlan,
+        batches: Sequence[PackedBatch],
+        policy_lr: float,
+    ) -> ValueReport:
+        """One optimizer step on the policy's micro-batches, its rate warmed up and decayed as the policy's."""
+        step = ValueStep(config, self.settings, plan, model=self.model)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        schedule_output = run_micro_batches(step.head, batches, [self.model])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.args.critic_lr * policy_lr / (self.args.lr or 1.0)
+        self.optimizer.step()
+        return step.report(schedule_output)

@@ -1,0 +1,60 @@
+"""`CriticConfig`: the settings of a critic, whose flags are those of its fields."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_pg.config.fields import Interval, check_fields, refuse
+from megatron_pg.config.flags import add_args, read_args
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """How a critic is trained, and how advantages are made of its values. A field's docstring is its flag's help text.
+
+    Raises:
+        ValueError: values out of range, all of them in one error; flags are named.
+    """
+
+    value_clip: Annotated[float, Interval(0, metavar="C")] = 0.2
+    """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c):
+    how far from the value that the advantages were made of an error still pulls. Above 0."""
+
+    gamma: Annotated[float, Interval(0, 1, closed=True)] = 1.0
+    """Discount of one token in generalised advantage estimation (arXiv:1506.02438). At least 0, at most
+    1."""
+
+    lam: Annotated[float, Interval(0, 1, closed=True)] = 1.0
+    """lambda of generalised advantage estimation: 0 trusts the value of the next token, 1 the rewards
+    until the end. At least 0, at most 1."""
+
+    whiten_advantages: bool = False
+    """Bring the advantages to mean 0 and standard deviation 1 over the active tokens of the whole step."""
+
+    def __post_init__(self) -> None:
+        refuse(check_fields(type(self), vars(self))[0])
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> CriticConfig:
+        """The config from parsed arguments; a flag that the parser did not define keeps its default.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        return read_args(cls, args)
+
+
+def add_critic_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags of a critic, in a group of their own; usable as Megatron's `extra_args_provider`.
+
+    Raises:
+        ValueError: the parser has a flag of the same name that stores to another attribute.
+    """
+    return add_args(
+        parser,
+        CriticConfig,
+        title="critic",
+        description="v: the critic's value of a token; R: its return.",
+    )

@@ -1,0 +1,139 @@
+"""The objectives that keep the policy near by other means than PPO's clip of a token's ratio: rows of the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.rows import ANCHOR
+from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
+from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
+from megatron_pg.loss.objectives import CLIP_SETTINGS, ObjectiveOutput, objective
+from megatron_pg.loss.sequence import SequenceLogRatios
+from megatron_pg.step.batch import PackedBatch
+
+DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+"""What `--dppo-delta` is where it is not given: the thresholds of the authors' launch script."""
+
+
+@objective(
+    "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else sapo_tau_neg",
+    about="a soft gate in place of the clip; arXiv:2511.20347 eq. 5 and 6",
+    inputs=(ANCHOR,),
+    options=("sapo_tau_pos", "sapo_tau_neg"),
+    ratio="token",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def sapo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+    """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
+    advantages = masked(batch.advantages, batch.loss_mask)
+    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss sapo")
+    log_ratio = masked(log_probs, batch.loss_mask) - anchor
+    ratio = clamped_log_ratio(log_ratio).exp()
+    of_positive = torch.full_like(ratio, config.sapo_tau_pos)
+    tau = torch.where(advantages > 0, of_positive, config.sapo_tau_neg)
+    distance = tau * (ratio - 1.0)
+    # Where the sigmoid is near 1, float32 keeps too few of its digits to say its gradient: 1 - sigmoid(-x) there.
+    is_above = distance > 0
+    nearer_zero = torch.sigmoid(torch.where(is_above, -distance, distance))
+    gate = 4.0 / tau * torch.where(is_above, 1.0 - nearer_zero, nearer_zero)
+    nowhere = torch.zeros_like(batch.loss_mask)
+    return ObjectiveOutput(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
+
+
+MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
+
+
+@objective(
+    f"-M r A, M = {MASK}, else 1; D = |p - p_old|",
+    about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
+    inputs=(ANCHOR,),
+    options=("dppo_delta", "dppo_delta_high"),
+    ratio="token",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def dppo_tv(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+    """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
+    return _divergence_masked(config, batch, log_probs, "dppo_tv", total_variation)
+
+
+@objective(
+    f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
+    about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
+    inputs=(ANCHOR,),
+    options=("dppo_delta", "dppo_delta_high"),
+    ratio="token",
+    is_sum_over_tokens=True,
+    zero_advantage_is_zero_gradient=True,
+)
+def dppo_kl(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+    """Divergence PPO, whose trust region is about the sampled token against all others together."""
+    return _divergence_masked(config, batch, log_probs, "dppo_kl", binary_divergence)
+
+
+def total_variation(old: Tensor, new: Tensor) -> Tensor:
+    """|exp(new) - exp(old)| of log-probs [window]: the total variation of {this token, any other}."""
+    return (new.exp() - old.exp()).abs()
+
+
+def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
+    """KL(old || new) in nats of {this token, any other}, [window] from log-probs [window].
+
+    Infinite where the new policy leaves nothing to other tokens and the old one did.
+    """
+    others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
+    of_others = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
+    return old.exp() * (old - new) + of_others
+
+
+def _divergence_masked(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    name: str,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> ObjectiveOutput:
+    """The surrogate -r A without the tokens that move further away and are further away than delta."""
+    delta = DPPO_DELTAS[name] if config.dppo_delta is None else config.dppo_delta
+    delta_high = delta if config.dppo_delta_high is None else config.dppo_delta_high
+    advantages = masked(batch.advantages, batch.loss_mask)
+    anchor = given_log_probs(batch, anchor_of(config), f"--policy-loss {name}")
+    log_probs = masked(log_probs, batch.loss_mask)
+    log_ratio = log_probs - anchor
+    with torch.no_grad():
+        distance = divergence(anchor, log_probs)
+        is_above = (log_ratio > 0) & (distance > delta_high)
+        is_below = (log_ratio < 0) & (distance > delta)
+        is_dropped = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
+    ratio = clamped_log_ratio(log_ratio).exp().masked_fill(is_dropped, 0.0)
+    return ObjectiveOutput(-ratio * advantages, log_ratio.detach(), is_above | is_below, is_dropped)
+
+
+@objective(
+    "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) / A",
+    about="geometric mean of a sequence's clipped ratios; arXiv:2507.20673 eq. 4",
+    inputs=(ANCHOR,),
+    reads_clip=lambda config: CLIP_SETTINGS,
+    ratio="sequence",
+    sequence_sums=("clipped_policy",),
+)
+def gmpo(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
+) -> ObjectiveOutput:
+    """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.
+
+    Its gradient is a sum over tokens, each with the sequence's ratio as weight: under the sample mean and with one
+    advantage a sequence, the gradient of the paper's objective.
+    """
+    advantages = masked(batch.advantages, batch.loss_mask)
+    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss gmpo")
+    log_ratio = masked(log_probs, batch.loss_mask) - anchor
+    held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
+    mean = masked(sequence.mean_of_tokens("clipped_policy"), batch.loss_mask).to(held.dtype)
+    ratio = clamped_log_ratio(mean + (held - held.detach())).exp()
+    return ObjectiveOutput(-ratio * advantages, mean, *is_clipped)

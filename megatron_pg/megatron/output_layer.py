@@ -1,0 +1,112 @@
+"""Megatron's output layer: the hidden states that enter it, and float32 logits out of it (`--fp32-lm-head`).
+
+`ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.15.3 to 0.19.2) does everything but the
+product in `self._forward_impl`, with the weight, the bias and how gradients are summed as arguments: that one is exchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_pg.config.fields import refuse
+from megatron_pg.config.validation import fp32_lm_head_violations
+from megatron_pg.head.plain_layer import float32_logits
+from megatron_pg.megatron.groups import unwrapped
+
+
+def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
+    """Has the model's own output layer compute float32 logits, or Megatron's again; every rank calls it.
+
+    `PolicyStep` and `compute_log_probs` call it as their config says. Call it yourself where logits reach
+    `policy_loss_function` without them.
+
+    Args:
+        model: wrapped or not, or the list of chunks of a virtual pipeline.
+        is_on: whether logits are to be float32.
+
+    Returns:
+        Whether they were.
+
+    Raises:
+        NotImplementedError: the model's output layer is not Megatron's `ColumnParallelLinear`, or a setting of the model
+            gives its weight's gradient to others than its backward. Nothing has changed then.
+    """
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    if is_on:
+        refuse(fp32_lm_head_violations(vars(chunks[0].config)), error=NotImplementedError)
+    layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
+    was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
+    for layer, has_ours in zip(layers, was_on, strict=True):
+        if is_on:
+            layer._forward_impl = _linear
+        elif has_ours:
+            del layer._forward_impl
+    return any(was_on)
+
+
+@contextlib.contextmanager
+def fp32_lm_head(model: Any, is_on: bool) -> Iterator[None]:
+    """`set_fp32_lm_head` meanwhile."""
+    was_on = set_fp32_lm_head(model, is_on)
+    try:
+        yield
+    finally:
+        set_fp32_lm_head(model, was_on)
+
+
+def whole_hidden(
+    hidden_states: Tensor, group: Any, *, is_gathered: bool, is_summed: bool
+) -> Tensor:
+    """The hidden states [sequence, batch, hidden] on every tensor-parallel rank; backward sums the gradient's parts.
+
+    Args:
+        hidden_states: the same on every rank, or its part of the sequence.
+        group: the tensor-parallel group.
+        is_gathered: whether a rank holds a part of the sequence, and gets the gradient of that.
+        is_summed: otherwise: whether the gradient is summed over the group.
+    """
+    if is_gathered:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+    elif is_summed:
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    return hidden_states
+
+
+def _linear(
+    *,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence_parallel: bool,
+    allreduce_dgrad: bool,
+    tp_group: Any,
+    **_: Any,
+) -> Tensor:
+    """What `_forward_impl` is called for, with float32 logits [sequence, batch, v/tp]; a frozen weight gets no gradient."""
+    hidden = whole_hidden(input, tp_group, is_gathered=sequence_parallel, is_summed=allreduce_dgrad)
+    return float32_logits(hidden, weight, bias)
+
+
+def _output_layers(module: Any, is_required: bool) -> Iterator[Any]:
+    """The output layer of an unwrapped chunk; none on an earlier pipeline stage."""
+    whole = module
+    while not hasattr(module, "output_layer") and hasattr(module, "language_model"):
+        module = module.language_model  # of a model of several modalities
+    layer = getattr(module, "output_layer", None)
+    if isinstance(layer, ColumnParallelLinear):
+        yield layer
+    elif is_required and getattr(module, "post_process", True):
+        found = "none" if layer is None else type(layer).__name__
+        raise NotImplementedError(
+            "--fp32-lm-head takes a model whose output_layer is Megatron's ColumnParallelLinear; that of "
+            f"{type(whole).__name__} is {found}: drop --fp32-lm-head"
+        )

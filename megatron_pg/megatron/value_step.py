@@ -1,0 +1,205 @@
+"""`ValueStep`: a critic's optimizer step in Megatron's schedules; `compute_values`: its values, forward only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.critic import CriticConfig
+from megatron_pg.config.planning import OversizedSamples
+from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
+from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.megatron.scoring import report_scores, score_samples
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import StepTotals
+
+
+class ValueStep:
+    """The value loss of one optimizer step of a critic on this rank; used as `PolicyStep` is, with the critic's model.
+
+        step = ValueStep(config, critic, plan, model=critic_model)
+        def forward_step(data_iterator, model):
+            head = step.head(next(data_iterator))
+            return model(**head.model_inputs), head.loss_func
+        metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
+
+    The loss is aggregated as the policy loss of that config is, by the same totals, and scaled for the schedule by the same
+    contract. The plan is that of the samples; where policy and critic are sharded alike, the same plan and micro-batches do.
+
+    Args:
+        config: the policy loss: aggregation, metrics, checks.
+        critic: the value loss.
+        plan, totals, num_microbatches, groups: as for `PolicyStep`.
+        model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
+
+    Raises:
+        ValueError: as for `PolicyStep`.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        critic: CriticConfig,
+        plan: StepPlan | None = None,
+        *,
+        model: Any | None = None,
+        totals: StepTotals | None = None,
+        num_microbatches: int | None = None,
+        groups: ParallelGroups | None = None,
+    ) -> None:
+        # A critic has no vocabulary, and nothing to fuse with it.
+        config = dataclasses.replace(config, fused_lm_head=False, fp32_lm_head=False)
+        self.critic = critic
+        self._step = PolicyStep(
+            config,
+            plan,
+            model=model,
+            totals=totals,
+            num_microbatches=num_microbatches,
+            groups=groups,
+        )
+
+    def head(self, batch: PackedBatch) -> MicroBatchHead:
+        """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
+
+        Args:
+            batch: the micro-batch, packed for this context-parallel rank, on the model's device.
+
+        Raises:
+            ValueError: the batch was packed for another context-parallel size or rank, or its samples have no `old_values`
+                or `returns`.
+        """
+        step = self._step
+        step.check_packing(batch)
+        of_values = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
+
+        def loss_func(output: Tensor) -> ScheduleOutput:
+            return step.scale.apply(*of_values(values_of_output(batch, output)), batch)
+
+        return MicroBatchHead(loss_func, model_inputs(batch), {})
+
+    def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
+        """What `PolicyStep.metrics(critic=...)` takes of what the schedule returned on this rank; no communication."""
+        step = self._step
+        return ValueReport.of(
+            step.config, schedule_output, contributes=step.groups.contributes, device=step.device
+        )
+
+    def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """The critic's metrics by themselves, the same on every rank: for a step without a policy's.
+
+        Every rank of the job calls it, once a step: one SUM all-reduce.
+
+        Raises:
+            RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
+        """
+        report = self.report(schedule_output)
+        dist.all_reduce(report.sums)
+        return report.metrics(report.sums)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredValues:
+    """What a critic says of samples, in their order."""
+
+    values: list[Tensor]
+    """Of each sample the value before each of its response tokens, [response_length] float32 on the host."""
+    bootstrap_values: Tensor
+    """The value after each sample's last token where generation was cut off, 0 where it ended: [samples] float32."""
+
+
+def compute_values(
+    model: Any,
+    samples: Sequence[Sample],
+    *,
+    max_tokens_per_microbatch: int,
+    is_truncated: Sequence[bool] | None = None,
+    oversized: OversizedSamples = "error",
+    groups: ParallelGroups | None = None,
+) -> ScoredValues:
+    """Values of samples under a critic, forward only; called as `compute_log_probs` is, and by the same ranks.
+
+        scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
+        estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
+
+    Args:
+        model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks of a virtual pipeline.
+        samples: this data-parallel rank's, in any order; none at all is legal.
+        max_tokens_per_microbatch, oversized, groups: as for `compute_log_probs`.
+        is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token; the model is then fed
+            one token more, and has to have a position for it. None: all ended.
+
+    Raises:
+        ValueError: not one flag per sample; what `compute_log_probs` raises.
+    """
+    cut = [False] * len(samples) if is_truncated is None else [bool(each) for each in is_truncated]
+    if len(cut) != len(samples):
+        raise ValueError(
+            f"is_truncated has {len(cut)} flags for {len(samples)} samples: give one each"
+        )
+    # The value after the last token is that before a token more, whichever: attention is causal.
+    scored = [
+        Sample(
+            torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)])
+            if longer
+            else sample.tokens,
+            sample.response_length + longer,
+            torch.ones(sample.response_length + longer),
+            name=sample.name,
+        )
+        for sample, longer in zip(samples, cut, strict=True)
+    ]
+    (values,) = score_samples(
+        model,
+        scored,
+        _values_head,
+        num_scores=1,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        oversized=oversized,
+        groups=groups,
+        vocab_size=None,
+    )
+    return ScoredValues(
+        values=[
+            value[: sample.response_length] for value, sample in zip(values, samples, strict=True)
+        ],
+        bootstrap_values=torch.tensor(
+            [float(value[-1]) if longer else 0.0 for value, longer in zip(values, cut, strict=True)]
+        ),
+    )
+
+
+def _values_head(groups: ParallelGroups, batch: PackedBatch) -> MicroBatchHead:
+    """The head that reports `scores` [1, window] float32, the values, and has no loss."""
+    return MicroBatchHead(
+        lambda output: report_scores(values_of_output(batch, output)[None]), model_inputs(batch), {}
+    )
+
+
+def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
+    """The values [window] of the response tokens, each read where the logits are that predict it.
+
+    Args:
+        output: the model's, `[1, local_tokens, 1]` or `[local_tokens, 1]`.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    rows = output.reshape(-1, output.shape[-1])
+    if rows.shape != (batch.window.local_tokens, 1):
+        raise ValueError(
+            f"the critic's output has shape {list(output.shape)} and the micro-batch {batch.window.local_tokens} tokens on "
+            "this rank: expected one value a token, from a model with add_value_head(model), fed batch.tokens"
+        )
+    return rows[batch.logit_rows, 0]

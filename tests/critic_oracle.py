@@ -1,0 +1,113 @@
+"""The executable specification of a critic: value loss, its metrics and GAE, in float64 and plain loops.
+
+It shares no code with `megatron_pg`; aggregation and means over documents are `tests.oracle`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import oracle
+from .oracle import PerToken, PlainSample
+from .random_steps import float32
+
+
+def with_values(samples: Sequence[PlainSample], seed: int = 3) -> list[PlainSample]:
+    """The samples with returns above most values, and old values of which a good part clips."""
+    rng = random.Random(seed)
+    changed = []
+    for sample in samples:
+        returns = [float32(rng.uniform(1.0, 3.0)) for _ in sample.loss_mask]
+        old_values = [float32(rng.uniform(-1.5, 1.5)) for _ in sample.loss_mask]
+        changed.append(replace(sample, returns=returns, old_values=old_values))
+    return changed
+
+
+def token_value_loss(
+    value: Tensor, old_value: float, return_: float, clip: float
+) -> tuple[Tensor, bool]:
+    """1/2 max((v - R)^2, (v_clip - R)^2) of one token, and whether the clip decides."""
+    change = value - old_value
+    if change > clip:
+        clipped = torch.tensor(old_value + clip, dtype=torch.float64)
+    elif change < -clip:
+        clipped = torch.tensor(old_value - clip, dtype=torch.float64)
+    else:
+        clipped = value
+    plain, other = (value - return_) ** 2 / 2, (clipped - return_) ** 2 / 2
+    return (other, True) if other > plain else (plain, False)
+
+
+def value_loss(
+    samples: Sequence[PlainSample],
+    values: PerToken,
+    aggregation: str,
+    divisor: float | None,
+    clip: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """The value loss of a step and its metrics; values [response_length] of each sample, with gradient."""
+    zero = torch.zeros((), dtype=torch.float64)
+    losses, clipped = [], []
+    active_returns, active_errors = [], []
+    for sample, of_sample in zip(samples, values, strict=True):
+        assert sample.old_values is not None and sample.returns is not None
+        loss_of, is_clipped = [], []
+        for token, keep in enumerate(sample.loss_mask):
+            loss, clips = zero, False
+            if keep:
+                return_ = sample.returns[token]
+                loss, clips = token_value_loss(
+                    of_sample[token], sample.old_values[token], return_, clip
+                )
+                active_returns.append(return_)
+                active_errors.append(return_ - of_sample[token].item())
+            loss_of.append(loss)
+            is_clipped.append(float(clips))
+        losses.append(oracle.stack(loss_of))
+        clipped.append(torch.tensor(is_clipped, dtype=torch.float64))
+    total = oracle.aggregate(samples, losses, aggregation, divisor)
+    if not active_returns:
+        return total, {}
+    returns = [torch.tensor(sample.returns, dtype=torch.float64) for sample in samples]
+    detached = [each.detach() for each in values]
+    return total, {
+        "value_loss": total.item(),
+        "value": oracle.document_mean(samples, detached),
+        "return": oracle.document_mean(samples, returns),
+        "value_clipfrac": oracle.document_mean(samples, clipped),
+        "explained_variance": 1 - variance(active_errors) / variance(active_returns),
+        "value_aggregation_checksum": 1.0,
+    }
+
+
+def variance(numbers: Sequence[float]) -> float:
+    mean = sum(numbers) / len(numbers)
+    return sum((number - mean) ** 2 for number in numbers) / len(numbers)
+
+
+def gae(
+    rewards: Sequence[float],
+    values: Sequence[float],
+    mask: Sequence[int],
+    gamma: float,
+    lam: float,
+    bootstrap: float = 0.0,
+) -> tuple[list[float], list[float]]:
+    """Advantages and returns of one response, by the sum that defines them: sum_k (gamma lam)^k delta_{t+k}."""
+    active = [token for token, keep in enumerate(mask) if keep]
+    deltas = []
+    for place, token in enumerate(active):
+        is_last = place + 1 == len(active)
+        following = bootstrap if is_last else values[active[place + 1]]
+        deltas.append(rewards[token] + gamma * following - values[token])
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for place, token in enumerate(active):
+        for later in range(place, len(active)):
+            advantages[token] += (gamma * lam) ** (later - place) * deltas[later]
+        returns[token] = advantages[token] + values[token]
+    return advantages, returns

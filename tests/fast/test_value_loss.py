@@ -1,0 +1,267 @@
+"""The value loss on every rank of a cut step, against plain float64 loops; its metrics; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack, step_totals
+from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.loss.value_loss import value_loss as token_loss
+from megatron_pg.megatron.value_step import values_of_output
+from megatron_pg.step.totals import StepTotals
+from tests import critic_oracle, oracle
+from tests.critic_oracle import with_values
+from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same
+from tests.oracle import PlainSample
+from tests.random_steps import lengths, package_samples, random_losses, random_step
+from tests.token_layout import token_layout
+
+CLIP = 0.5
+STEPS = {
+    "ragged": with_values(random_step(seed=31)),
+    # Under context parallelism some ranks hold no response token.
+    "short": with_values(random_step(seed=32, longest_prompt=2, longest_response=2)),
+}
+
+
+def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
+    divisor = DIVISOR if aggregation == "constant" else None
+    return PolicyLossConfig(
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+class CutCritic:
+    """The value loss of a cut step from the package's parts. Mutants override one method each."""
+
+    clip = CLIP
+
+    def totals(self, step: Sequence[PlainSample], micro_batch: Sequence[PlainSample]) -> StepTotals:
+        return step_totals(package_samples(step))
+
+    def scored(self, rows: list[int], last: int) -> list[int]:
+        """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
+        return rows
+
+    def of_rank(self, loss: Tensor, cp_size: int) -> Tensor:
+        return loss
+
+    def reduced(self, report: ValueReport, parts: list[Tensor]) -> dict[str, float]:
+        """The metrics of the step from the sums of every rank and micro-batch."""
+        return report.metrics(torch.stack(parts).sum(0))
+
+    def run(
+        self, step: list[PlainSample], values: list[Tensor], cut: Cut, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, float]]:
+        losses, parts = [], []
+        for micro_batches in cut.ranks:
+            share = 1 / (cut.dp_size * cut.cp_size * len(micro_batches))
+            for indices in micro_batches:
+                plain = [step[index] for index in indices]
+                flat = torch.cat([torch.zeros(0).double(), *(values[index] for index in indices)])
+                totals = self.totals(step, plain)
+                for cp_rank in range(cut.cp_size):
+                    batch = pack(package_samples(plain), cp_rank=cp_rank, cp_size=cut.cp_size)
+                    layout = token_layout(*lengths(plain), cut.cp_size)[cp_rank]
+                    rows = [row.response for row in layout if row.response is not None]
+                    critic = CriticConfig(value_clip=self.clip)
+                    of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
+                    loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
+                    losses.append(self.of_rank(loss, cut.cp_size))
+                    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+                    parts.append(report.sums)
+        return torch.stack(losses).sum(), self.reduced(report, parts)
+
+
+def check(
+    critic: CutCritic, step: list[PlainSample], cut: str, aggregation: str = "sample_mean"
+) -> None:
+    """The cut step has the loops' value, gradient and metrics."""
+    values = random_losses(step, seed=5)
+    found, metrics = critic.run(step, values, CUTS[cut](len(step)), config_of(aggregation))
+    divisor = DIVISOR if aggregation == "constant" else None
+    expected, table = critic_oracle.value_loss(step, values, aggregation, divisor, CLIP)
+    assert_same(found, expected, values)
+    assert metrics == pytest.approx(table, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("shape", STEPS)
+def test_no_cut_changes_value_gradient_or_metrics(shape: str, cut: str, aggregation: str) -> None:
+    check(CutCritic(), STEPS[shape], cut, aggregation)
+
+
+class ExtraContextParallelFactor(CutCritic):
+    """Multiplies by the context-parallel size."""
+
+    def of_rank(self, loss, cp_size):
+        return loss * cp_size
+
+
+class MicroBatchTotals(CutCritic):
+    """Normalises each micro-batch by itself."""
+
+    def totals(self, step, micro_batch):
+        totals = step_totals(package_samples(micro_batch))
+        return replace(totals, num_rollouts=len(oracle.rollouts(step)))
+
+
+class OneTokenLate(CutCritic):
+    """Reads the value after a token and not before it."""
+
+    def scored(self, rows, last):
+        return [min(row + 1, last) for row in rows]
+
+
+class Unclipped(CutCritic):
+    """The plain square."""
+
+    clip = 1e9
+
+
+class MeanOfExplainedVariances(CutCritic):
+    """Means over micro-batches of what each explains."""
+
+    def reduced(self, report, parts):
+        found = [report.metrics(part) for part in parts if part[-1, 0] > 0]
+        return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+
+
+@pytest.mark.parametrize(
+    ("mutant", "cut"),
+    [
+        (ExtraContextParallelFactor(), "cp_2"),
+        (MicroBatchTotals(), "one_sample_a_micro_batch"),
+        (OneTokenLate(), "cp_4"),
+        (Unclipped(), "whole"),
+        (MeanOfExplainedVariances(), "dp_2_interleaved"),
+    ],
+)
+def test_a_wrong_critic_is_seen(mutant: CutCritic, cut: str) -> None:
+    with pytest.raises(AssertionError):
+        check(mutant, STEPS["ragged"], cut)
+
+
+def test_inside_the_clip_range_nothing_is_clipped() -> None:
+    """A value a rounding away from the old one must not count as clipped."""
+    values = torch.rand(10_000, requires_grad=True)
+    old, returns = values.detach() + 0.3 * (torch.rand(10_000) - 0.5), torch.rand(10_000)
+    found = token_loss(values, old, returns, 0.2)
+    assert torch.equal(found, 0.5 * (values - returns).square())
+    found.sum().backward()
+    torch.testing.assert_close(values.grad, (values - returns).detach())
+
+
+def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
+    samples = [
+        Sample([1, 2, 3], 2, [1, 0], old_values=[0.5, float("nan")], returns=[1.0, float("inf")])
+    ]
+    values = torch.tensor([0.25, float("nan")], requires_grad=True)
+    of_batch = MicroBatchValueLoss(
+        config_of("sample_mean"), CriticConfig(), pack(samples), step_totals(samples)
+    )
+    loss, _ = of_batch(values)
+    loss.backward()
+    # v_clip = 0.3 is nearer to R than v: the loss is (0.25 - 1)^2 / 2.
+    assert loss.item() == pytest.approx(0.75**2 / 2)
+    assert values.grad is not None and values.grad.tolist() == pytest.approx([-0.75, 0.0])
+
+
+def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    samples = [
+        Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0], name="the one")
+    ]
+    config = config_of("sample_mean")
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
+    _, metrics = of_batch(torch.tensor([0.0, float("nan")]))
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    assert report.metrics(report.sums)["value_loss"] != report.metrics(report.sums)["value_loss"]
+    assert "response token 1 of sample 0 (the one)" in caplog.text
+
+
+@pytest.mark.parametrize("pg_metrics", ["none", "basic"])
+def test_a_step_of_no_active_token(pg_metrics: str) -> None:
+    samples = [Sample([1, 2, 3], 2, [0, 0], old_values=[0.0, 0.0], returns=[1.0, 1.0])]
+    config = config_of("token_mean", pg_metrics=pg_metrics)
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples))
+    values = torch.zeros(2, requires_grad=True)
+    loss, metrics = of_batch(values)
+    loss.backward()
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    found = report.metrics(report.sums)
+    assert found["value_loss"] == 0.0 and found["value_aggregation_checksum"] == 1.0
+    assert ("explained_variance" in found) == (pg_metrics == "basic")
+
+
+def test_equal_returns_explain_nothing() -> None:
+    samples = [Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[0.1, 0.1])]
+    config = config_of("sample_mean")
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
+    _, metrics = of_batch(torch.tensor([0.3, 0.2]))
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    variance = report.metrics(report.sums)["explained_variance"]
+    assert variance != variance
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"old_values": [0.0, NAN]}, r"turn 7: old_values\[1\] is nan at an active token"),
+        ({"returns": [NAN, 0.0]}, r"turn 7: returns\[0\] is nan at an active token"),
+        ({"returns": [0.0]}, "turn 7: returns has 1 values, expected one per response token"),
+        ({"old_values": "no"}, "turn 7: old_values is no sequence of numbers"),
+    ],
+)
+def test_values_are_checked_when_the_sample_is_built(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sample([1, 2, 3], 2, [1, 1], name="turn 7", **fields)
+
+
+@pytest.mark.parametrize("missing", ["old_values", "returns"])
+def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
+    given = {"old_values": [0.0, 0.0], "returns": [1.0, 1.0]}
+    del given[missing]
+    samples = [Sample([1, 2, 3], 2, [1, 1], name="turn 7", **given)]
+    with pytest.raises(ValueError, match=rf"turn 7 has no {missing}.*Sample\({missing}=...\)"):
+        MicroBatchValueLoss(
+            config_of("sample_mean"), CriticConfig(), pack(samples), step_totals(samples)
+        )
+    whole = Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0])
+    with pytest.raises(ValueError, match=f"turn 7.*has no {missing}"):
+        pack([whole, *samples])
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"value_clip": 0.0}, ["--value-clip must be a finite number > 0; found 0.0"]),
+        ({"value_clip": -1.0, "gamma": 1.5}, ["--value-clip", "--gamma", "<= 1; found 1.5"]),
+        ({"lam": -0.1}, ["--lam must be a finite number >= 0 and <= 1; found -0.1"]),
+        ({"gamma": NAN}, ["--gamma"]),
+    ],
+)
+def test_settings_out_of_range_are_refused_together(settings: dict, flags: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        CriticConfig(**settings)
+    assert all(flag in str(error.value) for flag in flags)
+
+
+def test_logits_are_no_values() -> None:
+    batch = pack([Sample([1, 2, 3], 2, [1, 1])])
+    with pytest.raises(ValueError, match=r"\[1, 3, 16\].*3 tokens.*add_value_head"):
+        values_of_output(batch, torch.zeros(1, 3, 16))

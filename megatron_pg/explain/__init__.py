@@ -118,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--moe-z-loss-coeff", type=float, metavar="X")
     for flag in ("--use-torch-fsdp2", "--ddp-average-in-collective", "--use-mup"):
         add(flag, action="store_true")
+    add("--defer-embedding-wgrad-compute", action="store_true")
     add_policy_loss_args(add_planning_args(parser))
     parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
     return parser

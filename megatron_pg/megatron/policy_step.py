@@ -63,7 +63,8 @@ class PolicyStep:
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
 
     Raises:
-        ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number of micro-batches, or the scale contract cannot be kept.
+        ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
+            of micro-batches, or the scale contract cannot be kept.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
             `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
     """

@@ -188,8 +188,9 @@ def step_totals(
             another size, which the step's border may have cut, is refused. None takes groups of any size.
 
     Raises:
-        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see `check_ids`): a rollout of different prompt groups, or of one and
-            of none, of two ranks or files; a prompt group of different prompts.
+        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see
+            `check_ids`): a rollout of different prompt groups, or of one and of none, of two ranks or files; a prompt
+            group of different prompts.
     """
     everyone = gather(sample_counts(samples), data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
@@ -234,8 +235,8 @@ def totals_of_counts(
         samples_per_group=samples_per_group,
     )
     totals = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False)
-    if all(count.loss_weight is None for of_rank in everyone for count in of_rank):
-        return replace(totals, weight_sums=None)
+    if totals.weight_sums is None:
+        return totals
     weighted = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True)
     return replace(totals, by_loss_weight=weighted)
 
@@ -258,7 +259,8 @@ def _totals(
     is_grouped = None not in groups
     mine = [count.ids for count in everyone[data_parallel_rank]]
     own_rollouts, own_groups = {ids.rollout_id for ids in mine}, {ids.group_index for ids in mine}
-    of_weights = _active_counts(everyone, rollouts, groups, _loss_weight)
+    has_weights = any(count.loss_weight is not None for of_rank in everyone for count in of_rank)
+    of_weights = _active_counts(everyone, rollouts, groups, _loss_weight) if has_weights else None
     return StepTotals(
         num_rollouts=len(rollouts),
         num_prompt_groups=len(groups) if is_grouped else None,

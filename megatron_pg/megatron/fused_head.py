@@ -17,8 +17,8 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import (
-    MicroBatchLoss,
     check_vocabulary,
     is_sum_over_tokens,
     leaves_out_zero_advantages,
@@ -189,7 +189,7 @@ class FusedHead:
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
             of_window = self._rows.in_window(log_probs, rows), self._rows.in_window(entropy, rows)
             if rows != everything:
-                return self._micro_batch_loss.terms(*of_window)[0]
+                return self._micro_batch_loss.loss(*of_window)
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 

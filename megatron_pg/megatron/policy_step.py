@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
-from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_layer import set_fp32_lm_head

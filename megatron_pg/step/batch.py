@@ -16,6 +16,7 @@ from megatron_pg.step.token_window import TokenWindow
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
     **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
+    "loss_weights": torch.float32,
     "policy_version": torch.int64,
 }
 """The fields of a sample that have one value per response token, or one for all of them."""
@@ -54,6 +55,8 @@ class PackedBatch:
     """Log-probs [window] float32 under the reference policy, or None."""
     rollout_log_probs: Tensor | None
     """Log-probs [window] float32 that the rollout engine reported, or None."""
+    loss_weights: Tensor | None
+    """The loss weights [window] float32, 1 for samples that have none; None where no sample has any."""
     policy_version: Tensor | None
     """The version of the policy that generated each token, [window] int64, or None."""
     old_values: Tensor | None
@@ -66,7 +69,7 @@ class PackedBatch:
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
     coefficients: Tensor
     """What each token of the window counts in the sums that tell samples apart (`Sample.token_coefficients`), [window]
-    float64; stays on the host."""
+    float64."""
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
@@ -74,7 +77,6 @@ class PackedBatch:
             field.name: to_device(value, device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
-            and field.name != "coefficients"
         }
         window = dataclasses.replace(
             self.window, cu_seqlens=to_device(self.window.cu_seqlens, device)
@@ -150,6 +152,11 @@ def _of_window(
 ) -> Tensor | None:
     """The values [window] of a field of `RESPONSE_FIELDS`, or None where no sample of the micro-batch has it."""
     responses = [getattr(sample, field) for sample in samples]
+    if field == "loss_weights" and any(weights is not None for weights in responses):
+        responses = [
+            torch.ones(s.response_length) if s.loss_weights is None else s.loss_weights
+            for s in samples
+        ]
     lacks = [response is None for response in responses]
     if any(lacks):
         if all(lacks):

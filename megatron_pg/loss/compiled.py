@@ -25,7 +25,7 @@ DEVICES = {"cuda"}
 the bit."""
 MAX_PROGRAMS = 16
 """Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
-TRACED_TOKENS, TRACED_SAMPLES = 32768, 37
+TRACED_TOKENS, TRACED_SAMPLES = 8192, 37
 """Sizes of the micro-batch of zeros that is traced and compiled, whatever the first real one is like; the kernels take others.
 So every rank compiles the same, and a long reduction."""
 

@@ -16,13 +16,20 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.corrections import Scored
-from megatron_pg.loss.metric_table import DERIVED, METRICS, SIGNS, given, metrics_on, ratio_of
+from megatron_pg.loss.metric_table import (
+    DERIVED,
+    METRICS,
+    SIGNS,
+    Metric,
+    given,
+    metrics_on,
+    ratio_of,
+)
 from megatron_pg.loss.pairs import MetricTable
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
@@ -100,18 +107,22 @@ def token_metrics(scored: Scored) -> TokenMetrics:
     if not on:
         return TokenMetrics(None)
     has = [all(getattr(batch, field) is not None for field in row.reads) for row in on]
-    present = [row for row, is_present in zip(on, has, strict=True) if is_present]
-    values = torch.stack([r.value(scored).double() for r in present if r.kind not in SIGNS])
-    nothing = torch.full_like(values[0], -torch.inf)
-    extremes = [
-        SIGNS[row.kind] * row.value(scored).double() if is_present else nothing
-        for row, is_present in zip(on, has, strict=True)
-        if row.kind in SIGNS
-    ]
-    # Minus infinity where the window is empty, too.
-    candidates = pad(torch.stack(extremes).where(loss_mask, nothing), (0, 1), value=-torch.inf)
+
+    def of_row(row: Metric, is_present: bool, masked_value: float) -> Tensor:
+        # Row by row and from the mask, so that a compiler writes all of them in one kernel.
+        if not is_present:
+            return torch.where(loss_mask, masked_value, masked_value).double()
+        values = row.value(scored).double()
+        return torch.where(loss_mask, SIGNS.get(row.kind, 1.0) * values, masked_value)
+
+    rows = list(zip(on, has, strict=True))
+    values = [of_row(row, True, 0.0) for row, is_in in rows if is_in and row.kind not in SIGNS]
+    extremes = torch.stack(
+        [of_row(row, is_in, -torch.inf) for row, is_in in rows if row.kind in SIGNS]
+    )
+    maxima = extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
     is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
-    return TokenMetrics(torch.where(loss_mask, values, 0.0), candidates.amax(dim=1), is_nan)
+    return TokenMetrics(torch.stack(values), maxima, is_nan)
 
 
 @functools.lru_cache(maxsize=64)

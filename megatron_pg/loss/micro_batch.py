@@ -70,7 +70,6 @@ class MicroBatchLoss:
         self._weights = MicroBatchWeights.build(config, batch, totals, step_share)
         lacking = (f for f in (*LOG_PROB_FIELDS, "policy_version") if getattr(batch, f) is None)
         self._table = metric_table(config, frozenset(lacking))
-        self._layout = self._table.layout(batch.loss_mask.device)
         self._sequence: SequenceLogRatios | None = None  # in a trace, where no rank is waited for
 
     def terms(
@@ -124,8 +123,10 @@ class MicroBatchLoss:
                 "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
                 "of the window's response tokens, in nats"
             )
-        loss, table, maxima, is_nan = self._evaluated(_with_metrics, log_probs, entropy)
-        metrics = MicroBatchMetrics.of(self._table.names, given(table))
+        loss, *found = self._evaluated(_with_metrics, log_probs, entropy)
+        maxima, is_nan, *parts = found
+        pairs = self._table.pairs(self._weights, map(given, parts))
+        metrics = MicroBatchMetrics.of(self._table.names, pairs)
         metrics.maxima, metrics.is_nan = maxima, is_nan
         metrics.batch, metrics.totals = self.batch, self._totals
         return given(loss), metrics
@@ -181,7 +182,7 @@ class MicroBatchLoss:
         return compiled.Inputs(
             tokens,
             samples={"per_sample": self._weights.per_sample, "sums": sums},
-            fixed={"scalars": self._weights.scalars, "layout": self._layout},
+            fixed={"scalars": self._weights.scalars},
         )
 
     def _of_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatchLoss:
@@ -196,7 +197,6 @@ class MicroBatchLoss:
             scalars=tensors["scalars"],
             per_sample=tensors["per_sample"],
         )
-        other._layout = tensors["layout"]
         if "sums" in tensors:
             sums = tensors["sums"]
             reduction = SequenceReduction(other.batch.window_segment_ids, sums.shape[1])
@@ -225,7 +225,7 @@ class MicroBatchLoss:
 
 
 Compute = Callable[[MicroBatchLoss, Tensor, Tensor | None], compiled.Outputs]
-"""(loss, log_probs, entropy) -> the loss 0-d, the pairs of its metrics, maxima and NaN tokens."""
+"""(loss, log_probs, entropy) -> the loss 0-d; then, with metrics, maxima, NaN tokens and the parts of the pairs."""
 
 
 def _with_metrics(
@@ -233,16 +233,14 @@ def _with_metrics(
 ) -> compiled.Outputs:
     loss, reported, scored = micro_batch.terms(log_probs, entropy)
     values, maxima, is_nan = token_metrics(scored)
-    table = micro_batch._table
-    numbers = [reported[name] for name in table.reported]
-    pairs = table.pairs(micro_batch._weights, numbers, values, micro_batch._layout)
-    return loss, pairs, maxima, is_nan
+    parts = micro_batch._table.parts(micro_batch._weights, reported, values)
+    return loss, maxima, is_nan, *parts
 
 
 def _without_metrics(
     micro_batch: MicroBatchLoss, log_probs: Tensor, entropy: Tensor | None
 ) -> compiled.Outputs:
-    return micro_batch.terms(log_probs, entropy)[0], None, None, None
+    return (micro_batch.terms(log_probs, entropy)[0],)
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_pg.loss.checksum import CHECKSUMS
-from megatron_pg.loss.weights import MicroBatchWeights
+from megatron_pg.loss.weights import SCALARS, MicroBatchWeights
 from megatron_pg.step.batch import to_device
 
 
 @dataclass(frozen=True, eq=False)
 class MetricTable:
-    """How the pairs of a micro-batch are made of sums over its tokens: everything in one sum, and the pairs in one gather."""
+    """How the pairs of a micro-batch are made of sums over its tokens: sums of all at once, and one gather."""
 
     reported: tuple[str, ...]
     """Numbers of the whole micro-batch, such as the loss, whose denominators add up to 1 over the step."""
@@ -44,52 +44,40 @@ class MetricTable:
         return (["documents", "tokens"] + ["sequences"] * self.has_sequences) if self.rows else []
 
     def layout(self, device: torch.device) -> Tensor:
-        """Where numerator and denominator of each name lie among what `pairs` adds up, [names, 2] int64."""
+        """Where numerator and denominator of each name lie in what `parts` lays end to end, [names, 2] int64."""
         return _layout(self, device)
 
-    def pairs(
-        self,
-        weights: MicroBatchWeights,
-        reported: Iterable[Tensor],
-        values: Tensor | None,
-        layout: Tensor,
-    ) -> Tensor:
-        """The pairs [names, 2] float64, detached.
+    def parts(
+        self, weights: MicroBatchWeights, reported: Mapping[str, Tensor], values: Tensor | None
+    ) -> list[Tensor]:
+        """All that the pairs are made of, 1-d float64 each.
 
         Args:
             weights: of the micro-batch.
-            reported: 0-d each, as the names of `reported`.
+            reported: 0-d each, by the names of `reported`.
             values: [rows, window] float64, as `present`; None without metrics.
-            layout: see `layout`.
         """
-        parts, of = [], weights.of_tokens
+        found, of = [], weights.of_tokens
         if values is not None:
             columns = torch.stack([of[name] for name in self.columns], dim=1)
-            # [rows, window] @ [window, columns]
-            parts += [(values @ columns).flatten(), columns[:, :2].sum(0)]
-        if self.is_checked:
-            parts.append(weights.checks(weights.checked().sum(1)))
-        # A copy: Megatron rescales the returned loss in place, and a view of it with it.
-        parts.append(torch.stack([value.detach() for value in reported]).double())
-        parts += [weights.share, weights.share.new_zeros(1)]
-        return torch.cat(parts)[layout]
+            found.append((values @ columns).flatten())
+        sums = weights.sums()
+        found += [] if sums is None else [sums]
+        return found + [reported[name].detach().double().reshape(1) for name in self.reported]
+
+    def pairs(self, weights: MicroBatchWeights, parts: Iterable[Tensor]) -> Tensor:
+        """The pairs [names, 2] float64 of `parts`: a copy, as Megatron rescales the returned loss in place."""
+        layout = self.layout(weights.scalars.device)
+        return torch.cat([*parts, weights.scalars])[layout]
 
 
 @functools.cache
 def _layout(table: MetricTable, device: torch.device) -> Tensor:
-    columns = table.columns
-    made_of: list[object] = [(name, column) for name, _ in table.present for column in columns]
-    made_of += [
-        *columns[:2],
-        *CHECKSUMS[: 3 * table.is_checked],
-        *table.reported,
-        "share",
-        "nothing",
-    ]
+    checks = CHECKSUMS if table.is_checked else ()
+    made_of: list[object] = [(name, of) for name, _ in table.present for of in table.columns]
+    made_of += [*table.columns[:2], *checks, *table.reported, *SCALARS]
     place = {name: index for index, name in enumerate(made_of)}
-    pairs: list[tuple[object, object]] = [
-        (name, "share") for name in (*table.reported, *CHECKSUMS[: 3 * table.is_checked])
-    ]
+    pairs: list[tuple[object, object]] = [(name, "share") for name in (*table.reported, *checks)]
     for name, kind in table.rows:
         if kind is None:
             pairs.append(("nothing", "nothing"))
@@ -98,5 +86,6 @@ def _layout(table: MetricTable, device: torch.device) -> Tensor:
         elif kind == "token mean":
             pairs.append(((name, "tokens"), "tokens"))
         else:
-            pairs.append(((name, columns[-1] if kind == "ratio sum" else "tokens"), "share"))
+            of = table.columns[-1] if kind == "ratio sum" else "tokens"
+            pairs.append(((name, of), "share"))
     return to_device(torch.tensor([[place[name] for name in pair] for pair in pairs]), device)

@@ -93,8 +93,8 @@ class MicroBatchValueLoss:
         loss = self._weights.loss(of_tokens)
         table = value_metric_table(self.config)
         of_metrics = self._of_metrics(of_tokens, values) if table.rows else None
-        pairs = table.pairs(self._weights, [loss], of_metrics, table.layout(loss.device))
-        metrics = MicroBatchMetrics.of(table.names, pairs)
+        parts = table.parts(self._weights, {"value_loss": loss}, of_metrics)
+        metrics = MicroBatchMetrics.of(table.names, table.pairs(self._weights, parts))
         metrics.batch, metrics.totals, metrics.is_nan = self.batch, self._totals, of_tokens.isnan()
         return loss, metrics
 

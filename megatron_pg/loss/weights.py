@@ -24,6 +24,10 @@ IN_THE_LOSS = ("loss", "sample_mean")
 """The rows of weights that a token's loss weight multiplies; those of the metrics count every active token alike."""
 
 
+SCALARS = (*range(3), "share", *range(4, 19), "nothing")
+"""The scalars by name, those that no report reads by number."""
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchWeights:
     """The weights of one micro-batch on one rank, in its loss and in what a step reports. Built by `build`."""
@@ -34,8 +38,8 @@ class MicroBatchWeights:
     """What the weights are of: `loss` (unless a custom reducer has its own) and `sample_mean` (KL and entropy); for metrics
     `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the ratio is one number a sequence."""
     scalars: Tensor
-    """[14] float64 on the device: outer count of the loss, that of the sample mean, divisor of the gradient, share; then of
-    the three checks (`checks`) factors, divisors and offsets, and a 0."""
+    """[20] float64 on the device, of which `SCALARS` names those that are reported: outer count of the loss, that of the
+    sample mean, divisor of the gradient, share; factors, divisors and offsets of the sums; 0."""
     per_sample: Tensor
     """[rows, samples] float64 on the device, the weight of each token of a sample; at least two columns, of no sample where
     there are fewer."""
@@ -76,7 +80,7 @@ class MicroBatchWeights:
                 divisors["sequences"] = torch.tensor(own, dtype=torch.float64)
         gradient_divisor = config.grad_divisor or outer_count
         scalars = [outer_count, sample_mean.outer_count(counted), gradient_divisor, share]
-        scalars += _checks(config, counted, share)
+        scalars += [*_adjustments(config, counted, share), 0.0]
         device = batch.loss_mask.device
         width = max(len(samples), 2)
         numbers = torch.zeros(
@@ -123,26 +127,28 @@ class MicroBatchWeights:
         inner_sum = WeightedSum(self.of_tokens["sample_mean"])(x)
         return inner_sum / self.scalars[1].to(inner_sum.dtype)
 
-    @property
-    def share(self) -> Tensor:
-        """[1] float64: the part of the step's report that this micro-batch on this rank carries."""
-        return self.scalars[3:4]
+    def sums(self) -> Tensor | None:
+        """The sums of the weights, 1-d float64: `documents` and `tokens`, where there are metrics, and the three checks.
 
-    def checked(self) -> Tensor:
-        """What the checksum sums, [2, window] float64: the weights `loss`, and the same times the coefficients of the tokens."""
-        weights = self.of_tokens["loss"]
-        of_samples = weights * self.batch.coefficients if self.knows_identities else weights
-        return torch.stack([weights, of_samples])
+        A check is a sum over what the step's totals say that it adds up to: of the weights `loss`, of those times the
+        coefficients of the tokens, and the same times that of the rank. None where there is nothing to sum.
+        """
+        of, rows = self.of_tokens, []
+        if "documents" in of:
+            rows += [of["documents"], of["tokens"]]
+        if "loss" in of:
+            checked = of["loss"] * self.batch.coefficients if self.knows_identities else of["loss"]
+            rows += [of["loss"], checked, checked]
+        if not rows:
+            return None
+        first = 0 if "documents" in of else 2
+        adjust = self.scalars[4:19].view(3, 5)[:, first : first + len(rows)]
+        sums: Tensor = torch.stack(rows).sum(1) * adjust[0] / adjust[1] + adjust[2]
+        return sums
 
-    def checks(self, sums: Tensor) -> Tensor:
-        """The three sums of the checksum, [3] float64, over what the step's totals say they add up to; of [2] `checked`."""
-        factors, divisors, offsets = self.scalars[4:13].view(3, 3)
-        found: Tensor = torch.cat([sums, sums[1:]]) * factors / divisors + offsets
-        return found
 
-
-def _checks(config: PolicyLossConfig, totals: StepTotals, share: float) -> list[float]:
-    """Factors, divisors and offsets of the three checks, and a 0."""
+def _adjustments(config: PolicyLossConfig, totals: StepTotals, share: float) -> list[float]:
+    """What the five sums are multiplied by, divided by, and what is added to them."""
     mode, divisor = AGGREGATIONS[config.loss_aggregation], config.loss_aggregation_divisor or 1.0
     expected, rank = [mode.total_weight(totals, divisor)], 1.0
     if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
@@ -152,4 +158,5 @@ def _checks(config: PolicyLossConfig, totals: StepTotals, share: float) -> list[
         expected += [mode.inner_weight(counts, divisor) for counts in totals.by_identity]
     # A step without an active token has nothing to count and is right.
     offsets = [0.0 if each else share for each in expected]
-    return [1.0, 1.0, rank, *(each or 1.0 for each in expected), *offsets, 0.0]
+    factors, divisors = [1.0, 1.0, 1.0, 1.0, rank], [1.0, 1.0, *(each or 1.0 for each in expected)]
+    return [*factors, *divisors, 0.0, 0.0, *offsets]

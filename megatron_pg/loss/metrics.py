@@ -7,7 +7,6 @@ step, a mean is one more weighted sum, whatever the packing or the context paral
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.corrections import Scored
@@ -120,12 +120,14 @@ def token_metrics(scored: Scored) -> TokenMetrics:
     extremes = torch.stack(
         [of_row(row, is_in, -torch.inf) for row, is_in in rows if row.kind in SIGNS]
     )
-    maxima = extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
+    maxima = (
+        extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
+    )
     is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
     return TokenMetrics(torch.stack(values), maxima, is_nan)
 
 
-@functools.lru_cache(maxsize=64)
+@read_off_rows
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> MetricTable:
     """The table of the policy loss under a config, for samples that lack the named fields."""
     rows = [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pg.config.fields import fields_of
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss import compiled
 from megatron_pg.loss.corrections import Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
@@ -243,7 +244,7 @@ def _without_metrics(
     return (micro_batch.terms(log_probs, entropy)[0],)
 
 
-@functools.lru_cache(maxsize=64)
+@read_off_rows
 def _required_inputs(config: PolicyLossConfig) -> Mapping[str, tuple[str, ...]]:
     return required_inputs(config)
 

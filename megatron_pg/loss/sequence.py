@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.rows import TABLES, read_off_rows
 from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
 from megatron_pg.loss.masking import given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
@@ -101,7 +100,7 @@ class SequenceLogRatios:
         return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
 
 
-@functools.lru_cache(maxsize=64)
+@read_off_rows
 def sums_over_sequences(config: PolicyLossConfig) -> tuple[str, ...]:
     """What the rows that are on need of whole sequences, by name; the config alone decides."""
     rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]

@@ -55,7 +55,6 @@ class Work:
                 length,
                 torch.rand(length, generator=generator) < 0.9,
                 1.0 if index % 2 else -1.0,
-                group_index=index // 8,
                 **{name: -torch.rand(length, generator=generator) for name in fields},  # type: ignore[arg-type]
             )
             for index, length in enumerate(lengths)

@@ -23,7 +23,7 @@ logger = logging.getLogger("megatron_pg")
 DEVICES = {"cuda"}
 """The types of device where formulas are compiled: on a CPU launches cost nothing, and results stay those of the formulas to
 the bit."""
-MAX_PROGRAMS = 16
+MAX_PROGRAMS = 8
 """Settings that a process compiles for; further ones, such as a coefficient that every step changes, run operator by operator."""
 TRACED_TOKENS, TRACED_SAMPLES = 8192, 37
 """Sizes of the micro-batch of zeros that is traced and compiled, whatever the first real one is like; the kernels take others.

@@ -159,11 +159,11 @@ def pack(
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_target=int(targets.max()),
-        coefficients=_coefficients(samples, window),
+        coefficients=coefficients_of_window(samples, window),
     )
 
 
-def _coefficients(samples: Sequence[Sample], window: TokenWindow) -> Tensor:
+def coefficients_of_window(samples: Sequence[Sample], window: TokenWindow) -> Tensor:
     """See `PackedBatch.coefficients`: that of the sample times that of the token's position, which are taken together."""
     of_samples = [coefficient_of(sample.identity) for sample in samples] or [0.0]
     starts = torch.tensor([0, *window.response_lengths]).cumsum(0)

@@ -106,7 +106,7 @@ def _compiled(
         with torch.no_grad():
             graph: Callable[..., Any] = make_fx(of_tensors, tracing_mode="symbolic")(*example)
             inputs.mark_dynamic(example)
-            compiled: Callable[..., Outputs] = torch.compile(graph, fullgraph=True)
+            compiled: Callable[..., Outputs] = torch.compile(graph)
             compiled(*example)
     except Exception as error:  # whatever a compiler may raise: the formulas themselves run
         logger.warning(

@@ -85,6 +85,12 @@ class SequenceLogRatios:
         return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
 
 
+def sums_over_sequences(config: PolicyLossConfig) -> tuple[str, ...]:
+    """What the rows that are on need of whole sequences, by name; the config alone decides."""
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    return tuple(sorted({name for row in rows_on for name in row.sums_over_sequences()}))
+
+
 def sequence_log_ratios(
     config: PolicyLossConfig,
     batch: PackedBatch,
@@ -109,8 +115,7 @@ def sequence_log_ratios(
     Raises:
         ValueError: the batch lacks log-probs that a setting needs.
     """
-    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    sums = {name for row in rows_on for name in row.sums_over_sequences()}
+    sums = sums_over_sequences(config)
     if not sums:
         return None
     summands: dict[str, Callable[[PolicyLossConfig, PackedBatch, Tensor], Tensor]] = {
@@ -119,11 +124,11 @@ def sequence_log_ratios(
         "mismatch": lambda config, batch, log_probs: rollout_mismatch(batch),
     }
     rows = {"active": batch.loss_mask.double()}
-    rows |= {name: summands[name](config, batch, log_probs) for name in sorted(sums)}
+    rows |= {name: summands[name](config, batch, log_probs) for name in sums}
     ids, num_samples = batch.window_segment_ids, batch.window.num_samples
     reduction = SequenceReduction(ids, num_samples, context_parallel_group)
     active, *made = reduction.sums(torch.stack(list(rows.values())))
-    return SequenceLogRatios(reduction, active, dict(zip(sorted(sums), made, strict=True)))
+    return SequenceLogRatios(reduction, active, dict(zip(sums, made, strict=True)))
 
 
 def _log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:

@@ -114,16 +114,16 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
         assert comparison.passed, f"{run}: {comparison}"
 
 
-SEQUENCE_SETTINGS = (
-    *("gspo", "gmpo", "opsm", "tis_sequence", "geometric_mask", "geometric_rejection"),
-    *("sequence_rejection", "everything"),
-)
+SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
+PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
 SEQUENCE_CASES = {
-    "one rank": (Sharding(), DENSE),
-    "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
-    "CP4": (Sharding(context=4), DENSE),
-    "TP2, per token": (Sharding(tensor=2), replace(DENSE, calculate_per_token_loss=True)),
+    "one rank": (Sharding(), PER_TOKEN, (1, 5, 1000)),
+    "CP2": (Sharding(context=2), DENSE, (1, 1000)),
+    "CP4, per token": (Sharding(context=4), PER_TOKEN, (5,)),
+    "TP2": (Sharding(tensor=2), DENSE, (1, 5)),
 }
+"""And the rows of a chunk: at 1 four rows at most are held, and of longer sequences the logits are made twice; at 1000 all
+sequences of a micro-batch are one chunk."""
 
 
 def sequence_runs() -> list[Run]:
@@ -149,9 +149,8 @@ def on_sequences() -> list[Outcome]:
 
 @pytest.mark.parametrize("case", SEQUENCE_CASES)
 def test_losses_of_whole_sequences(case: str, on_sequences: list[Outcome]) -> None:
-    """A chunk of 1: four rows at most are held, of longer sequences the logits are made twice; of 1000: all in one."""
-    sharding, options = SEQUENCE_CASES[case]
-    found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, (1, 5, 1000))[0]
+    sharding, options, chunk_sizes = SEQUENCE_CASES[case]
+    found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
     for outcomes in found:
         for name, outcome, expected in zip(SEQUENCE_SETTINGS, outcomes, on_sequences, strict=True):
             comparison = compare(outcome, expected, gradient_tolerance(options))
@@ -178,7 +177,7 @@ def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome
 def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -> None:
     (found,) = run_ranks(steps_with_borders_inside_sequences, 2, Sharding(context=2))[0]
     for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
-        of_data_alone = "rejection" in name or name in ("tis_sequence", "geometric_mask")
+        of_data_alone = name == "tis_sequence"
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
         assert comparison.passed == of_data_alone, f"{name}: {comparison}"
         assert of_data_alone or comparison.gradient_error > 1e-3

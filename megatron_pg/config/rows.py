@@ -39,8 +39,8 @@ class Row:
     """What it needs summed over whole sequences, of "policy" (log r), "clipped_policy" (log r clipped as its token's
     advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
-    """Whether it treats every token by that token's data alone, so that the token's gradient is known as soon as its
-    log-prob is: then the fused head takes its one pass. Asked of objectives and corrections."""
+    """Whether it treats every token by that token's data and the sums over sequences that it asks for alone, so that the
+    token's gradient is known as soon as its log-prob, or those of its sequence, are. Asked of objectives and corrections."""
 
     @property
     def help(self) -> str:

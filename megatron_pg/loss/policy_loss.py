@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,20 +16,22 @@ from megatron_pg.loss.corrections import CORRECTIONS
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.sequence import sums_over_sequences
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
 
-def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
+def gradient_scope(config: PolicyLossConfig) -> Literal["token", "sequence", "micro_batch"]:
+    """Whose log-probs and entropy a token's gradient coefficient depends on; as soon as they are known, so is it.
 
-    Then it is known as soon as they are. The rows say it of themselves; of a user's function nothing is known.
+    The rows say it of themselves; of a user's function nothing is known.
     """
-    if OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config):
-        return False
     rows: list[Row] = [*OBJECTIVES.rows_on(config), *CORRECTIONS.rows_on(config)]
-    return all(row.is_sum_over_tokens for row in rows)
+    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
+    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
+        return "micro_batch"
+    return "sequence" if sums_over_sequences(config) else "token"
 
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:

@@ -143,19 +143,12 @@ class PolicyStep:
             lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
         )
 
-    def fused_head(
-        self,
-        batch: PackedBatch,
-        *,
-        keep_logits: bool | None = None,
-        chunk_tokens: int | None = None,
-    ) -> FusedHead:
+    def fused_head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> FusedHead:
         """The fused head of one micro-batch; see `FusedHead` for the arguments."""
         return FusedHead(
             MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
             self.groups,
             vocab_size=self.vocab_size,
-            keep_logits=keep_logits,
             chunk_tokens=chunk_tokens,
         )
 

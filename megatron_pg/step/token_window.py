@@ -86,6 +86,33 @@ class TokenWindow:
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
+    def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
+        """Cuts the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
+
+        A sample of more is a part of its own. The same on every rank of the group: lengths of whole samples decide.
+
+        Args:
+            loss_mask: [sum of the response lengths] bool, on the host.
+            size: active tokens, at least 1.
+
+        Returns:
+            [parts + 1] numbers of samples, from 0 to `num_samples`.
+        """
+        totals, responses = torch.tensor(
+            [self.total_lengths, self.response_lengths], dtype=torch.int64
+        )
+        samples = torch.arange(self.num_samples).repeat_interleave(responses)
+        active = samples[loss_mask].bincount(minlength=self.num_samples)
+        multiple = packed_multiple(self.cp_size)
+        of_a_rank = (totals + multiple - 1) // multiple * multiple // self.cp_size
+        ends = torch.minimum(active, of_a_rank).cumsum(0)
+        borders, before = [0], 0
+        while borders[-1] < self.num_samples:
+            fit = int(torch.searchsorted(ends, before + size, right=True))
+            borders.append(max(fit, borders[-1] + 1))
+            before = int(ends[borders[-1] - 1])
+        return borders
+
     @classmethod
     def build(
         cls,

@@ -7,7 +7,7 @@ Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's
 entropy's gradient; the weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times
 the products and ours and nothing else: single calls of both vary by more than they differ, so that takes many rounds.
 --sequences times them and gspo over so many sequences, of ragged lengths, in chunks of whole sequences and with logits that
-are kept or made twice: the package's own loss with its metrics, not compiled.
+are kept or made twice: the package's own loss with its metrics.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Sequences:
         """As `FusedHead` has it: zeros in place of the others."""
         around = (rows.start, len(self.work.hidden) - rows.stop)
         whole = (torch.nn.functional.pad(each, around) for each in (log_probs, entropy))
-        return self.loss.terms(*whole)[0]
+        return self.loss.loss(*whole)
 
     def in_pieces(self) -> None:
         work = self.work

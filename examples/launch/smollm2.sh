@@ -47,4 +47,4 @@ case " $* " in
         ;;
 esac
 
-start "$GPUS" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" -- "${TASK[@]}" "${SIZE[@]}" "$@"
+start "$GPUS" --standalone --nproc-per-node "$GPUS" -- "${TASK[@]}" "${SIZE[@]}" "$@"

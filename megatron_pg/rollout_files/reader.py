@@ -22,7 +22,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet
 except ImportError as error:
-    remedy = "pip install 'megatron_pg[examples]', or pip install 'pyarrow>=15'"
+    remedy = "pip install 'megatron_pg[tools]', or pip install 'pyarrow>=15'"
     raise ImportError(f"rollout files need pyarrow, which is not installed: {remedy}") from error
 
 BATCH_ROWS = 256

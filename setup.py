@@ -11,7 +11,7 @@ MEGATRON = ["megatron-core>=0.15,<0.21"]
 # What parts of the package ask for: rollout files, pictures and tables of `explain`, YAML in `migrate`.
 TOOLS = ["matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
 DOCS = [
-    "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: docs/hooks.py
+    "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
     "matplotlib>=3.8",
     "mike>=2.1",
     "mkdocs>=1.6,<2",

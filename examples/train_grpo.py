@@ -30,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
 from megatron_pg.megatron import (
@@ -270,7 +271,9 @@ def train(run: Run, log: Log | None) -> None:
         if is_due or stops:
             run.save()
         if stops:
-            sys.exit("stopped as asked, after a checkpoint: --resume goes on from there")
+            if log:
+                print("stopped as asked, after a checkpoint: --resume goes on from there")
+            sys.exit()
 
     # With advantages of 1 the loss is the negative log-likelihood of the answers.
     kept = ("calculate_per_token_loss", "fused_lm_head", "fp32_lm_head")
@@ -299,8 +302,9 @@ def train(run: Run, log: Log | None) -> None:
             lr = args.lr * share / args.train_iters
             metrics |= run.train_step(config, run.with_reference(samples), lr)
             if log:
-                log.write("step", metrics)
-        pause(progress["step"] % args.save_interval < args.steps_per_round)
+                log.write("step", metrics, map(run.tasks.shown, samples[:3]))
+        is_last = progress["step"] == args.train_iters
+        pause(is_last or progress["step"] % args.save_interval < args.steps_per_round)
     after = run.worker.held_out_reward()
     if log:
         log.finish(held_out_before=progress["held_out_before"], held_out_after=after)
@@ -324,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()

@@ -63,8 +63,8 @@ def compute_log_probs(
         samples: this data-parallel rank's, in any order; none at all is legal. Of each its tokens, response length and
             loss mask are read; log-probs that it carries are not, and may be missing from some.
         config: the policy loss: temperature, fused head, precision of the logits.
-        max_tokens_per_microbatch, oversized: see `plan_step`. There is no backward: the budget may be several times
-            that of training.
+        max_tokens_per_microbatch: see `plan_step`. There is no backward: it may be several times that of training.
+        oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
 

@@ -40,7 +40,10 @@ class ValueStep:
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
-        plan, totals, num_microbatches, groups: as for `PolicyStep`.
+        plan: as for `PolicyStep`.
+        totals: as for `PolicyStep`.
+        num_microbatches: as for `PolicyStep`.
+        groups: as for `PolicyStep`.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
 
     Raises:
@@ -136,7 +139,9 @@ def compute_values(
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks of a virtual pipeline.
         samples: this data-parallel rank's, in any order; none at all is legal.
-        max_tokens_per_microbatch, oversized, groups: as for `compute_log_probs`.
+        max_tokens_per_microbatch: as for `compute_log_probs`.
+        oversized: as for `compute_log_probs`.
+        groups: as for `compute_log_probs`.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token; the model is then fed
             one token more, and has to have a position for it. None: all ended.
 

@@ -68,7 +68,8 @@ def plan_step(
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         seed: see `plan_bins`.
-        allow_different_prompts, samples_per_group: see `step_totals`.
+        allow_different_prompts: see `step_totals`.
+        samples_per_group: see `step_totals`.
 
     Raises:
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that

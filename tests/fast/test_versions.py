@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+import megatron_pg.megatron
 from megatron_pg.config.versions import (
     UnsupportedMegatronError,
     parse_version,
@@ -42,3 +46,19 @@ def test_other_versions_are_refused_with_the_range(version: tuple[int, int, int]
     found = ".".join(map(str, version))
     with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>= 0\.15, < 0\.21"):
         require_supported_version(version)
+
+
+def test_without_megatron_an_import_says_what_to_install() -> None:
+    """In a process of its own, where `megatron` cannot be imported; what needs no Megatron works there."""
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "import megatron_pg.megatron\n"
+        "from megatron_pg.megatron.scale_contract import scale_contract\n"
+        "for name in megatron_pg.megatron.__all__:\n"
+        "    try: getattr(megatron_pg.megatron, name)\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert len(said) == len(megatron_pg.megatron.__all__)
+    assert all("pip install 'megatron-core>=0.15,<0.21'" in line for line in said)

@@ -27,6 +27,10 @@ LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
 """Fields of `Sample` that some settings need and others do not."""
 
+CpPartitionMode = Literal["zigzag", "contiguous"]
+"""How a context-parallel group cuts a pack of sequences, by the names of Megatron's `TransformerConfig`; see
+`TokenWindow`."""
+
 BOUNDS = (
     ("tis_clip_low", "tis_clip"),
     ("geometric_rejection_low", "geometric_rejection_high"),
@@ -182,6 +186,10 @@ class PolicyLossConfig:
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: sequences packed back to back. bshd: one padded row a
     sequence, refused under context parallelism."""
+
+    cp_partition_mode: CpPartitionMode = "zigzag"
+    """Which tokens of a pack a context-parallel rank holds, which is the attention's to say. zigzag:
+    of every sequence the chunks r and 2 CP - 1 - r. contiguous: one slice of the whole pack."""
 
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
     """Metrics of a step. none: no metrics beyond the loss. basic: ratios, clip fractions,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -34,6 +34,7 @@ def get_pg_loss_reducer(
     cp_rank: int | None = None,
     cp_size: int | None = None,
     qkv_format: str = "thd",
+    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> Reducer:
     """Builds the reducer of one micro-batch on one rank.
 
@@ -55,6 +56,7 @@ def get_pg_loss_reducer(
         cp_rank: rank in the context-parallel group; None means 0.
         cp_size: size of the context-parallel group; None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
+        cp_partition_mode: `zigzag` or `contiguous`, as given to `TokenWindow.build`.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
@@ -70,7 +72,11 @@ def get_pg_loss_reducer(
     if layout := layout_violation(qkv_format, cp_size):
         raise NotImplementedError(layout)
     window = TokenWindow.build(
-        total_lengths, response_lengths, cp_rank=cp_rank or 0, cp_size=cp_size
+        total_lengths,
+        response_lengths,
+        cp_rank=cp_rank or 0,
+        cp_size=cp_size,
+        cp_partition_mode=cp_partition_mode,
     )
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if denominators is not None:

@@ -17,6 +17,7 @@ from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
+from megatron_pg.megatron.partition_mode import require_partition_mode
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -65,8 +66,9 @@ class PolicyStep:
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, or the scale contract cannot be kept.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it,
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
+            model's attention does not have.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class PolicyStep:
             )
         if groups is None:
             groups = ParallelGroups.from_model(model)
+        if model is not None and groups.context_size > 1:
+            require_partition_mode(model, config.cp_partition_mode)
         chunk = model[0] if isinstance(model, (list, tuple)) else model
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
@@ -129,8 +133,8 @@ class PolicyStep:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input
-                of the objective.
+            ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
+                one's, or lacks an input of the objective.
         """
         self.check_packing(batch)
         inputs = model_inputs(batch)
@@ -215,6 +219,11 @@ class PolicyStep:
                 f"rank {groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with "
                 "the rank's own"
             )
+        if groups.context_size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
+            raise ValueError(
+                f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
+                f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
+            )
 
 
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
@@ -235,10 +244,13 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     fields of Megatron's class grow with each release.
     """
     window = batch.window
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=window.cu_seqlens,
         cu_seqlens_kv=window.cu_seqlens,
         max_seqlen_q=window.max_seqlen,
         max_seqlen_kv=window.max_seqlen,
     )
+    # A field of the development branch; before it, an attribute that attention of one's own may read.
+    params.cp_partition_mode = window.cp_partition_mode
+    return params

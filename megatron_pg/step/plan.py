@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.sample import Sample
@@ -40,6 +41,7 @@ def plan_step(
     data_parallel_group: dist.ProcessGroup | None = None,
     cp_size: int = 1,
     pad_to_multiple: int = 1,
+    cp_partition_mode: CpPartitionMode = "zigzag",
     microbatch_group_size: int = 1,
     ragged: bool = False,
     oversized: OversizedSamples = "error",
@@ -59,8 +61,7 @@ def plan_step(
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
             included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: as given to `pack`.
-        pad_to_multiple: as given to `pack`.
+        cp_size, pad_to_multiple, cp_partition_mode: as given to `pack`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
@@ -74,11 +75,11 @@ def plan_step(
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
             stand for two things or a prompt group of another size (see `step_totals`).
     """
-    multiple = checked_multiple(cp_size, pad_to_multiple)
+    multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
+        lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
         for sample, length in zip(samples, lengths, strict=True):
             if length > capacity and oversized == "error":
@@ -120,7 +121,11 @@ def plan_step(
 
 
 def assign_to_data_parallel_ranks(
-    samples: Sequence[Sample], data_parallel_size: int, *, cp_size: int = 1
+    samples: Sequence[Sample],
+    data_parallel_size: int,
+    *,
+    cp_size: int = 1,
+    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> list[list[int]]:
     """Splits samples that every rank holds over the data-parallel ranks, evenly by padded tokens.
 
@@ -131,7 +136,7 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: as given to `pack`.
+        cp_size, cp_partition_mode: as given to `pack`.
 
     Returns:
         Per rank the indices of its samples, ascending; empty where there are too few samples.
@@ -139,7 +144,7 @@ def assign_to_data_parallel_ranks(
     Raises:
         ValueError: `data_parallel_size` is below 1.
     """
-    lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
+    lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
     bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size)
     return [members.tolist() for members in bins]
 

@@ -14,6 +14,7 @@ DENSE = ModelOptions()
 TIED = ModelOptions(tied_embeddings=True)
 EXPERTS = ModelOptions(mixture_of_experts=True)
 CRITIC = ModelOptions(value_head=True)
+CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
 
 DENSE_SHARDINGS = [
     Sharding(),
@@ -78,6 +79,14 @@ CRITIC_SHARDINGS = [
     Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
 ]
 
+CONTIGUOUS_SHARDINGS = [
+    Sharding(context=2),
+    Sharding(context=4, data=2),
+    Sharding(context=8),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
+]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -94,13 +103,14 @@ class Case:
             mixture_of_experts=self.options.mixture_of_experts,
             tied_embeddings=self.options.tied_embeddings,
             value_head=self.options.value_head,
+            cp_partition_mode=self.options.cp_partition_mode,
         )
 
     @property
     def configuration(self) -> str:
         """Model and sharding."""
-        kind = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic "}.get(self.reference_options, "")
-        return f"{kind}{self.sharding}"
+        kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
+        return f"{kinds.get(self.reference_options, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:
@@ -168,6 +178,7 @@ def all_cases() -> list[Case]:
         (TIED, TIED_SHARDINGS),
         (EXPERTS, EXPERT_SHARDINGS),
         (CRITIC, CRITIC_SHARDINGS),
+        (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
     ]
     return [
         Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
@@ -179,9 +190,9 @@ def all_cases() -> list[Case]:
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The same steps, of a critic where the model is one."""
+    """The same steps in the model's layout, and of a critic where the model is one."""
     if not options.value_head:
-        return steps
+        return tuple(replace(run, cp_partition_mode=options.cp_partition_mode) for run in steps)
     return tuple(ValueRun(run.aggregation, run.shape, run.cut) for run in steps)
 
 
@@ -228,6 +239,12 @@ def representative_cases() -> list[Case]:
         ),
         (Sharding(pipeline=2, virtual_pipeline=2, context=2), CRITIC),
         (Sharding(data=2), replace(CRITIC, calculate_per_token_loss=True)),
+        (Sharding(context=4), CONTIGUOUS),
+        (
+            Sharding(tensor=2, sequence_parallel=True, context=2),
+            replace(CONTIGUOUS, calculate_per_token_loss=True),
+        ),
+        (Sharding(pipeline=2, virtual_pipeline=2, context=2), CONTIGUOUS),
     ]
     return [
         # In float32 and float64 in turn.

@@ -75,6 +75,8 @@ class ModelOptions:
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
     value_head: bool = False
     """A critic: a value head in the place of the output layer."""
+    cp_partition_mode: str = "zigzag"
+    """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -121,6 +123,7 @@ def build_model(
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
     config = transformer_config(sharding, options)
+    is_zigzag = options.cp_partition_mode == "zigzag"
     new_model: Any = GPTModel
     if options.hybrid:
         from .hybrid import hybrid_model as new_model
@@ -137,6 +140,7 @@ def build_model(
         whole_model,
         overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
+        position_embedding_type="rope" if is_zigzag else "learned_absolute",
     )
 
 

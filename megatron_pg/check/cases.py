@@ -10,7 +10,7 @@ from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fu
 from megatron_pg.config import versions
 
 LOSS_SCALE = 2.0**16
-AUXILIARY_COEFFICIENT = 0.5
+AUXILIARY_COEFFICIENT, Z_COEFFICIENT = 0.5, 0.1
 CASE_AGGREGATION = "prompt_mean"
 """Of the rows that are made once."""
 
@@ -43,7 +43,7 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
     return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
 
 
-GRADIENT = Case("gradient", ("end to end", "tied", "loss only"))
+GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
     # Sums over a whole sequence, which context-parallel ranks share.
@@ -71,6 +71,13 @@ CASES: Sequence[Case] = (
         is_even=True,
         lacks=_auxiliary_lacks,
     ),
+    Case(
+        "router z loss",
+        ("end to end",),
+        settings={"moe_z_loss_coeff": Z_COEFFICIENT},
+        is_even=True,
+        lacks=_auxiliary_lacks,
+    ),
     # The last: it leaves other parameters behind.
     Case("update", ("end to end", "tied"), updates=True),
 )
@@ -80,10 +87,12 @@ def cases_of(
     model: str, options: CheckOptions, aggregations: Sequence[str], per_token: bool
 ) -> Iterator[tuple[Case, str]]:
     """The rows of a model in one loss mode, and the aggregation of each, in their order."""
+    if model == "multi-token" and per_token:
+        return  # refused (`scale_contract`)
     for case in CASES:
         if model not in case.models or case.lacks(options):
             continue
-        if case is GRADIENT and model != "tied":
+        if case is GRADIENT and model in ("end to end", "loss only"):
             yield from ((case, aggregation) for aggregation in aggregations)
         elif case is GRADIENT or not per_token or _has_both_modes(case, options):
             yield case, CASE_AGGREGATION
@@ -110,6 +119,10 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "Transformer Engine's attention": (has_engine, engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
         "--cp-comm-type": (may_choose, "Megatron's default is checked" if has_engine else engine),
+        "--cp-partition-mode contiguous": (
+            options.context_parallel_size == 1 or options.cp_partition_mode == "contiguous",
+            not_asked,
+        ),
         "--gradient-accumulation-fusion": (
             options.gradient_accumulation_fusion,
             not_asked if has_fusion else apex,
@@ -121,6 +134,8 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
             not_asked if has_processor else "needs megatron-core 0.18",
         ),
         "experts": (options.num_experts is not None, "needs --num-experts"),
+        "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
+        "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
         "auxiliary loss": (not auxiliary, auxiliary),
         "auxiliary loss, per token": (
             bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),

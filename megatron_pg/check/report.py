@@ -74,7 +74,8 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
         f"PP {options.pipeline_model_parallel_size}",
         f"VPP {stages}" if stages else "",
-        f"CP {options.context_parallel_size}",
+        f"CP {options.context_parallel_size}"
+        + (" contiguous" if options.cp_partition_mode == "contiguous" else ""),
         f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
         f"ETP {options.expert_tensor_parallel_size}" if options.num_experts else "",
         f"DP {world_size // options.model_parallel_size}",

@@ -96,6 +96,22 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     return megatron_core_version() >= (0, 16)
 
 
+def derives_multi_token_labels() -> bool:
+    """Whether multi-token prediction is trained without labels, and has a loss scale of its own.
+
+    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes the labels of the input, and
+    model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
+    and 0.16.1 fail.
+    """
+    return megatron_core_version() >= (0, 19)
+
+
+def has_hybrid_model() -> bool:
+    """Whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), the successor that 0.19 names for GPTModel."""
+    megatron_core_version()
+    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+
 def needs_kept_pipeline_outputs() -> bool:
     """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 

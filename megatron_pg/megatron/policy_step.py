@@ -16,6 +16,7 @@ from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
 from megatron_pg.megatron.partition_mode import require_partition_mode
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
@@ -123,6 +124,9 @@ class PolicyStep:
             context_parallel_size=groups.context_size,
             num_microbatches=num_microbatches,
         )
+        self._predicts_more = scale_multi_token_loss(
+            model_config, float(groups.data_size * groups.context_size * num_microbatches)
+        )
         self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
@@ -138,6 +142,8 @@ class PolicyStep:
         """
         self.check_packing(batch)
         inputs = model_inputs(batch)
+        if self._predicts_more:
+            inputs["loss_mask"] = multi_token_mask(batch, self.totals)
         if not self.config.fused_lm_head:
             return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
         fused = self.fused_head(batch)

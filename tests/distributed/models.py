@@ -91,6 +91,7 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
+        cp_partition_mode=options.cp_partition_mode,  # type: ignore[arg-type]
     )
 
 
@@ -123,24 +124,24 @@ def build_model(
     """This rank's chunks under Megatron's DDP, with the parameters that every sharding has."""
     options = options or ModelOptions()
     config = transformer_config(sharding, options)
-    is_zigzag = options.cp_partition_mode == "zigzag"
     new_model: Any = GPTModel
     if options.hybrid:
-        from .hybrid import hybrid_model as new_model
+        from megatron_pg.check.hybrid_model import hybrid_model as new_model
     if options.output_bias:
         new_model = functools.partial(with_output_bias, new_model)
-    whole_model = (
-        (lambda **keywords: add_value_head(new_model(**keywords)))
-        if options.value_head
-        else new_model
-    )
+
+    def whole_model(**keywords: Any) -> torch.nn.Module:
+        # Megatron makes learned positions float32, whatever the other parameters are.
+        model = new_model(**keywords).to(options.dtype)
+        return add_value_head(model) if options.value_head else model
+
     return builder.build_model(
         check_options(sharding, options),
         config,
         whole_model,
+        max_sequence_length=256,
         overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
-        position_embedding_type="rope" if is_zigzag else "learned_absolute",
     )
 
 

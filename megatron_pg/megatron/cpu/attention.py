@@ -53,7 +53,7 @@ class _Layout:
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
-        mode = getattr(packed, "cp_partition_mode", "zigzag")
+        mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
         positions = [local_positions(cu_seqlens.diff(), each, size, mode) for each in range(size)]
         segment, place = positions[rank]
         held = torch.bincount(segment, minlength=segments)  # of each sequence, by this rank

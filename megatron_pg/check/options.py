@@ -45,6 +45,8 @@ PARALLEL_SIZES = (
 class CheckOptions:
     """How the small model is cut and run; what is left of the world is data parallel."""
 
+    all: bool = False
+    """Every sharding that the number of processes allows, in place of the sizes given: a line for each."""
     tensor_model_parallel_size: Annotated[int, COUNT] = 1
     pipeline_model_parallel_size: Annotated[int, COUNT] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
@@ -180,7 +182,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     options = read_args(CheckOptions, args)
     violations, _ = check_fields(CheckOptions, vars(options))
     if not violations:
-        violations = [*_violations_of_sizes(options, world_size), *_violations_of_machine(options)]
+        violations = [*violations_of_sizes(options, world_size), *_violations_of_machine(options)]
     refuse(violations)
     return options, args.json
 
@@ -202,7 +204,7 @@ def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
     return options.transformer_impl == "transformer_engine" or extension is not None
 
 
-def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
+def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
     """Sizes that do not go together, or not with the number of processes."""
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size

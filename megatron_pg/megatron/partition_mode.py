@@ -47,7 +47,11 @@ def _obstacles(chunk: Any) -> Iterator[str]:
     position = getattr(module, "position_embedding_type", None)
     is_rotary = position not in (None, "none", "learned_absolute")
     for name, attention in module.named_modules():
-        if name.rpartition(".")[2] != "self_attention":
+        # A layer of another kind has an identity there.
+        if (
+            name.rpartition(".")[2] != "self_attention"
+            or next(attention.parameters(), None) is None
+        ):
             continue
         core = getattr(attention, "core_attention", attention)
         if "contiguous" in getattr(attention, "cp_partition_modes", ()):

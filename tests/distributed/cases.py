@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_pg.config.versions import derives_multi_token_labels
+
 from .models import ModelOptions, Sharding
 from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
 
@@ -15,6 +17,7 @@ TIED = ModelOptions(tied_embeddings=True)
 EXPERTS = ModelOptions(mixture_of_experts=True)
 CRITIC = ModelOptions(value_head=True)
 CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
+AHEAD = ModelOptions(mtp_num_layers=2)
 
 DENSE_SHARDINGS = [
     Sharding(),
@@ -87,6 +90,16 @@ CONTIGUOUS_SHARDINGS = [
     Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
 ]
 
+AHEAD_SHARDINGS = [
+    Sharding(),
+    Sharding(context=2),
+    Sharding(context=4, data=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(pipeline=2, context=2, data=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
+]
+"""Of megatron-core 0.19 and later."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -104,12 +117,14 @@ class Case:
             tied_embeddings=self.options.tied_embeddings,
             value_head=self.options.value_head,
             cp_partition_mode=self.options.cp_partition_mode,
+            mtp_num_layers=self.options.mtp_num_layers,
         )
 
     @property
     def configuration(self) -> str:
         """Model and sharding."""
         kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
+        kinds[AHEAD] = "MTP "
         return f"{kinds.get(self.reference_options, '')}{self.sharding}"
 
     @property
@@ -136,6 +151,8 @@ class Case:
 def modes(options: ModelOptions, sharding: Sharding) -> list[ModelOptions]:
     """Both loss modes; where gradients are reduced over several ranks, also every way to do it."""
     both = [options, replace(options, calculate_per_token_loss=True)]
+    if options.mtp_num_layers is not None:
+        return [options]  # the other mode is refused
     if sharding.data * sharding.context == 1:
         return both
     return both + [
@@ -179,6 +196,7 @@ def all_cases() -> list[Case]:
         (EXPERTS, EXPERT_SHARDINGS),
         (CRITIC, CRITIC_SHARDINGS),
         (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
+        (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
     ]
     return [
         Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
@@ -186,6 +204,8 @@ def all_cases() -> list[Case]:
         for sharding in shardings
         for mode in modes(options, sharding)
         for place, dtype in enumerate((torch.float32, torch.float64))
+        # Megatron computes its losses ahead in float32, whatever the model is in.
+        if options is not AHEAD or dtype == torch.float32
     ]
 
 
@@ -246,11 +266,17 @@ def representative_cases() -> list[Case]:
         ),
         (Sharding(pipeline=2, virtual_pipeline=2, context=2), CONTIGUOUS),
     ]
+    if derives_multi_token_labels():
+        shardings = Sharding(context=2, data=2), Sharding(pipeline=2, context=2)
+        chosen += [(sharding, AHEAD) for sharding in shardings]
+        chosen.append((Sharding(tensor=2, sequence_parallel=True, context=2), AHEAD))
     return [
         # In float32 and float64 in turn.
         Case(
             sharding,
-            replace(options, dtype=torch.float64 if place % 2 else torch.float32),
+            replace(
+                options, dtype=torch.float64 if place % 2 and options != AHEAD else torch.float32
+            ),
             of_model(options, sample_of_runs(sharding, place)),
         )
         for place, (sharding, options) in enumerate(chosen)

@@ -75,6 +75,8 @@ class ModelOptions:
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
     value_head: bool = False
     """A critic: a value head in the place of the output layer."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction beside the policy's loss."""
     cp_partition_mode: str = "zigzag"
     """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
 
@@ -91,6 +93,7 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
+        mtp_num_layers=options.mtp_num_layers,
         cp_partition_mode=options.cp_partition_mode,  # type: ignore[arg-type]
     )
 
@@ -127,6 +130,8 @@ def build_model(
     new_model: Any = GPTModel
     if options.hybrid:
         from megatron_pg.check.hybrid_model import hybrid_model as new_model
+    if options.mtp_num_layers is not None:
+        new_model = builder.multi_token_model
     if options.output_bias:
         new_model = functools.partial(with_output_bias, new_model)
 

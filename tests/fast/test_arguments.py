@@ -351,6 +351,7 @@ OUT_OF_RANGE = {
     "rejection_denominator": ["none"],
     "rollout_temperature": [0, -1],
     "qkv_format": ["sbhd"],
+    "cp_partition_mode": ["slices"],
     "pg_metrics": ["all", None],
     "check_aggregation": [None],
     "custom_policy_loss_path": ["", 3],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -474,6 +475,27 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
             num_microbatches=1,
             groups=Groups(context_size=2),
         )
+
+
+def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
+    samples = package_samples(random_step(seed=45))
+    batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
+    for config, is_refused in (
+        (PolicyLossConfig(), True),
+        (PolicyLossConfig(cp_partition_mode="contiguous"), False),
+    ):
+        step = PolicyStep(
+            config,
+            totals=step_totals(samples),
+            num_microbatches=1,
+            groups=Groups(context_size=2),  # type: ignore[arg-type]
+        )
+        with (
+            pytest.raises(ValueError, match="--cp-partition-mode is zigzag")
+            if is_refused
+            else nullcontext()
+        ):
+            step.check_packing(batch)
 
 
 @pytest.mark.parametrize("per_token", (False, True))

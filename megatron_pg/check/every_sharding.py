@@ -37,6 +37,7 @@ def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
                 context_parallel_size=context,
                 expert_model_parallel_size=expert,
                 sequence_parallel=sequence_parallel,
+                hybrid_model=options.hybrid_model and pipeline == 1,
             )
             if not any(violations_of_sizes(each, world_size)):
                 yield each

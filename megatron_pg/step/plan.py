@@ -11,6 +11,7 @@ from megatron_pg.config.planning import OversizedSamples, PlanningConfig
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
+from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -21,7 +22,7 @@ class StepPlan:
     """How one data-parallel rank runs a step. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending; longest micro-batch first. An empty one is legal: pack()
+    """Per micro-batch the indices of its samples, ascending; the dearest micro-batch first. An empty one is legal: pack()
     makes a dummy of it that no objective counts."""
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
@@ -45,6 +46,7 @@ def plan_step(
     microbatch_group_size: int = 1,
     ragged: bool = False,
     oversized: OversizedSamples = "error",
+    cost: SampleCost = TOKENS,
     seed: int | None = None,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
@@ -68,6 +70,7 @@ def plan_step(
             ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
+        cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
         allow_different_prompts, samples_per_group: see `step_totals`.
 
@@ -89,7 +92,12 @@ def plan_step(
                     "--oversized-samples own_microbatch"
                 )
         bins = plan_bins(
-            lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
+            lengths,
+            capacity,
+            multiple=microbatch_group_size,
+            oversized_alone=True,
+            seed=seed,
+            cost=cost,
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
@@ -126,8 +134,9 @@ def assign_to_data_parallel_ranks(
     *,
     cp_size: int = 1,
     cp_partition_mode: CpPartitionMode = "zigzag",
+    cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Splits samples that every rank holds over the data-parallel ranks, evenly by padded tokens.
+    """Splits samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
@@ -137,6 +146,7 @@ def assign_to_data_parallel_ranks(
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
         cp_size, cp_partition_mode: as given to `pack`.
+        cost: what is evened out; by default tokens.
 
     Returns:
         Per rank the indices of its samples, ascending; empty where there are too few samples.
@@ -145,7 +155,7 @@ def assign_to_data_parallel_ranks(
         ValueError: `data_parallel_size` is below 1.
     """
     lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
-    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size)
+    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ class Case:
     models: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration while it runs."""
+    builds: Mapping[str, Any] = field(default_factory=dict)
+    """Of the check's options, what its model is built with."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
     """What the gradients are divided by before they are compared."""
@@ -41,6 +44,21 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
         return "rounding decides between experts in bf16, use --dtype fp32"
     is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
     return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
+
+
+def _exchange(kind: str, engine: tuple[int, int]) -> Case:
+    """Keys and values exchanged another way, from the Transformer Engine on that has it for packed sequences."""
+
+    def lacks(options: CheckOptions) -> str:
+        if options.context_parallel_size == 1 or options.cp_comm_type is not None:
+            return "of --context-parallel-size 2 or more, without --cp-comm-type"
+        if options.transformer_impl != "transformer_engine":
+            return "needs Transformer Engine, --device cuda --dtype bf16"
+        found = versions.parse_version(importlib.import_module("transformer_engine").__version__)
+        return "" if found[:2] >= engine else f"needs Transformer Engine {engine[0]}.{engine[1]}"
+
+    builds = {"cp_comm_type": kind}
+    return Case(f"cp {kind}", ("end to end",), builds=builds, lacks=lacks)
 
 
 GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
@@ -78,6 +96,9 @@ CASES: Sequence[Case] = (
         is_even=True,
         lacks=_auxiliary_lacks,
     ),
+    # Refused for packed sequences before (attention/dot_product_attention/context_parallel.py); a2a+p2p still is.
+    _exchange("a2a", (2, 10)),
+    _exchange("all_gather", (2, 18)),
     # The last: it leaves other parameters behind.
     Case("update", ("end to end", "tied"), updates=True),
 )
@@ -113,12 +134,17 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     has_processor = versions.supports_output_processor()
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
-    may_choose = options.context_parallel_size == 1 or options.cp_comm_type is not None
     auxiliary = _auxiliary_lacks(options)
     table = {
         "Transformer Engine's attention": (has_engine, engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
-        "--cp-comm-type": (may_choose, "Megatron's default is checked" if has_engine else engine),
+        **{
+            f"--cp-comm-type {kind}": (options.context_parallel_size == 1 or not why, why)
+            for kind, why in (
+                (case.builds["cp_comm_type"], case.lacks(options)) for case in CASES if case.builds
+            )
+            if options.cp_comm_type != kind
+        },
         "--cp-partition-mode contiguous": (
             options.context_parallel_size == 1 or options.cp_partition_mode == "contiguous",
             not_asked,

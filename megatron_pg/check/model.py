@@ -130,7 +130,7 @@ def model_config(
     # As few heads and layers as the sharding can split.
     tensor_size = options.tensor_model_parallel_size
     num_query_groups = max(2, tensor_size)
-    if options.cp_comm_type == "a2a":
+    if options.transformer_impl == "transformer_engine":  # whose a2a splits heads
         num_query_groups = max(2, tensor_size * options.context_parallel_size)
     # The least that fused attention takes, and less where everything is slow.
     head_size = 32 if options.device == "cuda" else 8

@@ -87,9 +87,10 @@ def run_check(options: CheckOptions) -> list[Row]:
     rows = []
     for name in names:
         model: list[Any] = []
+        built: tuple[Any, ...] = ()
         for run, (samples, expected) in zip(runs[name], references[name], strict=True):
-            model_options = _options_of(options, name)
-            if not model or model[0].config.calculate_per_token_loss != run.per_token:
+            model_options = replace(_options_of(options, name), **run.case.builds)
+            if built != (built := (model_options, run.per_token)):
                 model = _build(model_options, run)
             rows.append(_row(run, model, model_options, groups, samples, expected))
     return rows

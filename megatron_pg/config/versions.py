@@ -13,7 +13,7 @@ from functools import cache
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
-SUPPORTED_RANGE = "megatron-core >= 0.15, < 0.21"
+SUPPORTED_RANGE = "megatron-core>=0.15,<0.21"
 
 
 class UnsupportedMegatronError(ImportError):
@@ -35,7 +35,7 @@ def megatron_core_version() -> tuple[int, int, int]:
     except ImportError as error:
         raise UnsupportedMegatronError(
             f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: {error}. Install it with "
-            "`pip install 'megatron-core>=0.15,<0.21'`."
+            f"`pip install '{SUPPORTED_RANGE}'`."
         ) from error
     return parse_version(package_info.__version__)
 

@@ -96,6 +96,7 @@ def test_positional_signature_of_custom_reducers() -> None:
         "cp_rank": None,
         "cp_size": None,
         "qkv_format": "thd",
+        "cp_partition_mode": "zigzag",
     }
 
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]

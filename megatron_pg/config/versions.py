@@ -108,6 +108,17 @@ def derives_multi_token_labels() -> bool:
     return megatron_core_version() >= (0, 19)
 
 
+def follows_own_group() -> bool:
+    """Whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
+
+    `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
+    and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
+    """
+    from megatron.core import packed_seq_params
+
+    return hasattr(packed_seq_params, "resolve_cp_group")
+
+
 def has_hybrid_model() -> bool:
     """Whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), the successor that 0.19 names for GPTModel."""
     megatron_core_version()
@@ -183,6 +194,13 @@ KNOWN_MISTAKES = (
         (0, 19),
         "multi-token prediction without labels is not trained, and nothing says so",
         "pull request 3457",
+    ),
+    KnownMistake(
+        (0, 17),
+        FIRST_UNSUPPORTED,
+        "rotary positions under hybrid context parallelism are those of the model's group and not of the micro-batch's "
+        "(refused by PolicyStep)",
+        "Attention.forward in transformer/attention.py",
     ),
     KnownMistake(
         (0, 19),

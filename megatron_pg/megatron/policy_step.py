@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.versions import follows_own_group
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
 from megatron_pg.megatron.partition_mode import require_partition_mode
-from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
+from megatron_pg.megatron.scale_contract import ScaleContract, ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
@@ -130,23 +132,33 @@ class PolicyStep:
         self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
-    def head(self, batch: PackedBatch) -> MicroBatchHead:
+    def head(
+        self, batch: PackedBatch, *, context_group: ProcessGroup | None = None
+    ) -> MicroBatchHead:
         """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
+            context_group: the ranks that hold this micro-batch, where it has a context-parallel group of its own (case 3 of
+                `scale_contract`); the totals are then counted of all samples on every rank (`step_totals(samples)`).
 
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
                 one's, or lacks an input of the objective.
+            NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
+                or of multi-token prediction.
         """
-        self.check_packing(batch)
-        inputs = model_inputs(batch)
+        if context_group is not None:
+            require_own_group(self.scale, self.model)
+        self.check_packing(batch, context_group)
+        inputs = model_inputs(batch, context_group)
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals)
         if not self.config.fused_lm_head:
-            return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
-        fused = self.fused_head(batch)
+            return MicroBatchHead(
+                lambda logits: self._loss_of_logits(batch, logits, context_group), inputs, {}
+            )
+        fused = self.fused_head(batch, context_group=context_group)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
             lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
@@ -158,10 +170,12 @@ class PolicyStep:
         *,
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
+        context_group: ProcessGroup | None = None,
     ) -> FusedHead:
-        """The fused head of one micro-batch; see `FusedHead` for the arguments."""
+        """The fused head of one micro-batch; see `FusedHead` and `head` for the arguments."""
+        group = context_group or self.groups.context
         return FusedHead(
-            MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
+            MicroBatchLoss(self.config, batch, self.totals, group, self.share),
             self.groups,
             vocab_size=self.vocab_size,
             keep_logits=keep_logits,
@@ -203,22 +217,26 @@ class PolicyStep:
         """That of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
-    def _loss_of_logits(self, batch: PackedBatch, logits: Tensor) -> ScheduleOutput:
+    def _loss_of_logits(
+        self, batch: PackedBatch, logits: Tensor, context_group: ProcessGroup | None
+    ) -> ScheduleOutput:
         loss, metrics = policy_loss_function(
             self.config,
             batch,
             logits,
             totals=self.totals,
             tensor_parallel_group=self.groups.tensor,
-            context_parallel_group=self.groups.context,
+            context_parallel_group=context_group or self.groups.context,
             vocab_size=self.vocab_size,
             step_share=self.share,
         )
         return self.scale.apply(loss, metrics, batch)
 
-    def check_packing(self, batch: PackedBatch) -> None:
+    def check_packing(self, batch: PackedBatch, context_group: ProcessGroup | None = None) -> None:
         """Refuses a micro-batch that is packed for another context-parallel rank than this one."""
         window, groups = batch.window, self.groups
+        if context_group is not None:
+            groups = dataclasses.replace(groups, context=context_group)
         if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
             raise ValueError(
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
@@ -232,17 +250,39 @@ class PolicyStep:
             )
 
 
-def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+def require_own_group(scale: ScaleContract, model: Any) -> None:
+    """Refuses a context-parallel group of a micro-batch's own where the gradient would not be exact.
+
+    Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
+    `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
+    """
+    chunk = unwrapped(model[0] if isinstance(model, (list, tuple)) else model) if model else None
+    position = getattr(chunk, "position_embedding_type", "none")
+    obstacles = {
+        "it needs per-token mode (--calculate-per-token-loss)": not scale.calculate_per_token_loss,
+        "losses of experts count tokens of one size of group": scale.counts_all_tokens,
+        f"--position-embedding-type {position} of this megatron-core reads the model's group": (
+            position not in ("none", "learned_absolute") and not follows_own_group()
+        ),
+    }
+    for why, is_one in obstacles.items():
+        if is_one:
+            raise NotImplementedError(f"a context-parallel group for each micro-batch: {why}")
+
+
+def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:
     """The keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
         "attention_mask": None,
-        "packed_seq_params": packed_seq_params(batch),
+        "packed_seq_params": packed_seq_params(batch, context_group),
     }
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+def packed_seq_params(
+    batch: PackedBatch, context_group: ProcessGroup | None = None
+) -> PackedSeqParams:
     """The `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
@@ -259,4 +299,6 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     )
     # A field of the development branch; before it, an attribute that attention of one's own may read.
     params.cp_partition_mode = window.cp_partition_mode
+    if context_group is not None:
+        params.local_cp_size, params.cp_group = window.cp_size, context_group
     return params

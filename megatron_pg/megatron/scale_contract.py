@@ -12,6 +12,16 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
 
+3. A context-parallel group for each micro-batch (`PackedSeqParams.cp_group`; hybrid_context_parallel of
+   pipeline_parallel/hybrid_cp_schedule.py in 0.19.2): micro-batch j lies on c_j ranks of the DP * CP grid, other ranks
+   hold others meanwhile, and ranks run other numbers of micro-batches. Per-token mode alone: the sum over the grid of
+   what each rank returns is then the sum of s over all micro-batches whatever c_j is, as every token is scored on one
+   rank; data parallelism sums over the grid and divides once, so that s * sum_n is returned as in 2, with sum_n the
+   active tokens of the step. In the other mode the schedule multiplies by c_j and divides by a number of micro-batches
+   that is not this rank's. What a rank reports is its own windows' part, and each of its M_r micro-batches 1 / (DP CP
+   M_r) of a mean over micro-batches. Sums over a sequence are of the c_j ranks. Losses of experts count n by the size
+   of the group that they were built for: refused.
+
 The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
 values in the other mode carry no factor CP.
 """

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.versions import follows_own_group
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
+from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
-from megatron_pg.megatron.groups import ParallelGroups, unwrapped
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
-from megatron_pg.megatron.partition_mode import require_partition_mode
-from megatron_pg.megatron.scale_contract import ScaleContract, ScheduleOutput, scale_contract
+from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
@@ -248,26 +247,6 @@ class PolicyStep:
                 f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
                 f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
             )
-
-
-def require_own_group(scale: ScaleContract, model: Any) -> None:
-    """Refuses a context-parallel group of a micro-batch's own where the gradient would not be exact.
-
-    Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
-    `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
-    """
-    chunk = unwrapped(model[0] if isinstance(model, (list, tuple)) else model) if model else None
-    position = getattr(chunk, "position_embedding_type", "none")
-    obstacles = {
-        "it needs per-token mode (--calculate-per-token-loss)": not scale.calculate_per_token_loss,
-        "losses of experts count tokens of one size of group": scale.counts_all_tokens,
-        f"--position-embedding-type {position} of this megatron-core reads the model's group": (
-            position not in ("none", "learned_absolute") and not follows_own_group()
-        ),
-    }
-    for why, is_one in obstacles.items():
-        if is_one:
-            raise NotImplementedError(f"a context-parallel group for each micro-batch: {why}")
 
 
 def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:

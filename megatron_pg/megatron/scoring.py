@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.loss.policy_loss import refuse_tokens_outside
+from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
-from megatron_pg.megatron.partition_mode import require_partition_mode
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches

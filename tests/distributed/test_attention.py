@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.cpu.attention import PackedCoreAttention
-from megatron_pg.megatron.partition_mode import require_partition_mode
 
 from .launch import run_ranks
 from .models import (

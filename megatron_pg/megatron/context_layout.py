@@ -1,4 +1,4 @@
-"""Whether a model's attention takes the cut of a pack over context-parallel ranks that the loss is given."""
+"""Whether a model takes what it is given of a pack: its cut over context-parallel ranks, and a group of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.config.versions import follows_own_group
 from megatron_pg.megatron.groups import unwrapped
+from megatron_pg.megatron.scale_contract import ScaleContract
 
 
 def require_partition_mode(model: Any, mode: CpPartitionMode) -> None:
@@ -60,3 +62,23 @@ def _obstacles(chunk: Any) -> Iterator[str]:
             yield f"the rotary positions of this megatron-core are those of a zigzag (--position-embedding-type {position})"
         if "contiguous" not in getattr(core, "cp_partition_modes", ()):
             yield f"{type(core).__name__} of {name} takes zigzag"
+
+
+def require_own_group(scale: ScaleContract, model: Any) -> None:
+    """Refuses a context-parallel group of a micro-batch's own where the gradient would not be exact.
+
+    Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
+    `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
+    """
+    chunk = unwrapped(model[0] if isinstance(model, (list, tuple)) else model) if model else None
+    position = getattr(chunk, "position_embedding_type", "none")
+    obstacles = {
+        "it needs per-token mode (--calculate-per-token-loss)": not scale.calculate_per_token_loss,
+        "losses of experts count tokens of one size of group": scale.counts_all_tokens,
+        f"--position-embedding-type {position} of this megatron-core reads the model's group": (
+            position not in ("none", "learned_absolute") and not follows_own_group()
+        ),
+    }
+    for why, is_one in obstacles.items():
+        if is_one:
+            raise NotImplementedError(f"a context-parallel group for each micro-batch: {why}")

@@ -1,6 +1,6 @@
 """How unevenly a step's time is spread over ranks and micro-batches, by the cost model, ours beside other partitioners.
 
-    python -m benchmarks.balance [--slime FOLDER] [--verl]
+    python -m benchmarks.balance [--slime FOLDER] [--verl] [--orders]
 
 A step of 1024 samples on 8 data-parallel ranks under a budget of 32,768 tokens, for the shape of a 7-billion-parameter
 model (28 layers of 3584, 28 heads, 4 key-value groups, gated 18,944, vocabulary 152,064). slime's `build_dp_schedule` and
@@ -181,11 +181,33 @@ def planners(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[list[int
     yield "ours, time", lambda lengths: ours(lengths, COST)
 
 
+def print_orders() -> None:
+    """1F1B of our plans by the order of a rank's micro-batches, over the rank's work."""
+    print("| lengths | stages | dearest first | cheap ones at both ends |")
+    print("|---|---|---|---|")
+    for what in distributions(0):
+        for stages in (2, 4, 8):
+            found = []
+            for seed in range(5):
+                lengths = distributions(seed)[what]
+                costs = COST.of_lengths(lengths)
+                for rank in ours(lengths, COST):
+                    times = [float(sum(costs[i] for i in members)) for members in rank]
+                    orders = times, times[::2][::-1] + times[1::2]
+                    found.append([pipelined(each, stages) * stages / sum(times) for each in orders])
+            first, ends = np.mean(found, axis=0)
+            print(f"| {what} | {stages} | {first:.3f} | {ends:.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--orders", action="store_true", help="of micro-batches, under pipelines")
     parser.add_argument("--slime", help="a checkout")
     parser.add_argument("--verl", action="store_true", help="what is installed")
     args = parser.parse_args()
+    if args.orders:
+        print_orders()
+        return
     print("| lengths | planner | ranks | lockstep | pipeline | micro-batches | budget |")
     print("|---|---|---|---|---|---|---|")
     for name, plan in planners(args):

@@ -6,6 +6,7 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 * as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
   the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
   deferred, in backward, one chunk of logits at a time;
+* as soon as those of the token's sequence are: the same, with chunks that hold whole sequences;
 * only in backward, for any other loss: `linear_log_probs_and_entropy` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
 """
@@ -13,8 +14,9 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +77,7 @@ def linear_token_loss(
     options: HeadOptions | None = None,
     *,
     gradient_rows: int | None = None,
+    piece_sizes: Sequence[int] | None = None,
     defer: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
@@ -90,16 +93,21 @@ def linear_token_loss(
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
             range would lose a gradient that does not carry a loss scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone, and the same on every tensor-parallel rank. A parameter that it reads besides gets no gradient.
+            entropy alone (with `piece_sizes`: of its piece), and the same on every tensor-parallel rank. A parameter that
+            it reads besides gets no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
+        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
+            its rows, also where that is none. Up to four chunks of them are one chunk; of a longer piece all chunks but
+            the last are multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward.
 
     Returns:
         loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
+        ValueError: shapes or dtypes that do not fit each other, `gradient_rows` outside [0, tokens], or `piece_sizes`
+            that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
     layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
@@ -112,8 +120,11 @@ def linear_token_loss(
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
+    if piece_sizes is not None and sum(piece_sizes) != tokens:
+        raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    work = functools.partial(_loss_in_chunks, token_loss, rows if has_backward else 0)
+    pieces = _pieces(layer, rows, piece_sizes)
+    work = functools.partial(_loss_in_pieces, token_loss, pieces, rows if has_backward else 0)
     return LinearTokenLoss.apply(hidden, weight, layer, work, defer and has_backward)  # type: ignore
 
 
@@ -125,7 +136,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = layer.new_logits()
+        logits = layer.new_logits(layer.chunks())
         passes = row_passes(logits)
         parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
@@ -141,7 +152,7 @@ class LinearLogProbs(torch.autograd.Function):
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
         layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
-        logits = ctx.logits if ctx.keep else layer.new_logits()
+        logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
@@ -202,25 +213,46 @@ class LinearTokenLoss(torch.autograd.Function):
         return (*gradients.finish(), None, None, None)
 
 
-def _loss_in_chunks(
+Piece = tuple[slice, list[slice]]
+"""Rows that `token_loss` takes together, and the chunks in which they are multiplied."""
+
+
+def _pieces(layer: OutputLayer, gradient_rows: int, sizes: Sequence[int] | None) -> list[Piece]:
+    """The pieces of these sizes; without any every chunk is one, and none has rows with and without gradient."""
+    if sizes is None:
+        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows)
+        return [(rows, [rows]) for rows in chunks]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [
+        (slice(begin, end), layer.chunks(begin, end, held=True))
+        for begin, end in itertools.pairwise(ends)
+    ]
+
+
+def _loss_in_pieces(
     token_loss: TokenLoss,
+    pieces: list[Piece],
     gradient_rows: int,
     layer: OutputLayer,
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, log-probabilities and entropy; adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
-    logits = layer.new_logits()
+    logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
+    passes, zero = row_passes(logits), torch.zeros_like(layer.temperature)
     values, parts = [], []
-    for rows in layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows):
-        chunk = layer.chunk(rows, logits)
-        statistics = row_passes(logits).row_statistics(chunk)
+    for piece, chunks in pieces:
+        found = [passes.row_statistics(layer.chunk(rows, logits)) for rows in chunks]
+        statistics = RowStatistics.concatenate(found, like=zero)
         parts.append(statistics)
-        value, coefficients = _coefficients(token_loss, statistics, rows, incoming)
+        value, coefficients = _coefficients(token_loss, statistics, piece, incoming)
         values.append(value)
-        if rows.start < gradient_rows:
-            gradients.add(rows, layer.hidden, chunk, statistics, coefficients)
-    zero = torch.zeros_like(layer.temperature)
+        for rows in reversed(chunks):  # the last one's logits are still there
+            if rows.start < gradient_rows:
+                place = slice(rows.start - piece.start, rows.stop - piece.start)
+                chunk = layer.chunk(rows, logits, is_kept=rows is chunks[-1])
+                of_rows = tuple(None if each is None else each[place] for each in coefficients)
+                gradients.add(rows, layer.hidden, chunk, statistics.rows(place), of_rows)
     whole = RowStatistics.concatenate(parts, like=zero)
     loss = values[0] if len(values) == 1 else sum(values, zero)
     return loss, whole.log_probs, whole.entropy

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head import HeadOptions, linear_token_loss
+from megatron_pg.head.output_layer import largest_chunk
 from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import (
-    MicroBatchLoss,
     check_vocabulary,
-    is_sum_over_tokens,
+    gradient_scope,
     leaves_out_zero_advantages,
 )
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -59,6 +60,7 @@ class OutputRows:
         """What the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)
         self._active = to_device(active, batch.tokens.device)
+        self._samples = batch.window.window_segment_ids[active]
 
     def __len__(self) -> int:
         return len(self._active)
@@ -86,6 +88,16 @@ class OutputRows:
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 
+    def of_whole_samples(self, size: int) -> list[int]:
+        """How many rows [parts] in a row end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
+
+        The parts are of the same samples on every rank of the context-parallel group. Rows have to be in the window's order.
+        """
+        masks = [torch.zeros(0)] + [sample.loss_mask for sample in self._batch.samples]
+        borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)
+        ends: list[int] = torch.searchsorted(self._samples, torch.tensor(borders)).diff().tolist()
+        return ends
+
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
         hidden_states = whole_hidden(
@@ -107,14 +119,14 @@ class FusedHead:
     """The output end of the model for one micro-batch: `output_processor` and `loss`.
 
     Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
-    Where the loss is a sum over tokens, one pass computes it and its gradients (three matrix products), in backward: value
-    and metrics are NaN until then, unless gradients are off. Otherwise forward computes the log-probs, and backward
-    multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`).
+    Backward computes the loss, its metrics and all gradients in one pass over chunks of logits; value and metrics are NaN
+    until then, unless gradients are off. A chunk holds whole sequences where the loss looks at those, and all rows where a
+    function of the user's own may look at any: up to four times the usual chunk in three matrix products, above that in up
+    to four (see `megatron_pg.head.from_hidden`).
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
         groups, vocab_size, chunk_tokens: see `OutputRows`.
-        keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
     """
 
     def __init__(
@@ -123,10 +135,9 @@ class FusedHead:
         groups: ParallelGroups,
         *,
         vocab_size: int | None = None,
-        keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        self._micro_batch_loss, self._keep_logits = micro_batch_loss, keep_logits
+        self._micro_batch_loss = micro_batch_loss
         self._rows = OutputRows(
             micro_batch_loss.config,
             micro_batch_loss.batch,
@@ -162,13 +173,7 @@ class FusedHead:
                 vocabulary.
         """
         factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
-        if is_sum_over_tokens(self._micro_batch_loss.config):
-            return self._loss_in_one_pass(*factors)
-        outputs = linear_log_probs_and_entropy(
-            *factors, self._rows.options, keep_logits=self._keep_logits
-        )
-        loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, outputs))
-        return loss[None]
+        return self._loss_in_one_pass(*factors)
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
@@ -178,18 +183,20 @@ class FusedHead:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
-        coefficients, which is what a sum over tokens means.
+        coefficients, which is what a sum over tokens, or over whole sequences of a chunk, means. Sums over sequences are
+        all-reduced once for each piece, and ranks of the context-parallel group have equally many.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(
             self._micro_batch_loss.config, hidden.device
         )
-        everything = slice(0, len(self._rows))
+        sizes = self._piece_sizes(len(weight))
+        everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
         def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
             of_window = self._rows.in_window(log_probs, rows), self._rows.in_window(entropy, rows)
             if rows != everything:
-                return self._micro_batch_loss.terms(*of_window)[0]
+                return self._micro_batch_loss.loss(*of_window)
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 
@@ -200,12 +207,13 @@ class FusedHead:
             token_loss,
             self._rows.options,
             gradient_rows=self._rows.gradient_rows,
+            piece_sizes=sizes,
             defer=True,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
-            if not whole:  # in several chunks, or of no token
+            if not whole:  # in several pieces, or in none
                 of_window = self._rows.in_window(log_probs), self._rows.in_window(entropy)
                 whole.append(self._micro_batch_loss(*of_window))
             loss, found = whole.pop()
@@ -218,12 +226,24 @@ class FusedHead:
             total.grad_fn.register_hook(fill)
         return total[None]
 
+    def _piece_sizes(self, columns: int) -> list[int] | None:
+        """The rows whose gradients wait for one another, [pieces]; None where none waits."""
+        scope = gradient_scope(self._micro_batch_loss.config)
+        if scope == "token":
+            return None
+        if scope == "micro_batch":
+            return [len(self._rows)]
+        # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
+        return self._rows.of_whole_samples(
+            self._rows.options.chunk_tokens or largest_chunk(columns)
+        )
+
 
 def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
     """Which tokens of the window are scored, on the host: those with a gradient first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
-    wanted for the metrics alone.
+    wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
 
     Returns:
         [active tokens] int64 into the window, and how many of them have a gradient.
@@ -232,7 +252,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     nothing = [torch.zeros(0)]
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
-    if leaves_out_zero_advantages(config):
+    if gradient_scope(config) == "token" and leaves_out_zero_advantages(config):
         advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]

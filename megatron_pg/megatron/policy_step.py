@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
-from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
@@ -167,7 +168,6 @@ class PolicyStep:
         self,
         batch: PackedBatch,
         *,
-        keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
         context_group: ProcessGroup | None = None,
     ) -> FusedHead:
@@ -177,7 +177,6 @@ class PolicyStep:
             MicroBatchLoss(self.config, batch, self.totals, group, self.share),
             self.groups,
             vocab_size=self.vocab_size,
-            keep_logits=keep_logits,
             chunk_tokens=chunk_tokens,
         )
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +85,46 @@ def check_window(
         assert ids(window.response_indices) == [row.response for _, row in scored]
         assert ids(window.window_segment_ids) == [row.segment for _, row in scored]
         assert len(window) == len(scored)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 4, 9, 1000])
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_parts_of_whole_samples_fit_every_rank(
+    name: str, cp_size: int, size: int, mode: str
+) -> None:
+    """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
+    totals, responses = MICRO_BATCHES[name]
+    rng = random.Random(size)
+    mask = [[rng.random() < 0.7 for _ in range(length)] for length in responses]
+    flat = [value for each in mask for value in each]
+    layout = token_layout(totals, responses, cp_size, 1, mode)
+    active = [
+        [
+            sum(row.segment == sample and row.response is not None and flat[row.response] for row in rows)
+            for sample in range(len(totals))
+        ]
+        for rows in layout
+    ]  # fmt: skip
+    windows = [
+        TokenWindow.build(totals, responses, cp_rank=rank, cp_size=cp_size, cp_partition_mode=mode)
+        for rank in range(cp_size)
+    ]
+    found = [each.sample_borders(torch.tensor(flat, dtype=torch.bool), size) for each in windows]
+    borders = found[0]
+    assert all(each == borders for each in found), "ranks would wait for one another"
+    assert borders[0] == 0 and borders[-1] == len(totals) and borders == sorted(set(borders))
+    bounds = [
+        min(
+            sum(of_sample),
+            2 * -(-total // (2 * cp_size)) if cp_size > 1 and mode == "zigzag" else total,
+        )
+        for of_sample, total in zip(mask, totals, strict=True)
+    ]
+    for begin, end in itertools.pairwise(borders):
+        assert end == begin + 1 or all(sum(rank[begin:end]) <= size for rank in active)
+        assert end == len(totals) or sum(bounds[begin : end + 1]) > size
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -167,13 +210,14 @@ WRONG_POSITIONS = {
 def test_a_wrong_offset_of_a_contiguous_slice_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = token_window.local_positions
+    right = token_window._local_positions
 
-    def wrong(padded: torch.Tensor, *place: object) -> tuple:
-        segment, position = WRONG_POSITIONS[name](*right(padded, *place), padded)
-        return segment.clamp(max=padded.numel() - 1), position
+    def wrong(padded: Any, *place: Any) -> tuple:
+        found = map(torch.from_numpy, right(padded, *place))
+        segment, position = WRONG_POSITIONS[name](*found, torch.from_numpy(padded))
+        return segment.clamp(max=len(padded) - 1).numpy(), position.numpy()
 
-    monkeypatch.setattr(token_window, "local_positions", wrong)
+    monkeypatch.setattr(token_window, "_local_positions", wrong)
     with pytest.raises((AssertionError, IndexError)):
         check_window(*MICRO_BATCHES["ragged"], 2, 1, "contiguous")
 

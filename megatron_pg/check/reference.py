@@ -170,9 +170,8 @@ class WholeModel:
         lengths = [sample.total_length for sample in packed]
         loss = torch.zeros((), dtype=torch.float64)
         for depth, output in enumerate(self._ahead[:depths], start=1):
-            parts = torch.split(
-                output[:, 0], lengths
-            )  # Megatron's cross-entropy counts columns that are padding
+            # With the columns that are padding: Megatron's cross-entropy counts them.
+            parts = torch.split(output[:, 0], lengths)
             for sample, logits in zip(packed, parts, strict=True):
                 mask = torch.cat([torch.zeros(sample.prompt_length), sample.loss_mask.float()])
                 ahead = 1 + depth  # a position's own logits are of the next token

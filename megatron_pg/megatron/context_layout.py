@@ -64,12 +64,14 @@ def _obstacles(chunk: Any) -> Iterator[str]:
             yield f"{type(core).__name__} of {name} takes zigzag"
 
 
-def require_own_group(scale: ScaleContract, model: Any) -> None:
+def require_own_group(scale: ScaleContract, model: Any, mode: CpPartitionMode) -> None:
     """Refuses a context-parallel group of a micro-batch's own where the gradient would not be exact.
 
     Case 3 of `scale_contract` has the reasons. Rotary positions: `Attention.forward` of 0.19.2 gives them
     `pg_collection.cp` whatever the micro-batch's group is (transformer/attention.py).
     """
+    if model is not None:
+        require_partition_mode(model, mode)
     chunk = unwrapped(model[0] if isinstance(model, (list, tuple)) else model) if model else None
     position = getattr(chunk, "position_embedding_type", "none")
     obstacles = {

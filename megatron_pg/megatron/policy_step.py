@@ -149,7 +149,7 @@ class PolicyStep:
                 or of multi-token prediction.
         """
         if context_group is not None:
-            require_own_group(self.scale, self.model)
+            require_own_group(self.scale, self.model, self.config.cp_partition_mode)
         self.check_packing(batch, context_group)
         inputs = model_inputs(batch, context_group)
         if self._predicts_more:

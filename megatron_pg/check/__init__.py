@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             if options.all:
                 checked = every_sharding.check_every_sharding(options, launch.world_size)
                 rows = [row for each in checked for row in each.rows]
-                to_text = every_sharding.summary_as_json if wants_json else every_sharding.summary
+                to_text = report.summary_as_json if wants_json else report.summary
                 text = to_text(checked, launch.world_size)
             else:
                 rows = run_check(options)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -54,7 +55,7 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     lines = [
         f"megatron-pg check: {installed}",
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
-        f"{world_size} processes on {options.device}: {sharding(options, world_size)}",
+        f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
         f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
@@ -69,7 +70,38 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     return "\n".join([*lines, "", *left_out, f"{verdict} ({len(rows)} rows)"])
 
 
-def failures(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
+@dataclass(frozen=True)
+class Checked:
+    """The rows of one sharding."""
+
+    options: CheckOptions
+    rows: Sequence[Row]
+    seconds: float
+
+
+def summary(checked: Sequence[Checked], world_size: int) -> str:
+    """A line for each sharding, below it the rows that fail, and the verdict; plain text."""
+    lines = []
+    for each in checked:
+        worst = max(each.rows, key=lambda row: row.gradient_error / row.tolerance)
+        failed = sum(not row.passed for row in each.rows)
+        lines.append(
+            f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(each.rows):>3} rows, worst {worst.gradient_error:.1e} of "
+            f"{worst.tolerance:.0e}, {each.seconds:4.0f} s  {_sharding(each.options, world_size)}"
+        )
+        lines += _failures(each.rows, each.options, world_size)
+    wrong = sum(any(not row.passed for row in each.rows) for each in checked)
+    verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
+    return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
+
+
+def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
+    """A list of what `as_json` says of each."""
+    reports = (as_json(each.rows, each.options, world_size) for each in checked)
+    return f"[{', '.join(reports)}]"
+
+
+def _failures(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
     """The lines of the rows that fail, with their diagnoses."""
     words = diagnoses(rows, options, world_size)
     failed = ((row, said) for row, said in zip(rows, words, strict=True) if not row.passed)
@@ -85,7 +117,7 @@ def _lines(row: Row, words: str) -> list[str]:
     return [line] if row.passed else [line, f"{'':<12}{words}"]
 
 
-def sharding(options: CheckOptions, world_size: int) -> str:
+def _sharding(options: CheckOptions, world_size: int) -> str:
     """The sizes of a check in words."""
     stages = options.virtual_pipeline_model_parallel_size
     parts = [

@@ -210,9 +210,9 @@ class PolicyLossConfig:
 
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
-    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank and
-    cp_size too if its signature names them. Takes the place of loss_aggregation; the outer count is
-    N rollouts, T active tokens in per-token mode."""
+    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank,
+    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. Takes the
+    place of loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
 
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the

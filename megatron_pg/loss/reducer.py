@@ -33,6 +33,7 @@ def get_pg_loss_reducer(
     cp_size: int | None = None,
     qkv_format: str = "thd",
     cp_partition_mode: CpPartitionMode = "zigzag",
+    pad_to_multiple: int = 1,
 ) -> Reducer:
     """Builds the reducer of one micro-batch on one rank.
 
@@ -55,6 +56,7 @@ def get_pg_loss_reducer(
         cp_size: size of the context-parallel group; None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
         cp_partition_mode: `zigzag` or `contiguous`, as given to `TokenWindow.build`.
+        pad_to_multiple: the same. A contiguous slice depends on it, and a zigzag's window does not.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
@@ -75,6 +77,7 @@ def get_pg_loss_reducer(
         cp_rank=cp_rank or 0,
         cp_size=cp_size,
         cp_partition_mode=cp_partition_mode,
+        pad_to_multiple=pad_to_multiple,
     )
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if denominators is not None:
@@ -146,8 +149,19 @@ def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
     loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
-    place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+    place = {
+        "cp_rank": window.cp_rank,
+        "cp_size": window.cp_size,
+        "cp_partition_mode": window.cp_partition_mode,
+        "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
+    }
     named = {name: place[name] for name in named_keywords(function, tuple(place))}
+    is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
+    if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
+        raise ValueError(
+            f"{where} under --cp-partition-mode {window.cp_partition_mode}: name cp_partition_mode and pad_to_multiple "
+            "among its arguments, or it cannot know its window"
+        )
     reducer = function(total_lengths, lengths, loss_masks, config.calculate_per_token_loss, **named)
     if not callable(reducer):
         raise ValueError(

@@ -18,7 +18,7 @@ EXAMPLES = [
     "tensorboard>=2.15",
 ]
 # What examples/trainer/ needs beside EXAMPLES to begin with Hugging Face's weights.
-MODELS = ["gguf>=0.17", "safetensors>=0.5", "transformers>=4.51"]
+MODELS = ["accelerate>=1.0", "gguf>=0.17", "safetensors>=0.5", "transformers>=4.51"]
 DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TEST = [
     "build>=1.2",

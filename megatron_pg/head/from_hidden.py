@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
-from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer
+from megatron_pg.head.kept_set import check_rows
+from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, wide_dtype
+from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -36,10 +39,12 @@ def linear_log_probs_and_entropy(
     options: HeadOptions | None = None,
     *,
     keep_logits: bool | None = None,
+    kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy, for any loss downstream.
 
-    Backward recomputes the logits chunk by chunk unless they were kept.
+    Backward recomputes the logits chunk by chunk unless they were kept. Of rows with a set of kept tokens the columns in it
+    alone are multiplied (`sparse_layer`), or, where the sets are so large that it costs less, all of them.
 
     Args:
         hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank.
@@ -51,6 +56,9 @@ def linear_log_probs_and_entropy(
         options: see `HeadOptions`.
         keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix
             products instead of four. None: only where they fit one chunk.
+        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below the size of the
+            vocabulary, the target among them, values on the device of `hidden` or the host: log-probability and entropy are those
+            of the distribution renormalised to them. An empty row is the whole vocabulary.
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
@@ -58,13 +66,44 @@ def linear_log_probs_and_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    options = options or HeadOptions()
+    if kept is not None:
+        kept = kept.to(hidden.device)
+        check_rows(kept, hidden)
+        sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
+        if len(sparse):
+            return _of_both_layers(hidden, weight, targets, options, kept, sparse, dense)
+    layer = OutputLayer(hidden, weight, targets, options, kept)
     if keep_logits is None:
         keep_logits = len(hidden) <= layer.chunk_tokens
     if keep_logits:
         whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
-        layer = OutputLayer(hidden, weight, targets, whole)
+        layer = OutputLayer(hidden, weight, targets, whole, kept)
     return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
+
+
+def _of_both_layers(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: HeadOptions,
+    kept: Ragged,
+    sparse: Tensor,
+    dense: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy [tokens] of the rows that the sparse layer takes and those that the dense one does."""
+    if not len(dense):
+        return sparse_log_probs_and_entropy(hidden, weight, targets, options, kept=kept)
+    both = ((sparse, sparse_log_probs_and_entropy), (dense, linear_log_probs_and_entropy))
+    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+    for rows, layer_of in both:
+        at = to_device(rows, hidden.device)
+        found = layer_of(hidden[at], weight, targets[at], options, kept=kept.select(rows))
+        log_probs, entropy = (
+            each.index_copy(0, at, part)
+            for each, part in zip((log_probs, entropy), found, strict=True)
+        )
+    return log_probs, entropy
 
 
 def linear_token_loss(
@@ -130,6 +169,7 @@ class LinearLogProbs(torch.autograd.Function):
         parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
         ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
+        ctx.kept = layer.kept
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
@@ -140,7 +180,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept)
         logits = ctx.logits if ctx.keep else layer.new_logits()
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")

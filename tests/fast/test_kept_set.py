@@ -34,7 +34,9 @@ def ragged(rows: list[list[int]]) -> Ragged:
 class Problem:
     """Inputs of a head, and what it must give."""
 
-    def __init__(self, sizes: str = "mixed", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, sizes: str = "mixed", dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
 
         def normal(*shape: int) -> Tensor:
@@ -51,6 +53,9 @@ class Problem:
         self.wanted = oracle.head(self.hidden, self.weight[:VOCAB_SIZE], *rest)
         self.logits = (self.hidden.float() @ self.weight.float().T).to(dtype)
         self.of_logits = oracle.from_logits(self.logits[:, :VOCAB_SIZE], *rest)
+        self.incoming = tuple(each.to(device) for each in self.incoming)
+        for name in ("hidden", "weight", "targets", "logits"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def head(self, rank: int = 0, size: int = 1, **changes: object) -> list[Tensor]:
         """Log-probs, entropy and both gradients of one tensor-parallel rank."""
@@ -82,7 +87,7 @@ class Problem:
 
 
 def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
-    error = (found.double() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1.0)
+    error = (found.double().cpu() - wanted).abs().amax() / wanted.abs().amax().clamp(min=1.0)
     assert found.shape == wanted.shape and error <= rounding, error
 
 

@@ -24,7 +24,7 @@ from megatron_pg.config.flags import read_args
 from megatron_pg.config.rows import ANCHOR, TABLES
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
+OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens")
 """Fields of `Sample` that some settings need and others do not."""
 
 BOUNDS = (
@@ -178,6 +178,16 @@ class PolicyLossConfig:
     rollout_temperature: Annotated[float, Interval(0)] = 1.0
     """Temperature t at which the rollout engine sampled and scored: log-probs and entropy are those
     of logits / t. Above 0."""
+
+    replay_sampling_set: bool = False
+    """Log-probs and entropy of the distribution renormalised to the set that each token was sampled
+    from (top-p, top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets
+    (kept_tokens) of every sample, and old, reference and rollout log-probs over the same sets; a KL
+    term is then that of the two renormalised distributions."""
+
+    kept_set_mass: bool = False
+    """Report kept_set_mass, the probability that the policy in training gives the kept sets, at the
+    cost of a pass over the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
 
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: sequences packed back to back. bshd: one padded row a
@@ -338,11 +348,23 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
         )
+    if sound.kept_set_mass:
+        yield from _mass_violations(sound)
     if sound.fused_lm_head and sound.qkv_format != "thd":
         yield (
             f"--fused-lm-head takes packed sequences; found --qkv-format {sound.qkv_format}: use --qkv-format thd, or "
             "drop --fused-lm-head"
         )
+
+
+def _mass_violations(sound: Any) -> Iterator[str]:
+    """What leaves --kept-set-mass without sets, without logits or without a report."""
+    if not sound.replay_sampling_set:
+        yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
+    if sound.fused_lm_head:
+        yield "--kept-set-mass takes the logits of all tokens, which --fused-lm-head does not make: drop one of the two"
+    if sound.pg_metrics == "none":
+        yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
 
 
 def anchor_of(config: Any) -> str:
@@ -374,6 +396,8 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
     asking: list[tuple[str, tuple[str, ...]]] = []
     if config.use_unbiased_kl and config.kl_loss_coef > 0:
         asking.append(("--use-unbiased-kl", (ANCHOR,)))
+    if config.replay_sampling_set:
+        asking.append(("--replay-sampling-set", ("kept_tokens",)))
     for table in TABLES.values():
         asking += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
     anchored = " --ratio-anchor rollout" if config.ratio_anchor == "rollout" else ""

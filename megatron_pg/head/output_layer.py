@@ -259,6 +259,6 @@ class FactorGradients:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(weight, "zero_out_wgrad", False):
             return torch.zeros_like(weight, requires_grad=False)
-        return torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(  # type: ignore[call-arg]
             size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
         )

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.policy_loss import PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import Row
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import checksums
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
 from megatron_pg.loss.divergence import kl_penalty
+from megatron_pg.loss.kept_set import refuse_other_distributions
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_columns, policy_metrics, step_sums
 from megatron_pg.loss.objectives import OBJECTIVES, get_objective
 from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
@@ -63,11 +65,12 @@ class MicroBatchLoss:
         step_share: float = 1.0,
     ) -> None:
         for field, flags in required_inputs(config).items():
-            if field in LOG_PROB_FIELDS and getattr(batch, field) is None:
+            if field != "group_index" and getattr(batch, field) is None:
                 raise ValueError(
                     f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                     f"Sample({field}=...) to every sample of the step"
                 )
+        refuse_other_distributions(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group, self._step_share = context_parallel_group, step_share
         counted = totals.counted_in(config.loss_weight_denominator)
@@ -174,6 +177,17 @@ def policy_loss_function(
         vocab_size=vocab_size,
         with_entropy=config.needs_entropy,
     )
+    if config.kept_set_mass:
+        of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
+        with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
+            whole, _ = log_probs_of_logits(
+                of_vocabulary,
+                batch,
+                logits,
+                tensor_parallel_group=tensor_parallel_group,
+                vocab_size=vocab_size,
+            )
+            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
 
@@ -189,7 +203,7 @@ def log_probs_of_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy of the window's response tokens at the rollout temperature; 0 at masked ones.
 
-    Every rank of the tensor-parallel group must call it.
+    Over the kept sets under `--replay-sampling-set`. Every rank of the tensor-parallel group must call it.
 
     Args:
         config: its temperature.
@@ -222,6 +236,7 @@ def log_probs_of_logits(
         row_mask=batch.row_mask,
         vocab_size=vocab_size,
         with_entropy=with_entropy,
+        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
     )
     return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
 
@@ -239,7 +254,8 @@ def policy_loss_from_log_probs(
     """The same as `policy_loss_function` for a model that returns log-probs.
 
     Args:
-        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature.
+        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets
+            under `--replay-sampling-set`.
         entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
         The others are those of `policy_loss_function`.
 
@@ -267,11 +283,14 @@ def check_vocabulary(
 
 
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuses, by name, the first sample with a response token outside the vocabulary."""
+    """Refuses, by name, the first sample with a response token, or an id of a kept set, outside the vocabulary."""
     for sample in samples:
-        largest = sample.tokens[sample.prompt_length :].amax() if sample.response_length else -1
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{sample.name}: response token id {int(largest)} is outside the vocabulary of {vocab_size}: "
-                "tokenizer and model do not belong together"
-            )
+        responses = {"response token": sample.tokens[sample.prompt_length :]}
+        if sample.kept_tokens is not None:
+            responses["kept_tokens: token"] = sample.kept_tokens.values
+        for what, ids in responses.items():
+            if ids.numel() and ids.amax() >= vocab_size:
+                raise ValueError(
+                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
+                    "tokenizer and model do not belong together"
+                )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.policy_loss import (
     MicroBatchLoss,
@@ -58,6 +58,11 @@ class OutputRows:
         )
         """What the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)
+        self.kept: Ragged | None = None
+        """Their kept sets, on the host; None without `--replay-sampling-set`, and where no row has one."""
+        if config.replay_sampling_set and batch.kept_tokens is not None:
+            kept = batch.kept_tokens.select(active)
+            self.kept = kept if kept.values.numel() else None
         self._active = to_device(active, batch.tokens.device)
 
     def __len__(self) -> int:
@@ -109,7 +114,8 @@ class FusedHead:
     Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
     Where the loss is a sum over tokens, one pass computes it and its gradients (three matrix products), in backward: value
     and metrics are NaN until then, unless gradients are off. Otherwise forward computes the log-probs, and backward
-    multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`).
+    multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns
+    alone are multiplied, of rows that have a set.
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
@@ -162,10 +168,11 @@ class FusedHead:
                 vocabulary.
         """
         factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
-        if is_sum_over_tokens(self._micro_batch_loss.config):
+        kept = self._rows.kept
+        if kept is None and is_sum_over_tokens(self._micro_batch_loss.config):
             return self._loss_in_one_pass(*factors)
         outputs = linear_log_probs_and_entropy(
-            *factors, self._rows.options, keep_logits=self._keep_logits
+            *factors, self._rows.options, keep_logits=self._keep_logits, kept=kept
         )
         loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, outputs))
         return loss[None]

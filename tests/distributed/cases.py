@@ -79,6 +79,16 @@ CRITIC_SHARDINGS = [
 ]
 
 
+KEPT_SHARDINGS = [
+    Sharding(),
+    Sharding(tensor=2),
+    Sharding(context=2),
+    Sharding(context=4),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
+]
+
+
 @dataclass(frozen=True)
 class Case:
     """A sharded model and the steps that are run on it."""
@@ -100,7 +110,8 @@ class Case:
     def configuration(self) -> str:
         """Model and sharding."""
         kind = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic "}.get(self.reference_options, "")
-        return f"{kind}{self.sharding}"
+        sets = "kept sets " if self.runs[0].kept else ""
+        return f"{kind}{sets}{self.sharding}"
 
     @property
     def mode(self) -> str:
@@ -169,13 +180,24 @@ def all_cases() -> list[Case]:
         (EXPERTS, EXPERT_SHARDINGS),
         (CRITIC, CRITIC_SHARDINGS),
     ]
-    return [
+    of_sets = [
+        with_sets(Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place)))
+        for sharding in KEPT_SHARDINGS
+        for mode in modes(DENSE, sharding)[:2]
+        for place, dtype in enumerate((torch.float32, torch.float64))
+    ]
+    return of_sets + [
         Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
         for options, shardings in groups
         for sharding in shardings
         for mode in modes(options, sharding)
         for place, dtype in enumerate((torch.float32, torch.float64))
     ]
+
+
+def with_sets(case: Case) -> Case:
+    """The same steps over the sets that the tokens were sampled from."""
+    return replace(case, runs=tuple(replace(run, kept=True) for run in case.runs))
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -229,7 +251,9 @@ def representative_cases() -> list[Case]:
         (Sharding(pipeline=2, virtual_pipeline=2, context=2), CRITIC),
         (Sharding(data=2), replace(CRITIC, calculate_per_token_loss=True)),
     ]
-    return [
+    sharding = Sharding(tensor=2, sequence_parallel=True, context=2)
+    of_sets = with_sets(Case(sharding, DENSE, sample_of_runs(sharding, 0)))
+    return [of_sets] + [
         # In float32 and float64 in turn.
         Case(
             sharding,

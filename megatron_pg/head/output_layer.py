@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import pairs_torch
+from megatron_pg.head.divergence import Teacher
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, row_passes
 from megatron_pg.head.kept_set import KeptPairs, keep_only
 from megatron_pg.head.ragged import Ragged
@@ -108,6 +109,7 @@ class OutputLayer:
 
     Args:
         hidden, weight, targets, options, kept: as for `linear_log_probs_and_entropy`.
+        teacher: whose divergence is asked for.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
@@ -120,6 +122,7 @@ class OutputLayer:
         targets: Tensor,
         options: HeadOptions,
         kept: Ragged | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
@@ -129,6 +132,7 @@ class OutputLayer:
         elif size < 1:
             raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         self.hidden, self.weight, self.targets = hidden, weight, targets
+        self.teacher = teacher
         self.kept = kept if kept is not None and kept.values.numel() else None
         group = options.tensor_parallel_group
         self.shard = VocabularyShard.build(columns, options.vocab_size, group)
@@ -195,6 +199,7 @@ class FactorGradients:
         chunk: LogitRows,
         statistics: RowStatistics,
         incoming: tuple[Tensor | None, ...],
+        more: Tensor | None = None,
     ) -> None:
         """Overwrites the logits of a chunk with their gradient, and multiplies that by both factors.
 
@@ -203,11 +208,14 @@ class FactorGradients:
             chunk: where its logits are wider than the hidden states, their gradient takes the front of each row,
                 in the dtype of the hidden states.
             statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
+            more: a gradient of the logits to be added, [rows, v/tp] in the dtype of the hidden states.
         """
         gradient = chunk.logits
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
         row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
+        if more is not None:
+            gradient += more
         self.add_products(rows, hidden[rows], gradient)
 
     def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:

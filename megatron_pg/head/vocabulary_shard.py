@@ -75,6 +75,11 @@ class LogitRows:
     of_sets: Tensor | None = None
     """The statistics [tokens, 4] of this shard's part of those sets, in the place of a pass over the row."""
 
+    def part(self, rows: slice) -> LogitRows:
+        """Some rows, as views; of rows without kept sets."""
+        mask = None if self.row_mask is None else self.row_mask[rows]
+        return LogitRows(self.logits[rows], self.targets[rows], self.shard, self.temperature, mask)
+
     @property
     def pass_mask(self) -> Tensor | None:
         """The rows to pass over, [tokens] bool; None for all."""

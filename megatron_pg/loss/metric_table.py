@@ -197,6 +197,12 @@ METRICS = [
         reads=("kept_set_mass",),
         when=lambda config: config.kept_set_mass,
     ),
+    Metric(
+        "teacher_divergence",
+        "the divergence from the teacher that --distill-divergence names, without weight; with distillation",
+        lambda s: given(s.batch.divergence),
+        when=lambda config: config.distills,
+    ),
     Metric("max_advantage", "largest advantage", lambda s: s.batch.advantages, "maximum"),
     Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
 ]

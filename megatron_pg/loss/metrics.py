@@ -172,6 +172,7 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     names = ["loss", "pg_loss"]
     names += ["kl_loss"] if config.kl_loss_coef else []
     names += ["entropy_loss"] if config.entropy_coef else []
+    names += ["distill_loss"] if config.distill_coef else []
     names += CHECKSUMS if config.custom_pg_loss_reducer_function_path is None else []
     return (*names, *(row.name for row in metrics_on(config) if row.kind not in SIGNS))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import Row
-from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import checksums
 from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
+from megatron_pg.loss.distillation import given_divergence, refuse_without_teacher, teacher_of
 from megatron_pg.loss.divergence import kl_penalty
 from megatron_pg.loss.kept_set import refuse_other_distributions
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_columns, policy_metrics, step_sums
@@ -39,7 +41,7 @@ def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
-    if config.kl_loss_coef or config.entropy_coef:
+    if config.kl_loss_coef or config.entropy_coef or config.distill_coef:
         return False
     return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
 
@@ -71,6 +73,7 @@ class MicroBatchLoss:
                     f"Sample({field}=...) to every sample of the step"
                 )
         refuse_other_distributions(config, batch)
+        refuse_without_teacher(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group, self._step_share = context_parallel_group, step_share
         counted = totals.counted_in(config.loss_weight_denominator)
@@ -80,18 +83,22 @@ class MicroBatchLoss:
             self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, counted)
 
     def terms(
-        self, log_probs: Tensor, entropy: Tensor | None
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Scored]:
         """The loss without its metrics: objective, corrections, aggregation, regularizers.
 
         Args:
             log_probs: [window] float32.
             entropy: [window] float32, or None.
+            divergence: [window] float32 from the teacher, where one is distilled.
 
         Returns:
             The 0-d loss to be differentiated, the 0-d terms to be reported by name, and what the metrics are made of.
         """
         config, batch = self.config, self.batch
+        if config.distills:
+            is_empty = divergence is None and not batch.samples
+            batch = replace(batch, divergence=0.0 * log_probs if is_empty else divergence)
         sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=self._group)
         outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
         scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
@@ -107,6 +114,10 @@ class MicroBatchLoss:
         if config.entropy_coef and entropy is not None:
             reported["entropy_loss"] = self._sample_mean(entropy)
             penalty = penalty - config.entropy_coef * reported["entropy_loss"]
+        if config.distill_coef:
+            of_teacher = self._policy_gradient.inner_sum(given_divergence(batch))
+            reported["distill_loss"] = of_teacher / self._policy_gradient.outer_count
+            penalty = penalty + config.distill_coef * reported["distill_loss"]
         reported["loss"] = pg_loss + penalty
         loss = loss + penalty
         if config.divide_gradient_twice:
@@ -114,7 +125,7 @@ class MicroBatchLoss:
         return loss, reported, replace(scored, corrected=corrected)
 
     def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """The loss, to be differentiated, and its detached metrics; arguments as for `terms`.
 
@@ -127,7 +138,7 @@ class MicroBatchLoss:
                 "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
                 "of the window's response tokens, in nats"
             )
-        loss, reported, scored = self.terms(log_probs, entropy)
+        loss, reported, scored = self.terms(log_probs, entropy, divergence)
         metrics = policy_metrics(scored, self._metric_columns, share=self._step_share)
         metrics |= step_sums(reported, self._step_share)
         metrics |= checksums(self._policy_gradient, self._step_share, loss.device)
@@ -145,6 +156,7 @@ def policy_loss_function(
     context_parallel_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     step_share: float = 1.0,
+    teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """This rank's loss of one micro-batch; summed over ranks and micro-batches it is the objective of the step.
 
@@ -162,6 +174,7 @@ def policy_loss_function(
         vocab_size: the vocabulary without padding; None counts every column.
         step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
             and micro-batches the shares add up to 1: `1 / (ranks * num_microbatches)`.
+        teacher_weight: see `PolicyStep`.
 
     Returns:
         The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
@@ -169,27 +182,52 @@ def policy_loss_function(
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    vocabulary: dict[str, Any] = {
+        "tensor_parallel_group": tensor_parallel_group,
+        "vocab_size": vocab_size,
+    }
+    if config.distills and batch.samples:
+        return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
     log_probs, entropy = log_probs_of_logits(
-        config,
-        batch,
-        logits,
-        tensor_parallel_group=tensor_parallel_group,
-        vocab_size=vocab_size,
-        with_entropy=config.needs_entropy,
+        config, batch, logits, with_entropy=config.needs_entropy, **vocabulary
     )
     if config.kept_set_mass:
         of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, _ = log_probs_of_logits(
-                of_vocabulary,
-                batch,
-                logits,
-                tensor_parallel_group=tensor_parallel_group,
-                vocab_size=vocab_size,
-            )
-            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+            whole, _ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
+            loss.batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
     return loss(log_probs, entropy)
+
+
+def _with_divergence(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    teacher_weight: Tensor | None,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> list[Tensor]:
+    """Log-probs, entropy and divergence from the teacher, [window] each."""
+    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
+
+    def of_rows(channel: Tensor) -> Tensor:
+        everywhere = channel.new_zeros(len(rows), *channel.shape[1:])
+        return everywhere.index_copy(0, batch.logit_rows, channel)
+
+    group = tensor_parallel_group
+    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows)
+    found = log_probs_and_divergence(
+        rows,
+        batch.targets,
+        teacher,
+        tensor_parallel_group=group,
+        temperature=config.rollout_temperature,
+        row_mask=batch.row_mask,
+        vocab_size=vocab_size,
+    )
+    return [each[batch.logit_rows] for each in found]
 
 
 def log_probs_of_logits(
@@ -216,6 +254,28 @@ def log_probs_of_logits(
     Raises:
         ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
     """
+    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
+    log_probs, entropy = log_probs_and_entropy(
+        rows,
+        batch.targets,
+        tensor_parallel_group=tensor_parallel_group,
+        temperature=config.rollout_temperature,
+        row_mask=batch.row_mask,
+        vocab_size=vocab_size,
+        with_entropy=with_entropy,
+        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
+    )
+    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
+
+
+def _checked_rows(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> Tensor:
+    """The logits [local_tokens, v/tp] of a micro-batch, once it is known that they are its own."""
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
@@ -228,17 +288,7 @@ def log_probs_of_logits(
             "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
-    log_probs, entropy = log_probs_and_entropy(
-        rows,
-        batch.targets,
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-        with_entropy=with_entropy,
-        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
-    )
-    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
+    return rows
 
 
 def policy_loss_from_log_probs(

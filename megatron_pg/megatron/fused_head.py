@@ -15,7 +15,16 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head import (
+    HeadOptions,
+    Ragged,
+    TopKTeacher,
+    WholeTeacher,
+    linear_log_probs_and_divergence,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from megatron_pg.loss.distillation import teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.policy_loss import (
     MicroBatchLoss,
@@ -86,6 +95,17 @@ class OutputRows:
         hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
         return hidden, weight, self._batch.targets[rows]
 
+    def teacher(
+        self, config: PolicyLossConfig, local_columns: int, weight: Tensor | None
+    ) -> WholeTeacher | TopKTeacher | None:
+        """The teacher on these rows, where one is distilled; see `teacher_of`."""
+        if not config.distills or not self._batch.samples:
+            return None
+        group, active = self._groups.tensor, self._active
+        return teacher_of(
+            config, self._batch, local_columns, group, weight, lambda channel: channel[active]
+        )
+
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values [rows] -> [window], 0 elsewhere: the loss masks those positions."""
         window = values.new_zeros(len(self._batch.window))
@@ -121,6 +141,7 @@ class FusedHead:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
         groups, vocab_size, chunk_tokens: see `OutputRows`.
         keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
+        teacher_weight: see `PolicyStep`.
     """
 
     def __init__(
@@ -131,7 +152,9 @@ class FusedHead:
         vocab_size: int | None = None,
         keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
+        teacher_weight: Tensor | None = None,
     ) -> None:
+        self._teacher_weight = teacher_weight
         self._micro_batch_loss, self._keep_logits = micro_batch_loss, keep_logits
         self._rows = OutputRows(
             micro_batch_loss.config,
@@ -168,9 +191,14 @@ class FusedHead:
                 vocabulary.
         """
         factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
-        kept = self._rows.kept
-        if kept is None and is_sum_over_tokens(self._micro_batch_loss.config):
-            return self._loss_in_one_pass(*factors)
+        kept, config = self._rows.kept, self._micro_batch_loss.config
+        teacher = self._rows.teacher(config, len(factors[1]), self._teacher_weight)
+        if kept is None and is_sum_over_tokens(config):
+            return self._loss_in_one_pass(*factors, teacher)
+        if teacher is not None:
+            found = linear_log_probs_and_divergence(*factors, teacher, self._rows.options)
+            loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, found))
+            return loss[None]
         outputs = linear_log_probs_and_entropy(
             *factors, self._rows.options, keep_logits=self._keep_logits, kept=kept
         )
@@ -181,7 +209,13 @@ class FusedHead:
         """The local loss and its metrics from the model's output."""
         return output_tensor[0], self._metrics
 
-    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def _loss_in_one_pass(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher: WholeTeacher | TopKTeacher | None,
+    ) -> Tensor:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
@@ -193,14 +227,15 @@ class FusedHead:
         everything = slice(0, len(self._rows))
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
-        def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-            of_window = self._rows.in_window(log_probs, rows), self._rows.in_window(entropy, rows)
+        def token_loss(*given: Any) -> Tensor:
+            *vectors, rows = given
+            of_window = [self._rows.in_window(each, rows) for each in vectors]
             if rows != everything:
                 return self._micro_batch_loss.terms(*of_window)[0]
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 
-        total, log_probs, entropy = linear_token_loss(
+        total, *vectors = linear_token_loss(
             hidden,
             weight,
             targets,
@@ -208,12 +243,13 @@ class FusedHead:
             self._rows.options,
             gradient_rows=self._rows.gradient_rows,
             defer=True,
+            teacher=teacher,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
             if not whole:  # in several chunks, or of no token
-                of_window = self._rows.in_window(log_probs), self._rows.in_window(entropy)
+                of_window = map(self._rows.in_window, vectors)
                 whole.append(self._micro_batch_loss(*of_window))
             loss, found = whole.pop()
             value.copy_(loss.detach())

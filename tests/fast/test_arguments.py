@@ -205,7 +205,7 @@ REFUSED = [
     (
         "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none",
         {},
-        ["2 settings", "drop one of the two", "--fused-lm-head", "--pg-metrics none"],
+        ["settings cannot stand", "drop one of the two", "--fused-lm-head", "--pg-metrics none"],
     ),
     ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
     ("--sapo-tau-pos 2", {}, ["--sapo-tau-pos 2.0 belongs to --policy-loss sapo", "ppo"]),

@@ -7,13 +7,15 @@ With p of the student, q of the teacher, both of `softmax(logits / temperature)`
     jsd           beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m), m = beta q + (1 - beta) p (arXiv:2306.13649)
 
 The gradient to the student's logits is `(g_v - p_v sum_u g_u) / temperature` with `g_v = p_v dD/dp_v` up to a multiple of
-p_v. A few rows at a time in plain torch. Under tensor parallelism a row's sums are added up over the group.
+p_v. Triton kernels on CUDA, elsewhere plain torch, a few rows at a time. Under tensor parallelism a row's sums are added up over the group.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -86,14 +88,9 @@ def row_divergence(
         student, teacher: logits [tokens, v/tp] of the same columns.
         of_student, of_teacher: their statistics, of `row_statistics`.
     """
-    sums = of_student.maximum.new_zeros(len(student.logits), 2)
-    for part in _row_chunks(student.logits):
-        log_p, log_q = (
-            _log_softmax(rows, statistics, part)
-            for rows, statistics in ((student, of_student), (teacher, of_teacher))
-        )
-        for column, each in enumerate(divergence.terms(log_p, log_q)):
-            sums[part, column] = each.sum(1)
+    passes = _triton_passes(student, teacher)
+    local = local_sums if passes is None else passes.local_sums
+    sums = local(divergence, student, of_student, teacher, of_teacher)
     if student.shard.group is not None and len(sums):
         dist.all_reduce(sums, group=student.shard.group)
     if student.row_mask is not None:
@@ -115,20 +112,65 @@ def write_divergence_gradient(
 
     A row whose incoming gradient is 0 gets exactly 0.
     """
-    columns = student.shard.columns
-    live = incoming != 0
     if student.row_mask is not None:
-        live = live & student.row_mask
-    scale = torch.where(live, incoming, 0.0).to(of_student.maximum.dtype) / student.temperature
+        incoming = torch.where(student.row_mask, incoming, 0.0)
+    passes = _triton_passes(student, teacher)
+    write = write_gradient if passes is None else passes.write_gradient
+    write(divergence, student, of_student, teacher, of_teacher, of_rows.moment, incoming, out)
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    try:
+        from megatron_pg.head import divergence_triton
+    except ImportError:
+        return None
+    return divergence_triton
+
+
+def _triton_passes(student: LogitRows, teacher: LogitRows) -> ModuleType | None:
+    """The module of Triton launches for logits that they take; None for the two functions below."""
+    both = (student.logits, teacher.logits)
+    is_taken = all(x.is_cuda and x.dtype != torch.float64 and x.stride(1) == 1 for x in both)
+    return _triton() if is_taken else None
+
+
+def local_sums(
+    divergence: Divergence,
+    student: LogitRows,
+    of_student: RowStatistics,
+    teacher: LogitRows,
+    of_teacher: RowStatistics,
+) -> Tensor:
+    """What this shard's columns add to the divergence and to the sum of g, [tokens, 2]."""
+    sums = of_student.maximum.new_zeros(len(student.logits), 2)
     for part in _row_chunks(student.logits):
-        log_p, log_q = (
-            _log_softmax(rows, statistics, part)
-            for rows, statistics in ((student, of_student), (teacher, of_teacher))
-        )
+        log_p = _log_softmax(student, of_student, part)
+        log_q = _log_softmax(teacher, of_teacher, part)
+        for column, each in enumerate(divergence.terms(log_p, log_q)):
+            sums[part, column] = each.sum(1)
+    return sums
+
+
+def write_gradient(
+    divergence: Divergence,
+    student: LogitRows,
+    of_student: RowStatistics,
+    teacher: LogitRows,
+    of_teacher: RowStatistics,
+    moment: Tensor,
+    incoming: Tensor,
+    out: Tensor,
+) -> None:
+    """Writes the gradient, with `moment` [tokens] the sum of g over all shards."""
+    columns, live = student.shard.columns, incoming != 0
+    scale = incoming.to(moment.dtype) / student.temperature
+    for part in _row_chunks(student.logits):
+        log_p = _log_softmax(student, of_student, part)
+        log_q = _log_softmax(teacher, of_teacher, part)
         _, weighted = divergence.terms(log_p, log_q)
-        gradient = weighted - log_p.exp() * of_rows.moment[part, None]
-        gradient = torch.where(live[part, None], gradient * scale[part, None], 0.0)
-        out[part, :columns] = gradient.to(out.dtype)
+        gradient = (weighted - log_p.exp() * moment[part, None]) * scale[part, None]
+        out[part, :columns] = torch.where(live[part, None], gradient, 0.0).to(out.dtype)
         out[part, columns:] = 0
 
 

@@ -213,10 +213,10 @@ class FactorGradients:
         gradient = chunk.logits
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
-        row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
-        if more is not None:
-            gradient += more
-        self.add_products(rows, hidden[rows], gradient)
+        if more is None or any(each is not None for each in incoming):
+            row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
+            more = gradient if more is None else gradient.add_(more)
+        self.add_products(rows, hidden[rows], more)
 
     def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
         """Multiplies the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one dtype, by both factors."""

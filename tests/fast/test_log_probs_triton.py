@@ -33,7 +33,7 @@ if INTERPRETED:
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_under_the_interpreter() -> None:
-    files = (__file__, Path(__file__).with_name("test_kept_set_triton.py"))
+    files = Path(__file__).parent.glob("test_*_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     finished = subprocess.run(
         command,

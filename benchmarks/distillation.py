@@ -130,6 +130,23 @@ def errors(work: Work) -> dict[str, str]:
     }
 
 
+def run(work: Work, arguments: argparse.Namespace, rate: float) -> None:
+    methods: dict[str, Callable[[], object]] = {"four products alone": work.products, OWN: work.own}
+    for name, load in {"Liger": liger, "TRL": trl}.items() if arguments.peers else ():
+        peer = peers.try_load(name, lambda load=load: load(work))
+        if peer is not None and peers.try_load(name, lambda peer=peer: peer() or peer):
+            methods[name] = peer
+    contenders = [Contender(name, call, work.clear) for name, call in methods.items()]
+    timings = measure(contenders, arguments.rounds)
+    traffic = 10 * arguments.tokens * arguments.columns / rate * 1e3
+    goal = timings[0].median + GOAL * traffic
+    print(f"goal {goal:.2f} ms, {OWN} over goal {timings[1].median / goal:.3f}; {errors(work)}")
+    kind = work.divergence.kind
+    title = f"{kind}, T={arguments.tokens} H={arguments.hidden} V={arguments.columns}"
+    print(table(title, timings, timings[0].median + traffic, {}), flush=True)
+    append_results(arguments.output, {**vars(arguments), "kind": kind, "output": None}, timings)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -143,24 +160,7 @@ def main() -> None:
     torch.manual_seed(0)
     rate = copy_rate()
     for kind in ("reverse_kl", "forward_kl", "jsd"):
-        work = Work(arguments, Divergence(kind))
-        methods: dict[str, Callable[[], object]] = {
-            "four products alone": work.products,
-            OWN: work.own,
-        }
-        for name, load in {"Liger": liger, "TRL": trl}.items() if arguments.peers else ():
-            peer = peers.try_load(name, lambda load=load: load(work))
-            if peer is not None and peers.try_load(name, lambda peer=peer: peer() or peer):
-                methods[name] = peer
-        contenders = [Contender(name, call, work.clear) for name, call in methods.items()]
-        timings = measure(contenders, arguments.rounds)
-        traffic = 10 * arguments.tokens * arguments.columns / rate * 1e3
-        goal = timings[0].median + GOAL * traffic
-        print(f"goal {goal:.2f} ms, {OWN} over goal {timings[1].median / goal:.3f}; {errors(work)}")
-        title = f"{kind}, T={arguments.tokens} H={arguments.hidden} V={arguments.columns}"
-        print(table(title, timings, timings[0].median + traffic, {}), flush=True)
-        append_results(arguments.output, {"kind": kind, **vars(arguments), "output": None}, timings)
-        del work, methods, contenders
+        run(Work(arguments, Divergence(kind)), arguments, rate)
         torch.cuda.empty_cache()
 
 

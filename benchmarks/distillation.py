@@ -28,7 +28,7 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.head import Divergence, WholeTeacher, linear_token_loss
+from megatron_pg.head import Divergence, HeadOptions, WholeTeacher, linear_token_loss
 
 GOAL = 1.3
 
@@ -68,7 +68,7 @@ class Work:
         main_grad = self.weight.main_grad
         torch.addmm(main_grad, logits.t(), self.hidden, out_dtype=torch.float32, out=main_grad)
 
-    def own(self) -> Tensor:
+    def own(self, *, fp32_logits: bool = False) -> Tensor:
         def token_loss(
             log_probs: Tensor, entropy: Tensor, divergence: Tensor, rows: slice
         ) -> Tensor:
@@ -78,7 +78,13 @@ class Work:
             self.divergence, hidden=self.teacher_hidden, weight=self.teacher_weight
         )
         loss, *found = linear_token_loss(
-            self.hidden, self.weight, self.targets, token_loss, defer=True, teacher=teacher
+            self.hidden,
+            self.weight,
+            self.targets,
+            token_loss,
+            HeadOptions(fp32_logits=fp32_logits),
+            defer=True,
+            teacher=teacher,
         )
         loss.backward()
         return found[2]
@@ -115,11 +121,11 @@ def trl(work: Work) -> Callable[[], object]:
     return call
 
 
-def errors(work: Work) -> dict[str, str]:
+def errors(work: Work, fp32_logits: bool) -> dict[str, str]:
     """Divergence and hidden gradient of some rows against float64."""
     rows = torch.arange(0, len(work.hidden), max(len(work.hidden) // 64, 1), device="cuda")
     work.clear()
-    found = work.own()[rows]
+    found = work.own(fp32_logits=fp32_logits)[rows]
     log_p, log_q = work.log_softmax(rows)
     value, weighted = work.divergence.terms(log_p, log_q)
     gradient = (weighted - log_p.exp() * weighted.sum(1, keepdim=True)) / len(work.hidden)
@@ -131,7 +137,11 @@ def errors(work: Work) -> dict[str, str]:
 
 
 def run(work: Work, arguments: argparse.Namespace, rate: float) -> None:
-    methods: dict[str, Callable[[], object]] = {"four products alone": work.products, OWN: work.own}
+    methods: dict[str, Callable[[], object]] = {
+        "four products alone": work.products,
+        OWN: work.own,
+        f"{OWN}, float32 logits": lambda: work.own(fp32_logits=True),
+    }
     for name, load in {"Liger": liger, "TRL": trl}.items() if arguments.peers else ():
         peer = peers.try_load(name, lambda load=load: load(work))
         if peer is not None and peers.try_load(name, lambda peer=peer: peer() or peer):
@@ -140,7 +150,8 @@ def run(work: Work, arguments: argparse.Namespace, rate: float) -> None:
     timings = measure(contenders, arguments.rounds)
     traffic = 10 * arguments.tokens * arguments.columns / rate * 1e3
     goal = timings[0].median + GOAL * traffic
-    print(f"goal {goal:.2f} ms, {OWN} over goal {timings[1].median / goal:.3f}; {errors(work)}")
+    print(f"goal {goal:.2f} ms, {OWN} over goal {timings[1].median / goal:.3f}")
+    print("bfloat16 logits:", errors(work, False), "float32 logits:", errors(work, True))
     kind = work.divergence.kind
     title = f"{kind}, T={arguments.tokens} H={arguments.hidden} V={arguments.columns}"
     print(table(title, timings, timings[0].median + traffic, {}), flush=True)

@@ -20,6 +20,7 @@ from megatron_pg.head.divergence import (
     write_divergence_gradient,
 )
 from megatron_pg.head.from_logits import row_passes
+from megatron_pg.head.output_layer import multiply
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
@@ -42,7 +43,9 @@ class WholeTeacher:
         if self.logits is not None:
             logits = self.logits[rows]
         elif self.hidden is not None and self.weight is not None:
-            logits = self.hidden[rows] @ self.weight.t()
+            shape = len(student.logits), len(self.weight)
+            logits = student.logits.new_empty(shape)  # as precise as the student's
+            multiply(self.hidden[rows], self.weight.t(), logits)
         else:
             raise ValueError("a teacher is its logits, or its hidden states and its output weight")
         if logits.shape != student.logits.shape:

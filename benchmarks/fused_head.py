@@ -1,11 +1,13 @@
 """Table: from hidden states and output weight to the loss and all gradients.
 
-    python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936] [--goal-alone]
+    python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936] [--goal-alone | --sequences 8]
 
 Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient accumulated in float32, and
 6 bytes a logit over the copy rate, both of the same run. Every method gets the same inputs and loss, with the
 entropy's gradient; the weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times
 the products and ours and nothing else: single calls of both vary by more than they differ, so that takes many rounds.
+--sequences times them and gspo over so many sequences, of ragged lengths, in chunks of whole sequences and with logits that
+are kept or made twice: the package's own loss with its metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.inputs import Tokens, exact_gradient, hidden_and_weight, sampled_tokens
+from benchmarks.inputs import DEVICE, exact_gradient, hidden_and_weight, is_clipped, sampled_tokens
 from benchmarks.timing import (
     OWN,
     Contender,
@@ -28,7 +30,10 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
+from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head.output_layer import largest_chunk
+from megatron_pg.loss.policy_loss import MicroBatchLoss
 
 GOAL = 1.3
 """Times the traffic of the row passes at the copy rate, on top of the three products: what ours may take."""
@@ -85,15 +90,88 @@ class Work:
         self.tokens.loss(*call(self.hidden, self.weight, self.tokens.targets)).backward()
 
 
+class Sequences:
+    """The tokens of a `Work` as whole responses, and gspo's loss of them."""
+
+    def __init__(self, work: Work, count: int) -> None:
+        self.work = work
+        shares = torch.linspace(0.5, 1.5, count).cumsum(0)
+        ends = (shares / shares[-1] * len(work.hidden)).round().long()
+        lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        prompt = torch.zeros(1, dtype=torch.int64)
+        of_samples = zip(
+            work.tokens.targets.cpu().split(lengths),
+            work.tokens.old_log_probs.cpu().split(lengths),
+            work.tokens.advantages.cpu().tolist(),
+            strict=False,
+        )
+        samples = [
+            Sample(
+                torch.cat([prompt, tokens]), len(tokens), torch.ones(len(tokens)), advantage, old
+            )
+            for tokens, old, advantage in of_samples
+        ]
+        batch, size = pack(samples), largest_chunk(len(work.weight))
+        everything = torch.ones(len(work.hidden), dtype=torch.bool)
+        borders = torch.tensor(batch.window.sample_borders(everything, size))
+        self.sizes = torch.nn.functional.pad(ends, (1, 0))[borders].diff().tolist()
+        config = PolicyLossConfig(policy_loss="gspo")
+        self.loss = MicroBatchLoss(config, batch.to(DEVICE), step_totals(samples))
+
+    def part(self, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        """As `FusedHead` has it: zeros in place of the others."""
+        around = (rows.start, len(self.work.hidden) - rows.stop)
+        whole = (torch.nn.functional.pad(each, around) for each in (log_probs, entropy))
+        return self.loss.loss(*whole)
+
+    def in_pieces(self) -> None:
+        work = self.work
+        loss, *outputs = linear_token_loss(
+            work.hidden, work.weight, work.tokens.targets, self.part, piece_sizes=self.sizes, defer=True
+        )  # fmt: skip
+        loss.backward()
+        self.loss(*outputs)
+
+    def downstream(self, *, keep_logits: bool) -> None:
+        work = self.work
+        outputs = linear_log_probs_and_entropy(
+            work.hidden, work.weight, work.tokens.targets, keep_logits=keep_logits
+        )
+        self.loss(*outputs)[0].backward()
+
+    def contenders(self) -> dict[str, Callable[[], object]]:
+        return {
+            f"gspo, {len(self.sizes)} chunks of whole sequences": self.in_pieces,
+            "gspo, kept logits": lambda: self.downstream(keep_logits=True),
+            "gspo, recomputed logits": lambda: self.downstream(keep_logits=False),
+        }
+
+    def differences(self, methods: list[Contender]) -> dict[str, str]:
+        """Of dH and dW from those of the last method."""
+        gradients = {}
+        for method in methods:
+            method.prepare()
+            method.call()
+            gradients[method.name] = self.work.hidden.grad.cpu(), self.work.main_grad.cpu()
+        wanted = gradients[methods[-1].name]
+        return {
+            name: ", ".join(map(relative_error, found, wanted)) for name, found in gradients.items()
+        }
+
+
 def compiled_layer() -> Callable[..., tuple[Tensor, Tensor]]:
     compiled = peers.compiled()
     return lambda hidden, weight, targets: compiled(hidden @ weight.t(), targets)
 
 
-def contenders(work: Work, *, goal_alone: bool) -> list[Contender]:
+def contenders(
+    work: Work, *, goal_alone: bool, sequences: Sequences | None = None
+) -> list[Contender]:
     methods: dict[str, Callable[[], object]]
-    if goal_alone:
+    if goal_alone or sequences is not None:
         methods = {"three products alone": work.products, OWN: work.known}
+        if sequences is not None:
+            methods |= sequences.contenders()
         return [Contender(name, call, work.clear) for name, call in methods.items()]
     methods = {
         "three products alone": work.products,
@@ -129,31 +207,45 @@ class Exact:
         self.weight = torch.zeros((len(self.columns), hidden.shape[1]), dtype=torch.float64)
         self.weight = self.weight.cuda()
         hidden_gradient = torch.zeros_like(hidden)
+        is_alike = torch.zeros(tokens, dtype=torch.bool, device="cuda")
         for rows in torch.arange(tokens, device="cuda").split(1024):
-            part = Tokens(*(vector[rows] for vector in vars(work.tokens).values()))
+            part = work.tokens[rows]
             everything = torch.arange(len(rows), device="cuda")
-            gradient = exact_gradient(hidden[rows] @ weight.t(), part, everything)[2]
+            logits = hidden[rows] @ weight.t()
+            log_probs, _, gradient = exact_gradient(logits, part, everything)
             hidden_gradient[rows] = gradient @ weight
             self.weight += gradient[:, self.columns].t() @ hidden[rows]
+            rounded = exact_gradient(logits.bfloat16(), part, everything)[0]
+            is_alike[rows] = is_clipped(log_probs, part) == is_clipped(rounded, part)
         self.hidden = hidden_gradient[self.rows]
+        self.is_alike = is_alike[self.rows]
+        """Which of the rows bfloat16 logits clip where exact ones do: of others they give the whole gradient or none."""
 
     def errors(self, work: Work, contender: Contender) -> str:
         contender.prepare()
         contender.call()
         hidden = work.hidden.grad if work.hidden.grad is not None else work.gradient
         weight = work.main_grad if work.main_grad.any() else work.weight.grad
-        return (
-            f"{relative_error(hidden[self.rows], self.hidden)}, "
+        found, alike = hidden[self.rows], self.is_alike
+        text = (
+            f"{relative_error(found, self.hidden)}, "
             f"{relative_error(weight[self.columns], self.weight)}"
         )
+        if not alike.all():
+            rest = relative_error(found[alike], self.hidden[alike])
+            text += f" (dH {rest} without {int((~alike).sum())} of {len(alike)} tokens)"
+        return text
 
 
 def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> None:
     work = Work(setting["tokens"], setting["hidden_size"], setting["columns"])
     torch.compiler.reset()
-    methods = contenders(work, goal_alone=options.goal_alone)
+    sequences = Sequences(work, options.sequences) if options.sequences else None
+    methods = contenders(work, goal_alone=options.goal_alone, sequences=sequences)
     errors: dict[str, str] = {}
-    if not options.goal_alone:
+    if sequences is not None:
+        errors = sequences.differences(methods[2:])
+    elif not options.goal_alone:
         exact = Exact(work)
         torch.cuda.empty_cache()
         errors = {method.name: exact.errors(work, method) for method in methods[1:]}
@@ -166,7 +258,8 @@ def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> No
     append_results(options.output, {**setting, "floor_ms": floor, "goal_ms": goal}, timings)
     print(f"goal {goal:.2f} ms, {OWN} over goal {timings[1].median / goal:.3f}")
     title = ", ".join(f"{name} = {size}" for name, size in setting.items())
-    print(table(title, timings, floor, {"error of dH, dW": errors}), flush=True)
+    against = "difference" if sequences is not None else "error"
+    print(table(title, timings, floor, {f"{against} of dH, dW": errors}), flush=True)
 
 
 def main() -> None:
@@ -176,6 +269,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[151936])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--goal-alone", action="store_true", help="products and ours alone")
+    parser.add_argument("--sequences", type=int, help="gspo over so many, and nothing of peers")
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
     torch.manual_seed(0)

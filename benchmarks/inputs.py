@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENTROPY_COEFFICIENT = 0.01
 EPS_CLIP = 0.2
 
@@ -20,6 +21,9 @@ class Tokens:
     old_log_probs: Tensor
     advantages: Tensor
     weights: Tensor
+
+    def __getitem__(self, rows: Tensor) -> Tokens:
+        return Tokens(*(vector[rows] for vector in vars(self).values()))
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None, rows: slice = slice(None)) -> Tensor:
         """Clipped policy loss, less the entropy bonus where there is an entropy."""
@@ -44,6 +48,13 @@ def policy_loss(
     return (per_token * weights).sum()
 
 
+def is_clipped(log_probs: Tensor, tokens: Tokens) -> Tensor:
+    """The tokens [tokens] whose policy loss has no gradient: `policy_loss` is flat where they are."""
+    ratio = (log_probs.double() - tokens.old_log_probs.double()).exp()
+    is_above = (ratio > 1 + EPS_CLIP) & (tokens.advantages > 0)
+    return is_above | ((ratio < 1 - EPS_CLIP) & (tokens.advantages < 0))
+
+
 compiled_loss = torch.compile(policy_loss, dynamic=False)
 """`policy_loss` in a few kernels in place of some 25, forward and backward. Every method has it: what is compared is the
 head."""
@@ -51,12 +62,12 @@ head."""
 
 def peaked_logits(tokens: int, width: int) -> Tensor:
     """[tokens, width] bfloat16: a Gaussian background and two likely tokens above it."""
-    logits = torch.empty((tokens, width), dtype=torch.bfloat16, device="cuda")
+    logits = torch.empty((tokens, width), dtype=torch.bfloat16, device=DEVICE)
     background = math.log(width) + 1.5**2 / 2
-    for rows in torch.arange(tokens, device="cuda").split(2048):
-        chunk = torch.randn((len(rows), width), device="cuda") * 1.5
-        likely = torch.randint(0, width, (len(rows), 2), device="cuda")
-        height = background + torch.tensor([4.0, 2.5], device="cuda").expand(len(rows), 2)
+    for rows in torch.arange(tokens, device=DEVICE).split(2048):
+        chunk = torch.randn((len(rows), width), device=DEVICE) * 1.5
+        likely = torch.randint(0, width, (len(rows), 2), device=DEVICE)
+        height = background + torch.tensor([4.0, 2.5], device=DEVICE).expand(len(rows), 2)
         logits[rows] = chunk.scatter(1, likely, height).bfloat16()
     return logits
 
@@ -64,25 +75,25 @@ def peaked_logits(tokens: int, width: int) -> Tensor:
 def sampled_tokens(logits: Tensor) -> Tokens:
     """Tokens drawn from the logits, by an old policy that is close to them."""
     tokens = logits.shape[0]
-    targets = torch.empty(tokens, dtype=torch.int64, device="cuda")
-    log_probs = torch.empty(tokens, device="cuda")
-    for rows in torch.arange(tokens, device="cuda").split(1024):
+    targets = torch.empty(tokens, dtype=torch.int64, device=DEVICE)
+    log_probs = torch.empty(tokens, device=DEVICE)
+    for rows in torch.arange(tokens, device=DEVICE).split(1024):
         chunk = logits[rows].float().log_softmax(1)
         targets[rows] = torch.multinomial(chunk.exp(), 1)[:, 0]
         log_probs[rows] = chunk.gather(1, targets[rows, None])[:, 0]
     return Tokens(
         targets=targets,
-        old_log_probs=log_probs + 0.1 * torch.randn(tokens, device="cuda"),
-        advantages=torch.randn(tokens, device="cuda"),
-        weights=torch.full((tokens,), 1 / tokens, device="cuda"),
+        old_log_probs=log_probs + 0.1 * torch.randn(tokens, device=DEVICE),
+        advantages=torch.randn(tokens, device=DEVICE),
+        weights=torch.full((tokens,), 1 / tokens, device=DEVICE),
     )
 
 
 def hidden_and_weight(tokens: int, hidden_size: int, width: int) -> tuple[Tensor, Tensor]:
     """bfloat16 hidden states that point at one or two rows of the output weight."""
     scale = 1 / math.sqrt(hidden_size)
-    weight = torch.randn((width, hidden_size), device="cuda").mul_(scale).bfloat16()
-    likely = torch.randint(0, width, (2, tokens), device="cuda")
+    weight = torch.randn((width, hidden_size), device=DEVICE).mul_(scale).bfloat16()
+    likely = torch.randint(0, width, (2, tokens), device=DEVICE)
     peak = math.log(width) + 4.5
     hidden = peak * weight[likely[0]].float() + (peak - 1.5) * weight[likely[1]].float()
     return (hidden + torch.randn_like(hidden)).bfloat16(), weight
@@ -91,7 +102,7 @@ def hidden_and_weight(tokens: int, hidden_size: int, width: int) -> tuple[Tensor
 def exact_gradient(logits: Tensor, tokens: Tokens, rows: Tensor) -> tuple[Tensor, ...]:
     """Log-probabilities, entropy and gradient of the logits of some rows in float64."""
     exact = logits[rows].double().requires_grad_()
-    part = Tokens(*(vector[rows] for vector in vars(tokens).values()))
+    part = tokens[rows]
     log_p = exact.log_softmax(1)
     log_probs = log_p.gather(1, part.targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(1)

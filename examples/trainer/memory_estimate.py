@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from megatron.training import theoretical_memory_usage as megatron
 
+from megatron_pg import PolicyLossConfig
+from megatron_pg.loss.policy_loss import gradient_scope
+
 GIB = 2**30
 CHUNK_BYTES = 5 * GIB // 4
 """Logits that `--fused-lm-head` holds at once, and their gradient that `--fp32-lm-head` rounds."""
@@ -53,8 +56,9 @@ def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
     logits = 2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow)
     widths = 2 if args.fp32_lm_head else 1
-    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient.
-    fused_head = widths * min(narrow, CHUNK_BYTES) + tokens * args.hidden_size * 4
+    # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take four.
+    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)) == "token" else 4
+    fused_head = widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4
     return MemoryEstimate(
         parameters=_states(_unsharded(args)) / 18,
         states=_states(args),

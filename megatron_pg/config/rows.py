@@ -9,6 +9,7 @@ fused head, the tables of the docs. The tables are declared here, below everythi
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,8 +39,8 @@ class Row:
     """What it needs summed over whole sequences, of "policy" (log r), "clipped_policy" (log r clipped as its token's
     advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
-    """Whether it treats every token by that token's data alone, so that the token's gradient is known as soon as its
-    log-prob is: then the fused head takes its one pass. Asked of objectives and corrections."""
+    """Whether it treats every token by that token's data and the sums over sequences that it asks for alone, so that the
+    token's gradient is known as soon as its log-prob, or those of its sequence, are. Asked of objectives and corrections."""
 
     @property
     def help(self) -> str:
@@ -87,6 +88,14 @@ class Table(dict[str, RowType]):
         self.also_known_as = also_known_as
         TABLES[field] = self
 
+    def __setitem__(self, name: str, row: RowType) -> None:
+        super().__setitem__(name, row)
+        _forget()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        _forget()
+
     def add(self, *rows: RowType) -> None:
         """Adds rows.
 
@@ -130,6 +139,19 @@ class Table(dict[str, RowType]):
 
 TABLES: dict[str, Table[Any]] = {}
 """Every table, by its field."""
+_read_off_rows: list[Any] = []
+
+
+def read_off_rows(function: F) -> F:
+    """A decorator: the function of a config, asked once for each as long as no table changes."""
+    cached: Any = functools.lru_cache(maxsize=64)(function)
+    _read_off_rows.append(cached)
+    return cached  # type: ignore[no-any-return]
+
+
+def _forget() -> None:
+    for cached in _read_off_rows:
+        cached.cache_clear()
 
 
 def did_you_mean(

@@ -6,6 +6,7 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 * as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
   the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
   deferred, in backward, one chunk of logits at a time;
+* as soon as those of the token's sequence are: the same, with chunks that hold whole sequences;
 * only in backward, for any other loss: `linear_log_probs_and_entropy` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
 """
@@ -13,6 +14,7 @@ order of work reaches them depends on when the gradient of the loss to the log-p
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -139,6 +141,7 @@ def linear_token_loss(
     options: HeadOptions | None = None,
     *,
     gradient_rows: int | None = None,
+    piece_sizes: Sequence[int] | None = None,
     defer: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
@@ -155,9 +158,13 @@ def linear_token_loss(
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
             range would lose a gradient that does not carry a loss scale yet.
         token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone, and the same on every tensor-parallel rank. A parameter that it reads besides gets no gradient.
+            entropy alone (with `piece_sizes`: of its piece), and the same on every tensor-parallel rank. A parameter that
+            it reads besides gets no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
+        piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
+            its rows, also where that is none. Up to four chunks of them are one chunk; of a longer piece all chunks but
+            the last are multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward.
         teacher: on the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
@@ -166,7 +173,8 @@ def linear_token_loss(
         too.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other, or `gradient_rows` outside [0, tokens].
+        ValueError: shapes or dtypes that do not fit each other, `gradient_rows` outside [0, tokens], or `piece_sizes`
+            that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
     layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
@@ -179,8 +187,11 @@ def linear_token_loss(
     rows = tokens if gradient_rows is None else gradient_rows
     if not 0 <= rows <= tokens:
         raise ValueError(f"gradient_rows must be between 0 and {tokens} tokens, found {rows}")
+    if piece_sizes is not None and sum(piece_sizes) != tokens:
+        raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    work = functools.partial(_loss_in_chunks, token_loss, rows if has_backward else 0)
+    pieces = _pieces(layer, rows, piece_sizes)
+    work = functools.partial(_loss_in_pieces, token_loss, pieces, rows if has_backward else 0)
     return LinearTokenLoss.apply(hidden, weight, layer, work, defer and has_backward)  # type: ignore
 
 
@@ -192,7 +203,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        logits = layer.new_logits()
+        logits = layer.new_logits(layer.chunks())
         passes = row_passes(logits)
         parts, divergences = [], [layer.temperature.new_empty(0)]
         for rows in layer.chunks():
@@ -216,7 +227,7 @@ class LinearLogProbs(torch.autograd.Function):
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
         layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept, ctx.teacher)
-        logits = ctx.logits if ctx.keep else layer.new_logits()
+        logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
@@ -282,8 +293,25 @@ class LinearTokenLoss(torch.autograd.Function):
         return (*gradients.finish(), None, None, None)
 
 
-def _loss_in_chunks(
+Piece = tuple[slice, list[slice]]
+"""Rows that `token_loss` takes together, and the chunks in which they are multiplied."""
+
+
+def _pieces(layer: OutputLayer, gradient_rows: int, sizes: Sequence[int] | None) -> list[Piece]:
+    """The pieces of these sizes; without any every chunk is one, and none has rows with and without gradient."""
+    if sizes is None:
+        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows)
+        return [(rows, [rows]) for rows in chunks]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [
+        (slice(begin, end), layer.chunks(begin, end, held=True))
+        for begin, end in itertools.pairwise(ends)
+    ]
+
+
+def _loss_in_pieces(
     token_loss: TokenLoss,
+    pieces: list[Piece],
     gradient_rows: int,
     layer: OutputLayer,
     gradients: FactorGradients,
@@ -291,29 +319,39 @@ def _loss_in_chunks(
 ) -> tuple[Tensor, ...]:
     """Loss, log-probabilities, entropy, with a teacher the divergence; adds to `gradients` those of `incoming` times the loss
     (None: of the loss)."""
-    logits = layer.new_logits()
-    zero = torch.zeros_like(layer.temperature)
+    logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
+    passes, zero, teacher = row_passes(logits), torch.zeros_like(layer.temperature), layer.teacher
     values, parts, divergences = [], [], [zero.new_empty(0)]
-    for rows in layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows):
-        chunk = layer.chunk(rows, logits)
-        statistics = row_passes(logits).row_statistics(chunk)
+    for piece, chunks in pieces:
+        found, of_piece, of_teacher = [], [zero.new_empty(0)], None
+        for rows in chunks:
+            chunk = layer.chunk(rows, logits)
+            found.append(passes.row_statistics(chunk))
+            if teacher is not None:
+                of_teacher = teacher.on(chunk, found[-1], rows)
+                of_piece.append(of_teacher.value)
+        statistics = RowStatistics.concatenate(found, like=zero)
         parts.append(statistics)
+        divergences += of_piece
         vectors = [statistics.log_probs, statistics.entropy]
-        found = None if layer.teacher is None else layer.teacher.on(chunk, statistics, rows)
-        if found is not None:
-            vectors.append(found.value)
-            divergences.append(found.value)
-        value, coefficients = _coefficients(token_loss, vectors, rows, incoming)
+        vectors += [] if teacher is None else [torch.cat(of_piece)]
+        value, coefficients = _coefficients(token_loss, vectors, piece, incoming)
         values.append(value)
-        if rows.start < gradient_rows:
-            more = None
-            if found is not None and coefficients[2] is not None:
-                more = found.gradient(coefficients[2], layer.hidden.dtype)
-            gradients.add(rows, layer.hidden, chunk, statistics, coefficients[:2], more)
+        for rows in reversed(chunks):  # the last one's logits are still there
+            if rows.start < gradient_rows:
+                place = slice(rows.start - piece.start, rows.stop - piece.start)
+                chunk = layer.chunk(rows, logits, is_kept=rows is chunks[-1])
+                of_rows = tuple(None if each is None else each[place] for each in coefficients)
+                own, more = statistics.rows(place), None
+                if teacher is not None and of_rows[2] is not None:
+                    if of_teacher is None or rows is not chunks[-1]:
+                        of_teacher = teacher.on(chunk, own, rows)
+                    more = of_teacher.gradient(of_rows[2], layer.hidden.dtype)
+                gradients.add(rows, layer.hidden, chunk, own, of_rows[:2], more)
     whole = RowStatistics.concatenate(parts, like=zero)
     loss = values[0] if len(values) == 1 else sum(values, zero)
     outputs = loss, whole.log_probs, whole.entropy
-    return outputs if layer.teacher is None else (*outputs, torch.cat(divergences))
+    return outputs if teacher is None else (*outputs, torch.cat(divergences))
 
 
 def _coefficients(

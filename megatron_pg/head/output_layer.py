@@ -20,6 +20,7 @@ from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, Vocabula
 
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
 _CHUNK_MULTIPLE = 256
+_HELD_CHUNKS = 4  # 5 GiB
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class HeadOptions:
     """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
 
 
+def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
+    """Rows of bfloat16 logits in that many bytes; without a budget of the device's own the same on every rank."""
+    return max(budget // (2 * max(columns, 1)), 1)
+
+
 def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int:
     """Rows of bfloat16 logits to hold at once: 1.25 GiB, or less on small devices, in equal chunks.
 
@@ -48,7 +54,7 @@ def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int
     budget = _CHUNK_BYTES
     if device.type == "cuda":
         budget = min(budget, torch.cuda.get_device_properties(device).total_memory // 64)
-    largest = max(budget // (2 * max(columns, 1)), 1)
+    largest = largest_chunk(columns, budget)
     chunks = max(-(-tokens // largest), 1)
     equal = -(-tokens // chunks)
     rounded = -(-equal // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
@@ -140,16 +146,19 @@ class OutputLayer:
         self.options = replace(options, temperature=self.temperature, chunk_tokens=size)
         """As worked out: of them the same layer can be made again."""
 
-    def new_logits(self) -> Tensor:
-        """Uninitialised logits [rows, v/tp] of the largest chunk."""
-        rows, dtype = min(self.chunk_tokens, len(self.hidden)), self.weight.dtype
+    def new_logits(self, chunks: list[slice]) -> Tensor:
+        """Uninitialised logits [rows, v/tp] of the largest of these chunks."""
+        rows = max((each.stop - each.start for each in chunks), default=0)
+        dtype = self.weight.dtype
         if self.options.fp32_logits:
             dtype = wide_dtype(dtype)
         return self.weight.new_empty((rows, self.weight.shape[0]), dtype=dtype)
 
-    def chunks(self, begin: int = 0, end: int | None = None) -> list[slice]:
-        """The chunks of [begin, end) rows."""
-        return chunk_slices(begin, len(self.hidden) if end is None else end, self.chunk_tokens)
+    def chunks(self, begin: int = 0, end: int | None = None, *, held: bool = False) -> list[slice]:
+        """The chunks of [begin, end) rows; of rows to be held together a single one, up to four times as long."""
+        end = len(self.hidden) if end is None else end
+        is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
+        return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
     def chunk(self, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> LogitRows:
         """Some rows with their logits at the front of `buffer`, computed unless they are kept there."""

@@ -1,7 +1,7 @@
 """`aggregation_checksum`: whether each sample of the step was trained on once, on the rank that counted it.
 
-Three sums of the weights that were used, over what the step's totals say they add up to. All is known on the host before
-the model has run, and travels with the metrics.
+Three sums of the weights that were used, on the device, over what the step's totals say they add up to; they travel with
+the metrics.
 
     sum of w                of weights             samples lost, twice, or wrong totals
     sum of w c_t            times coefficients     also: one twice and another never, a stale micro-batch, another window
@@ -18,11 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor
-
-from megatron_pg.loss.reducer import Reduction
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
@@ -49,19 +45,6 @@ OTHER_RANK = (
     "Every sample was trained on once, and not each on the data-parallel rank that passed it to step_totals() or "
     "plan_step(): samples or micro-batches were exchanged between ranks."
 )
-
-
-def checksums(reduction: Reduction, share: float, device: torch.device) -> dict[str, Tensor]:
-    """The (numerator, denominator) pairs of one micro-batch, by name; empty where the weights are not known."""
-    if reduction.used_and_expected is None:
-        return {}
-    pairs = [
-        # A step without an active token has nothing to count and is right.
-        (used / expected if expected else used + share, share)
-        for used, expected in reduction.used_and_expected
-    ]
-    table = to_device(torch.tensor(pairs, dtype=torch.float64), device)
-    return dict(zip(CHECKSUMS, table.unbind(), strict=True))
 
 
 def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:

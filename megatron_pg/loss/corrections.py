@@ -187,6 +187,7 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     when=lambda config: config.use_opsm,
     inputs=(ANCHOR,),
     sequence_sums=("policy",),
+    is_sum_over_tokens=True,
     rejects=True,
 )
 def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -85,9 +84,7 @@ def _clipped(scored: Scored) -> Tensor:
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
     Metric("advantage", "advantage", lambda s: s.batch.advantages),
-    Metric(
-        "num_tokens", "T, the active tokens", lambda s: torch.ones_like(s.batch.advantages), "sum"
-    ),
+    Metric("num_tokens", "T, the active tokens", lambda s: s.batch.loss_mask, "sum"),
     of_ratio(
         "old_logprobs",
         "log-prob under the policy that the step starts from",

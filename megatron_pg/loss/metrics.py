@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.corrections import Scored
@@ -30,8 +30,8 @@ from megatron_pg.loss.metric_table import (
     metrics_on,
     ratio_of,
 )
-from megatron_pg.loss.reducer import token_weights
-from megatron_pg.step.batch import PackedBatch, to_device
+from megatron_pg.loss.pairs import MetricTable
+from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
@@ -54,30 +54,27 @@ class MicroBatchMetrics(dict[str, Tensor]):
     totals: StepTotals | None = None
     """The totals of its step, for the same."""
     table: Tensor | None = None
-    """[names, 2] behind the pairs where backward fills them in; None where they were known at once."""
+    """[names, 2] behind the pairs."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], table: Tensor) -> MicroBatchMetrics:
+        """The metrics whose pairs are the rows of a table [names, 2] float64."""
+        metrics = cls(zip(names, table.unbind(), strict=True))
+        metrics.table = table
+        return metrics
 
     @classmethod
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
         """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
         names = metric_names(config)
         table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        metrics = cls(zip(names, table.unbind(), strict=True))
-        metrics.table = table
-        return metrics
+        return cls.of(names, table)
 
     def fill(self, found: MicroBatchMetrics) -> None:
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
-        torch.stack([found[name] for name in self], out=self.table)
+        given(self.table).copy_(given(found.table))
         self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
         self.totals = found.totals
-
-
-def step_sums(values: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """Quantities whose sum over ranks and micro-batches is the step's: denominators add up to 1."""
-    return {
-        name: _pair(value, torch.full_like(value, share, dtype=torch.float64))
-        for name, value in values.items()
-    }
 
 
 class HasSums(Protocol):
@@ -91,90 +88,66 @@ class HasSums(Protocol):
         """The metrics by name, from the pairs of the whole world."""
 
 
-def metric_columns(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-) -> Tensor | None:
-    """What each token counts in the sums of the metrics, [1 or 2, window, 2] float64 on the micro-batch's device.
+class TokenMetrics(NamedTuple):
+    """What the metrics of a micro-batch are made of, on one rank."""
 
-    The columns are the mean over documents and the plain sum; then, where the ratio is one number a sequence, the same with
-    a mean over sequences. None under `--pg-metrics none`. Made on the host, before the model has run.
-    """
-    if not metrics_on(config):
-        return None
-    masks, mode = [sample.loss_mask for sample in batch.samples], AGGREGATIONS["sample_mean"]
-    denominators = [mode.denominators(totals, batch.samples)]
-    if ratio_of(config) == "sequence":
-        denominators.append(None)  # the sample's own tokens
-    of_tokens = token_weights(batch.window, masks, AGGREGATIONS["token_mean"])
-    columns = [
-        torch.stack([token_weights(batch.window, masks, mode, None, each), of_tokens], dim=1)
-        for each in denominators
-    ]
-    return to_device(torch.stack(columns), batch.loss_mask.device)
+    values: Tensor | None
+    """The values [rows, window] float64 of the rows of `MetricTable.rows`, 0 at masked positions; None without metrics."""
+    maxima: Tensor | None = None
+    """See `MicroBatchMetrics`."""
+    is_nan: Tensor | None = None
+    """See `MicroBatchMetrics`."""
 
 
 @torch.no_grad()
-def policy_metrics(
-    scored: Scored, columns: Tensor | None, *, share: float = 1.0
-) -> MicroBatchMetrics:
-    """The metrics of one micro-batch on one rank, over the tokens active before any rejection.
-
-    The names are those of `metric_names`, which the config alone decides; (0, 0) for a row whose fields the samples lack.
-    Empty where there are no `columns` (see `metric_columns`).
-    """
-    metrics = MicroBatchMetrics()
-    if columns is None:
-        return metrics
+def token_metrics(scored: Scored) -> TokenMetrics:
+    """The metrics of one micro-batch on one rank before they are summed, over the tokens active before any rejection."""
     batch, loss_mask = scored.batch, scored.batch.loss_mask
-    rows: list[Metric] = []
-    absent: list[Metric] = []
-    for row in metrics_on(scored.config):
-        is_absent = any(getattr(batch, field) is None for field in row.reads)
-        (absent if is_absent else rows).append(row)
-    values = torch.stack([row.value(scored).double() for row in rows])
-    values = torch.where(loss_mask, values, 0.0)
-    # [rows, window] @ [window, 2]
-    sums = values @ columns[0]
-    num_documents, num_tokens = columns[0, :, 0].sum(), columns[0, :, 1].sum()
-    of_sequences = sums[:, 1] if len(columns) == 1 else (values @ columns[1])[:, 0]
-    step, extremes = {}, []
-    for index, row in enumerate(rows):
-        if row.kind == "mean":
-            metrics[row.name] = _pair(sums[index, 0], num_documents)
-        elif row.kind == "token mean":
-            metrics[row.name] = _pair(sums[index, 1], num_tokens)
-        elif row.kind in SIGNS:
-            extremes.append(SIGNS[row.kind] * values[index])
-        else:
-            step[row.name] = of_sequences[index] if row.kind == "ratio sum" else sums[index, 1]
-    nothing = columns.new_zeros(2)
-    metrics |= {row.name: nothing for row in absent if row.kind not in SIGNS}
-    metrics |= step_sums(step, share)
-    metrics.maxima = _maxima(scored.config, rows, extremes, loss_mask)
-    metrics.is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
-    return metrics
+    on = metrics_on(scored.config)
+    if not on:
+        return TokenMetrics(None)
+    has = [all(getattr(batch, field) is not None for field in row.reads) for row in on]
 
+    def of_row(row: Metric, is_present: bool, masked_value: float) -> Tensor:
+        # Row by row and from the mask, so that a compiler writes all of them in one kernel.
+        if not is_present:
+            return torch.where(loss_mask, masked_value, masked_value).double()
+        values = row.value(scored).double()
+        return torch.where(loss_mask, SIGNS.get(row.kind, 1.0) * values, masked_value)
 
-def _maxima(
-    config: PolicyLossConfig, rows: Sequence[Metric], extremes: list[Tensor], loss_mask: Tensor
-) -> Tensor:
-    """The largest of each extreme's values [window] over active tokens; minus infinity for none, and for an absent row."""
-    candidates = torch.stack(extremes).masked_fill(~loss_mask, -torch.inf)
-    found = iter(pad(candidates, (0, 1), value=-torch.inf).amax(dim=1).unbind())
-    nothing = candidates.new_full((), -torch.inf)
-    return torch.stack(
-        [next(found) if row in rows else nothing for row in metrics_on(config) if row.kind in SIGNS]
+    rows = list(zip(on, has, strict=True))
+    values = [of_row(row, True, 0.0) for row, is_in in rows if is_in and row.kind not in SIGNS]
+    extremes = torch.stack(
+        [of_row(row, is_in, -torch.inf) for row, is_in in rows if row.kind in SIGNS]
     )
+    maxima = (
+        extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
+    )
+    is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
+    return TokenMetrics(torch.stack(values), maxima, is_nan)
+
+
+@read_off_rows
+def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> MetricTable:
+    """The table of the policy loss under a config, for samples that lack the named fields."""
+    rows = [
+        (row.name, None if lacking.intersection(row.reads) else row.kind)
+        for row in metrics_on(config)
+        if row.kind not in SIGNS
+    ]
+    terms = (
+        ("kl_loss", config.kl_loss_coef),
+        ("entropy_loss", config.entropy_coef),
+        ("distill_loss", config.distill_coef),
+    )
+    reported = ("loss", "pg_loss", *(name for name, coefficient in terms if coefficient))
+    is_of_sequences = ratio_of(config) == "sequence"
+    return MetricTable(reported, tuple(rows), not AGGREGATIONS.is_replaced(config), is_of_sequences)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """The (numerator, denominator) metrics of a step under these settings, as they are packed."""
-    names = ["loss", "pg_loss"]
-    names += ["kl_loss"] if config.kl_loss_coef else []
-    names += ["entropy_loss"] if config.entropy_coef else []
-    names += ["distill_loss"] if config.distill_coef else []
-    names += CHECKSUMS if config.custom_pg_loss_reducer_function_path is None else []
-    return (*names, *(row.name for row in metrics_on(config) if row.kind not in SIGNS))
+    return metric_table(config, frozenset()).names
 
 
 def reduce_metrics(
@@ -307,8 +280,3 @@ def _warn_once(subject: str, message: str) -> None:
     if subject not in _warned_of:
         _warned_of.add(subject)
         logger.warning("%s (said once)", message)
-
-
-def _pair(numerator: Tensor, denominator: Tensor) -> Tensor:
-    # stack copies: Megatron rescales the returned loss in place, and a view of it with it.
-    return torch.stack([numerator.detach().double(), denominator.detach().double()])

@@ -95,7 +95,7 @@ def _weight_row(level: str, mode: str) -> Correction:
         ),
         inputs=MISMATCH_INPUTS,
         sequence_sums=("mismatch",) if statistic else (),
-        is_sum_over_tokens=not statistic,
+        is_sum_over_tokens=True,
         function=_masked_by_weight if is_mask else _weighted,
         rejects=is_mask,
         rejected_by_data=_is_rejected_by_weight if is_mask else None,
@@ -125,6 +125,7 @@ def _rejection_row(level: str) -> Correction:
         when=lambda config: getattr(config, f"use_{level}_rejection"),
         inputs=MISMATCH_INPUTS,
         sequence_sums=("mismatch",),
+        is_sum_over_tokens=True,
         function=reject,
         rejects=True,
         rejected_by_data=lambda config, mismatch, count: is_outlier(

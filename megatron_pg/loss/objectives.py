@@ -132,6 +132,7 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
     ratio="sequence",
+    is_sum_over_tokens=True,
 )
 def gspo(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios

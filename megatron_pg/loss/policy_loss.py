@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig, required_inputs
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row
 from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.checksum import checksums
-from megatron_pg.loss.corrections import CORRECTIONS, Scored, apply_corrections
-from megatron_pg.loss.distillation import given_divergence, refuse_without_teacher, teacher_of
-from megatron_pg.loss.divergence import kl_penalty
-from megatron_pg.loss.kept_set import refuse_other_distributions
-from megatron_pg.loss.metrics import MicroBatchMetrics, metric_columns, policy_metrics, step_sums
-from megatron_pg.loss.objectives import OBJECTIVES, get_objective
-from megatron_pg.loss.reducer import aggregated, policy_gradient_reduction
-from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.loss.corrections import CORRECTIONS
+from megatron_pg.loss.distillation import refuse_without_teacher, teacher_of
+from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.sequence import sums_over_sequences
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
 
-def is_sum_over_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a token's gradient coefficient depends on that token's log-prob and entropy alone.
+def gradient_scope(config: PolicyLossConfig) -> Literal["token", "sequence", "micro_batch"]:
+    """Whose log-probs and entropy a token's gradient coefficient depends on; as soon as they are known, so is it.
 
-    Then it is known as soon as they are. The rows say it of themselves; of a user's function nothing is known.
+    The rows say it of themselves; of a user's function nothing is known.
     """
-    if OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config):
-        return False
     rows: list[Row] = [*OBJECTIVES.rows_on(config), *CORRECTIONS.rows_on(config)]
-    return all(row.is_sum_over_tokens for row in rows)
+    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
+    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
+        return "micro_batch"
+    return "sequence" if sums_over_sequences(config) else "token"
 
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
@@ -44,106 +42,6 @@ def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     if config.kl_loss_coef or config.entropy_coef or config.distill_coef:
         return False
     return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
-
-
-class MicroBatchLoss:
-    """The loss of one micro-batch on one rank, as a function of its log-probs and entropy.
-
-    Built on the host before the model has run: the weight of every token is fixed here, by masks and totals alone.
-
-    Args:
-        config, batch, totals, context_parallel_group, step_share: as for `policy_loss_function`.
-
-    Raises:
-        ValueError: the batch lacks an input of the objective; the flags that ask for it are named.
-    """
-
-    def __init__(
-        self,
-        config: PolicyLossConfig,
-        batch: PackedBatch,
-        totals: StepTotals,
-        context_parallel_group: dist.ProcessGroup | None = None,
-        step_share: float = 1.0,
-    ) -> None:
-        for field, flags in required_inputs(config).items():
-            if field != "group_index" and getattr(batch, field) is None:
-                raise ValueError(
-                    f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
-                    f"Sample({field}=...) to every sample of the step"
-                )
-        refuse_other_distributions(config, batch)
-        refuse_without_teacher(config, batch)
-        self.config, self.batch, self._totals = config, batch, totals
-        self._group, self._step_share = context_parallel_group, step_share
-        counted = totals.counted_in(config.loss_weight_denominator)
-        self._policy_gradient = policy_gradient_reduction(config, batch, counted)
-        self._metric_columns = metric_columns(config, batch, totals)
-        if config.kl_loss_coef or config.entropy_coef:
-            self._sample_mean = aggregated(AGGREGATIONS["sample_mean"], batch, counted)
-
-    def terms(
-        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor], Scored]:
-        """The loss without its metrics: objective, corrections, aggregation, regularizers.
-
-        Args:
-            log_probs: [window] float32.
-            entropy: [window] float32, or None.
-            divergence: [window] float32 from the teacher, where one is distilled.
-
-        Returns:
-            The 0-d loss to be differentiated, the 0-d terms to be reported by name, and what the metrics are made of.
-        """
-        config, batch = self.config, self.batch
-        if config.distills:
-            is_empty = divergence is None and not batch.samples
-            batch = replace(batch, divergence=0.0 * log_probs if is_empty else divergence)
-        sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=self._group)
-        outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
-        scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
-        corrected = apply_corrections(scored)
-        inner_sum = self._policy_gradient.inner_sum(corrected.pg_loss)
-        pg_loss = inner_sum / self._policy_gradient.outer_count
-        reported = {"pg_loss": pg_loss}
-        loss = pg_loss if config.grad_divisor is None else inner_sum / config.grad_divisor
-        penalty: Tensor | float = 0.0
-        if config.kl_loss_coef:
-            reported["kl_loss"] = self._sample_mean(kl_penalty(config, batch, log_probs))
-            penalty = penalty + config.kl_loss_coef * reported["kl_loss"]
-        if config.entropy_coef and entropy is not None:
-            reported["entropy_loss"] = self._sample_mean(entropy)
-            penalty = penalty - config.entropy_coef * reported["entropy_loss"]
-        if config.distill_coef:
-            of_teacher = self._policy_gradient.inner_sum(given_divergence(batch))
-            reported["distill_loss"] = of_teacher / self._policy_gradient.outer_count
-            penalty = penalty + config.distill_coef * reported["distill_loss"]
-        reported["loss"] = pg_loss + penalty
-        loss = loss + penalty
-        if config.divide_gradient_twice:
-            loss = loss / self._policy_gradient.outer_count
-        return loss, reported, replace(scored, corrected=corrected)
-
-    def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
-    ) -> tuple[Tensor, MicroBatchMetrics]:
-        """The loss, to be differentiated, and its detached metrics; arguments as for `terms`.
-
-        Raises:
-            ValueError: the entropy is needed and None.
-        """
-        config = self.config
-        if entropy is None and config.needs_entropy:
-            raise ValueError(
-                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
-                "of the window's response tokens, in nats"
-            )
-        loss, reported, scored = self.terms(log_probs, entropy, divergence)
-        metrics = policy_metrics(scored, self._metric_columns, share=self._step_share)
-        metrics |= step_sums(reported, self._step_share)
-        metrics |= checksums(self._policy_gradient, self._step_share, loss.device)
-        metrics.batch, metrics.totals = self.batch, self._totals
-        return loss, metrics
 
 
 def policy_loss_function(
@@ -182,12 +80,13 @@ def policy_loss_function(
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     vocabulary: dict[str, Any] = {
         "tensor_parallel_group": tensor_parallel_group,
         "vocab_size": vocab_size,
     }
     if config.distills and batch.samples:
+        refuse_without_teacher(config, batch)
+        loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
         return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
     log_probs, entropy = log_probs_of_logits(
         config, batch, logits, with_entropy=config.needs_entropy, **vocabulary
@@ -196,7 +95,8 @@ def policy_loss_function(
         of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
             whole, _ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
-            loss.batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
+            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
 
 

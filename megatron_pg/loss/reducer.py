@@ -13,10 +13,8 @@ from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.identity import coefficient_of_rank
 from megatron_pg.step.sample import check_mask
 from megatron_pg.step.token_window import TokenWindow
-from megatron_pg.step.totals import StepTotals
 
 Reducer = Callable[[Tensor], Tensor]
 """A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
@@ -105,74 +103,6 @@ class WeightedSum:
         return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """An aggregate `inner_sum(x) / outer_count`: this rank's share of an aggregate over the whole step."""
-
-    inner_sum: Reducer
-    """The inner sum, x [window] -> 0-d, rank-local."""
-    outer_count: float
-    """The count of the step that the inner sum is divided by."""
-    used_and_expected: tuple[tuple[float, float], ...] | None = None
-    """Three sums of this micro-batch's weights on this rank, each with that of the whole step from the totals: plain, times
-    the coefficient of each token, and times that of the rank which counted the samples too. None where the weights are not
-    known (a custom reducer)."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The share x [window] -> 0-d. Summed over ranks and micro-batches it is the aggregate."""
-        return self.inner_sum(x) / self.outer_count
-
-
-def policy_gradient_reduction(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-) -> Reduction:
-    """The aggregation that the config names, over the samples of one micro-batch."""
-    if config.custom_pg_loss_reducer_function_path is not None:
-        return _custom_reduction(config, batch, totals)
-    mode = AGGREGATIONS[config.loss_aggregation]
-    return aggregated(mode, batch, totals, config.loss_aggregation_divisor)
-
-
-def aggregated(
-    mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float | None = None
-) -> Reduction:
-    """One aggregation over the samples of one micro-batch; made on the host, of masks and totals alone."""
-    masks = [sample.loss_mask for sample in batch.samples]
-    denominators = mode.denominators(totals, batch.samples)
-    weights = token_weights(batch.window, masks, mode, divisor, denominators)
-    if (loss_weights := loss_weights_of(batch)) is not None:
-        weights = weights * loss_weights
-    return Reduction(
-        inner_sum=WeightedSum(to_device(weights, batch.loss_mask.device)),
-        outer_count=mode.outer_count(totals),
-        used_and_expected=_weight_sums(mode, batch, totals, divisor or 1.0, weights),
-    )
-
-
-def _weight_sums(
-    mode: Aggregation, batch: PackedBatch, totals: StepTotals, divisor: float, weights: Tensor
-) -> tuple[tuple[float, float], ...]:
-    """See `Reduction.used_and_expected`; read while the weights [window] are on the host, so that nobody waits."""
-    plain = float(weights.sum()), mode.total_weight(totals, divisor)
-    if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
-        return plain, plain, plain
-    of_samples, of_ranks = (mode.inner_weight(counts, divisor) for counts in totals.by_identity)
-    used = float(torch.dot(weights, batch.coefficients))
-    on_rank = used * coefficient_of_rank(totals.data_parallel_rank)
-    return plain, (used, of_samples), (on_rank, of_ranks)
-
-
-def loss_weights_of(batch: PackedBatch) -> Tensor | None:
-    """The loss weights [window] float64 on the host, 1 for samples that have none; None where no sample has any."""
-    if all(sample.loss_weights is None for sample in batch.samples):
-        return None
-    parts = [
-        torch.ones(sample.response_length) if sample.loss_weights is None else sample.loss_weights
-        for sample in batch.samples
-    ]
-    return torch.cat(parts).double()[batch.window.response_indices]
-
-
 def token_weights(
     window: TokenWindow,
     loss_masks: Sequence[Tensor],
@@ -197,11 +127,13 @@ def token_weights(
     return mask[to_device(window.response_indices, device)] / divisors
 
 
-def _custom_reduction(
-    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
-) -> Reduction:
-    """A user's reducer; by the field's convention its inner sum is over rollouts, or tokens in per-token mode."""
-    window, per_token = batch.window, config.calculate_per_token_loss
+def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
+    """The user's reducer of one micro-batch, of `--custom-pg-loss-reducer-function-path`.
+
+    Raises:
+        ValueError: what the function returned is no function, or its sum is no number with a gradient.
+    """
+    window = batch.window
     path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
@@ -210,24 +142,20 @@ def _custom_reduction(
     loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
     place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
     named = {name: place[name] for name in named_keywords(function, tuple(place))}
-    reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
+    reducer = function(total_lengths, lengths, loss_masks, config.calculate_per_token_loss, **named)
     if not callable(reducer):
         raise ValueError(
             f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
         )
 
-    loss_weights = loss_weights_of(batch)
-    if loss_weights is not None:
-        loss_weights = to_device(loss_weights, batch.loss_mask.device)
-
     def inner_sum(x: Tensor) -> Tensor:
+        loss_weights = batch.loss_weights
         result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
         meaning = "the weighted sum of x over this rank's window"
         check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
         return result
 
-    outer_count = max(totals.num_active_tokens if per_token else totals.num_rollouts, 1)
-    return Reduction(inner_sum, outer_count)
+    return inner_sum
 
 
 def _checked_denominators(

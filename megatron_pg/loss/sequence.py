@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
-from megatron_pg.config.rows import TABLES
+from megatron_pg.config.rows import TABLES, read_off_rows
 from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
 from megatron_pg.loss.masking import given_log_probs, masked
 from megatron_pg.step.batch import PackedBatch
@@ -36,8 +36,15 @@ class SequenceReduction:
     @torch.no_grad()
     def sums(self, rows: Tensor) -> Tensor:
         """The sums [rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
+        return self.over_group(self.of_rank(rows))
+
+    def of_rank(self, rows: Tensor) -> Tensor:
+        """The sums [rows, window] -> [rows, samples] float64 over this rank's window alone."""
         totals = rows.new_zeros(rows.shape[0], self.num_samples, dtype=torch.float64)
-        totals.index_add_(1, self.window_segment_ids, rows.double())
+        return totals.index_add_(1, self.window_segment_ids, rows.double())
+
+    def over_group(self, totals: Tensor) -> Tensor:
+        """The sums of every rank's, in place: the all-reduce."""
         group = self.context_parallel_group
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(totals, group=group)
@@ -67,6 +74,14 @@ class SequenceLogRatios:
     sums: Mapping[str, Tensor]
     """The sums, [samples] float64 each, those of `Row.sequence_sums` that a row asks for."""
 
+    @classmethod
+    def of(
+        cls, config: PolicyLossConfig, reduction: SequenceReduction, sums: Tensor
+    ) -> SequenceLogRatios:
+        """The log-ratios of sums [1 + names, samples] float64, as `summands_of_sequences` lays them out."""
+        active, *made = sums
+        return cls(reduction, active, dict(zip(sums_over_sequences(config), made, strict=True)))
+
     def sum_of_tokens(self, name: str) -> Tensor:
         """The sum [window] float64 over the token's sample.
 
@@ -83,6 +98,13 @@ class SequenceLogRatios:
         """The mean [window] float64 over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
         active_tokens = self.reduction.to_tokens(self.active_tokens)
         return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
+
+
+@read_off_rows
+def sums_over_sequences(config: PolicyLossConfig) -> tuple[str, ...]:
+    """What the rows that are on need of whole sequences, by name; the config alone decides."""
+    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
+    return tuple(sorted({name for row in rows_on for name in row.sums_over_sequences()}))
 
 
 def sequence_log_ratios(
@@ -109,21 +131,25 @@ def sequence_log_ratios(
     Raises:
         ValueError: the batch lacks log-probs that a setting needs.
     """
-    rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    sums = {name for row in rows_on for name in row.sums_over_sequences()}
-    if not sums:
+    if not sums_over_sequences(config):
         return None
+    ids, num_samples = batch.window_segment_ids, batch.window.num_samples
+    reduction = SequenceReduction(ids, num_samples, context_parallel_group)
+    sums = reduction.sums(summands_of_sequences(config, batch, log_probs))
+    return SequenceLogRatios.of(config, reduction, sums)
+
+
+def summands_of_sequences(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
+    """What is added up over sequences, [1 + names, window] float64: the active tokens, then `sums_over_sequences`."""
     summands: dict[str, Callable[[PolicyLossConfig, PackedBatch, Tensor], Tensor]] = {
         "policy": _log_ratio,
         "clipped_policy": _clipped_log_ratio,
         "mismatch": lambda config, batch, log_probs: rollout_mismatch(batch),
     }
-    rows = {"active": batch.loss_mask.double()}
-    rows |= {name: summands[name](config, batch, log_probs) for name in sorted(sums)}
-    ids, num_samples = batch.window_segment_ids, batch.window.num_samples
-    reduction = SequenceReduction(ids, num_samples, context_parallel_group)
-    active, *made = reduction.sums(torch.stack(list(rows.values())))
-    return SequenceLogRatios(reduction, active, dict(zip(sorted(sums), made, strict=True)))
+    rows = [summands[name](config, batch, log_probs) for name in sums_over_sequences(config)]
+    return torch.stack([batch.loss_mask.double(), *rows])
 
 
 def _log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:

@@ -121,6 +121,7 @@ def _divergence_masked(
     reads_clip=lambda config: CLIP_SETTINGS,
     ratio="sequence",
     sequence_sums=("clipped_policy",),
+    is_sum_over_tokens=True,
 )
 def gmpo(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios

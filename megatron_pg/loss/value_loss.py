@@ -6,6 +6,7 @@ formula and its metrics.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,12 @@ from torch import Tensor
 
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, checksums
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.checksum import CHECKSUM, checksum_of
 from megatron_pg.loss.masking import masked
-from megatron_pg.loss.metrics import (
-    MicroBatchMetrics,
-    check_checksum,
-    metric_columns,
-    report_nan_tokens,
-    step_sums,
-)
-from megatron_pg.loss.reducer import policy_gradient_reduction
+from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
+from megatron_pg.loss.pairs import MetricTable
+from megatron_pg.loss.weights import MicroBatchWeights
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
@@ -86,44 +83,38 @@ class MicroBatchValueLoss:
             given.append(masked(of_window, batch.loss_mask))
         self._old_values, self._returns = given
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
-        self._share = step_share
-        counted = totals.counted_in(config.loss_weight_denominator)
-        self._reduction = policy_gradient_reduction(config, batch, counted)
-        self._columns = metric_columns(config, batch, totals)
+        self._weights = MicroBatchWeights.build(config, batch, totals, step_share)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
         values = masked(values, self.batch.loss_mask)
         old_values, returns = self._old_values.to(values.dtype), self._returns.to(values.dtype)
         of_tokens = value_loss(values, old_values, returns, self.critic.value_clip)
-        loss = self._reduction(of_tokens)
-        metrics = MicroBatchMetrics(step_sums({"value_loss": loss}, self._share))
-        metrics |= checksums(self._reduction, self._share, loss.device)
-        if self._columns is not None:
-            metrics |= self._metrics(of_tokens, values, self._columns[0])
+        loss = self._weights.loss(of_tokens)
+        table = value_metric_table(self.config)
+        of_metrics = self._of_metrics(of_tokens, values) if table.rows else None
+        parts = table.parts(self._weights, {"value_loss": loss}, of_metrics)
+        metrics = MicroBatchMetrics.of(table.names, table.pairs(self._weights, parts))
         metrics.batch, metrics.totals, metrics.is_nan = self.batch, self._totals, of_tokens.isnan()
         return loss, metrics
 
     @torch.no_grad()
-    def _metrics(self, of_tokens: Tensor, values: Tensor, columns: Tensor) -> dict[str, Tensor]:
-        """The pairs of `MEANS` and `SUMS`."""
+    def _of_metrics(self, of_tokens: Tensor, values: Tensor) -> Tensor:
+        """The values of `MEANS` and `SUMS`, [rows, window] float64."""
         is_clipped = of_tokens > 0.5 * (values - self._returns).square()
         values, returns = values.double(), self._returns.double()
         error = returns - values
         rows = [values, returns, is_clipped.double()]
         rows += [torch.ones_like(error), returns, returns.square(), error, error.square()]
-        sums = torch.stack(rows) @ columns
-        documents = columns[:, 0].sum()
-        means = {
-            name: torch.stack([x, documents]) for name, x in zip(MEANS, sums[:, 0], strict=False)
-        }
-        return means | step_sums(dict(zip(SUMS, sums[len(MEANS) :, 1], strict=True)), self._share)
+        return torch.stack(rows)
 
 
-def value_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """The (numerator, denominator) metrics of a critic's step, as they are packed."""
-    checked = CHECKSUMS if config.custom_pg_loss_reducer_function_path is None else ()
-    return ("value_loss", *checked, *((*MEANS, *SUMS) if config.pg_metrics != "none" else ()))
+@functools.lru_cache(maxsize=64)
+def value_metric_table(config: PolicyLossConfig) -> MetricTable:
+    """The (numerator, denominator) metrics of a critic's step."""
+    rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
+    rows = rows if config.pg_metrics != "none" else ()
+    return MetricTable(("value_loss",), rows, not AGGREGATIONS.is_replaced(config))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +137,7 @@ class ValueReport:
         device: torch.device | str,
     ) -> ValueReport:
         """The report of one rank; arguments as for `reduce_metrics`."""
-        names = value_metric_names(config)
+        names = value_metric_table(config).names
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         counted = micro_batches if contributes else ()
         for metrics in counted:
@@ -159,10 +150,8 @@ class ValueReport:
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
-        pairs = zip(
-            value_metric_names(self.config), (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True
-        )
-        found = dict(pairs)
+        names = value_metric_table(self.config).names
+        found = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if found["value_loss"] != found["value_loss"]:
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
         check_checksum(self.config, found, self.micro_batches)

@@ -20,16 +20,16 @@ from megatron_pg.head import (
     Ragged,
     TopKTeacher,
     WholeTeacher,
-    linear_log_probs_and_divergence,
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from megatron_pg.head.output_layer import largest_chunk
 from megatron_pg.loss.distillation import teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import (
-    MicroBatchLoss,
     check_vocabulary,
-    is_sum_over_tokens,
+    gradient_scope,
     leaves_out_zero_advantages,
 )
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
@@ -73,6 +73,7 @@ class OutputRows:
             kept = batch.kept_tokens.select(active)
             self.kept = kept if kept.values.numel() else None
         self._active = to_device(active, batch.tokens.device)
+        self._samples = batch.window.window_segment_ids[active]
 
     def __len__(self) -> int:
         return len(self._active)
@@ -111,6 +112,16 @@ class OutputRows:
         window = values.new_zeros(len(self._batch.window))
         return window.index_copy(0, self._active[rows], values)
 
+    def of_whole_samples(self, size: int) -> list[int]:
+        """How many rows [parts] in a row end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
+
+        The parts are of the same samples on every rank of the context-parallel group. Rows have to be in the window's order.
+        """
+        masks = [torch.zeros(0)] + [sample.loss_mask for sample in self._batch.samples]
+        borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)
+        ends: list[int] = torch.searchsorted(self._samples, torch.tensor(borders)).diff().tolist()
+        return ends
+
     def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
         """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
         hidden_states = whole_hidden(
@@ -132,15 +143,15 @@ class FusedHead:
     """The output end of the model for one micro-batch: `output_processor` and `loss`.
 
     Only rows that score an active token enter the output layer, and only those with a gradient the products of backward.
-    Where the loss is a sum over tokens, one pass computes it and its gradients (three matrix products), in backward: value
-    and metrics are NaN until then, unless gradients are off. Otherwise forward computes the log-probs, and backward
-    multiplies again unless `keep_logits` (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns
-    alone are multiplied, of rows that have a set.
+    Backward computes the loss, its metrics and all gradients in one pass over chunks of logits; value and metrics are NaN
+    until then, unless gradients are off. A chunk holds whole sequences where the loss looks at those, and all rows where a
+    function of the user's own may look at any: up to four times the usual chunk in three matrix products, above that in up
+    to four (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are multiplied, of rows
+    that have a set, and the values are there at once.
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
         groups, vocab_size, chunk_tokens: see `OutputRows`.
-        keep_logits: for losses that are no sum over tokens: hold the logits of all active tokens until backward.
         teacher_weight: see `PolicyStep`.
     """
 
@@ -150,12 +161,10 @@ class FusedHead:
         groups: ParallelGroups,
         *,
         vocab_size: int | None = None,
-        keep_logits: bool | None = None,
         chunk_tokens: int | None = None,
         teacher_weight: Tensor | None = None,
     ) -> None:
-        self._teacher_weight = teacher_weight
-        self._micro_batch_loss, self._keep_logits = micro_batch_loss, keep_logits
+        self._micro_batch_loss, self._teacher_weight = micro_batch_loss, teacher_weight
         self._rows = OutputRows(
             micro_batch_loss.config,
             micro_batch_loss.batch,
@@ -191,19 +200,13 @@ class FusedHead:
                 vocabulary.
         """
         factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
-        kept, config = self._rows.kept, self._micro_batch_loss.config
-        teacher = self._rows.teacher(config, len(factors[1]), self._teacher_weight)
-        if kept is None and is_sum_over_tokens(config):
-            return self._loss_in_one_pass(*factors, teacher)
-        if teacher is not None:
-            found = linear_log_probs_and_divergence(*factors, teacher, self._rows.options)
+        if (kept := self._rows.kept) is not None:
+            found = linear_log_probs_and_entropy(*factors, self._rows.options, kept=kept)
             loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, found))
             return loss[None]
-        outputs = linear_log_probs_and_entropy(
-            *factors, self._rows.options, keep_logits=self._keep_logits, kept=kept
-        )
-        loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, outputs))
-        return loss[None]
+        config = self._micro_batch_loss.config
+        teacher = self._rows.teacher(config, len(factors[1]), self._teacher_weight)
+        return self._loss_in_one_pass(*factors, teacher)
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
@@ -219,19 +222,21 @@ class FusedHead:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
-        coefficients, which is what a sum over tokens means.
+        coefficients, which is what a sum over tokens, or over whole sequences of a chunk, means. Sums over sequences are
+        all-reduced once for each piece, and ranks of the context-parallel group have equally many.
         """
         metrics = self._metrics = MicroBatchMetrics.awaited(
             self._micro_batch_loss.config, hidden.device
         )
-        everything = slice(0, len(self._rows))
+        sizes = self._piece_sizes(len(weight))
+        everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
         def token_loss(*given: Any) -> Tensor:
             *vectors, rows = given
             of_window = [self._rows.in_window(each, rows) for each in vectors]
             if rows != everything:
-                return self._micro_batch_loss.terms(*of_window)[0]
+                return self._micro_batch_loss.loss(*of_window)
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 
@@ -242,15 +247,15 @@ class FusedHead:
             token_loss,
             self._rows.options,
             gradient_rows=self._rows.gradient_rows,
+            piece_sizes=sizes,
             defer=True,
             teacher=teacher,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
-            if not whole:  # in several chunks, or of no token
-                of_window = map(self._rows.in_window, vectors)
-                whole.append(self._micro_batch_loss(*of_window))
+            if not whole:  # in several pieces, or in none
+                whole.append(self._micro_batch_loss(*map(self._rows.in_window, vectors)))
             loss, found = whole.pop()
             value.copy_(loss.detach())
             metrics.fill(found)
@@ -261,12 +266,24 @@ class FusedHead:
             total.grad_fn.register_hook(fill)
         return total[None]
 
+    def _piece_sizes(self, columns: int) -> list[int] | None:
+        """The rows whose gradients wait for one another, [pieces]; None where none waits."""
+        scope = gradient_scope(self._micro_batch_loss.config)
+        if scope == "token":
+            return None
+        if scope == "micro_batch":
+            return [len(self._rows)]
+        # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
+        return self._rows.of_whole_samples(
+            self._rows.options.chunk_tokens or largest_chunk(columns)
+        )
+
 
 def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
     """Which tokens of the window are scored, on the host: those with a gradient first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
-    wanted for the metrics alone.
+    wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.
 
     Returns:
         [active tokens] int64 into the window, and how many of them have a gradient.
@@ -275,7 +292,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     nothing = [torch.zeros(0)]
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
-    if leaves_out_zero_advantages(config):
+    if gradient_scope(config) == "token" and leaves_out_zero_advantages(config):
         advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
-from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_function
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
@@ -151,19 +152,12 @@ class PolicyStep:
             lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
         )
 
-    def fused_head(
-        self,
-        batch: PackedBatch,
-        *,
-        keep_logits: bool | None = None,
-        chunk_tokens: int | None = None,
-    ) -> FusedHead:
+    def fused_head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> FusedHead:
         """The fused head of one micro-batch; see `FusedHead` for the arguments."""
         return FusedHead(
             MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
             self.groups,
             vocab_size=self.vocab_size,
-            keep_logits=keep_logits,
             chunk_tokens=chunk_tokens,
             teacher_weight=self.teacher_weight,
         )

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
+from megatron_pg.step.identity import coefficient_of, coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
     **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
+    "loss_weights": torch.float32,
     "policy_version": torch.int64,
 }
 """The fields of a sample that have one value per response token, or one for all of them."""
@@ -56,6 +58,8 @@ class PackedBatch:
     """Log-probs [window] float32 under the reference policy, or None."""
     rollout_log_probs: Tensor | None
     """Log-probs [window] float32 that the rollout engine reported, or None."""
+    loss_weights: Tensor | None
+    """The loss weights [window] float32, 1 for samples that have none; None where no sample has any."""
     policy_version: Tensor | None
     """The version of the policy that generated each token, [window] int64, or None."""
     old_values: Tensor | None
@@ -67,8 +71,9 @@ class PackedBatch:
     largest_target: int
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
     coefficients: Tensor
-    """What each token of the window counts in the sums that tell samples apart (`Sample.token_coefficients`), [window]
-    float64; stays on the host."""
+    """What each token of the window counts in the sums that tell samples apart, by its sample's identity and its position in the
+    response, [window] float64."""
+
     kept_tokens: Ragged | None = None
     """The ids that each token was sampled from, [window] rows; empty where masked and where all were kept. Stays on the host.
     None where the samples carry none."""
@@ -93,20 +98,36 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
-        tensors: dict[str, Any] = {
-            field.name: to_device(value, device)
+        tensors = {
+            field.name: value
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
-            and field.name != "coefficients"
         }
-        window = dataclasses.replace(
-            self.window, cu_seqlens=to_device(self.window.cu_seqlens, device)
-        )
-        channels = {
+        cu_seqlens, *moved = _moved([self.window.cu_seqlens, *tensors.values()], device)
+        window = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
+        changes: dict[str, Any] = dict(zip(tensors, moved, strict=True))
+        changes["side_channels"] = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in self.side_channels.items()
         }
-        return dataclasses.replace(self, window=window, side_channels=channels, **tensors)
+        return dataclasses.replace(self, window=window, **changes)
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """The tensors on `device`; from the host to CUDA in one copy through pinned memory, each at a multiple of 16 bytes."""
+    if torch.device(device).type != "cuda" or any(each.device.type != "cpu" for each in tensors):
+        return [to_device(each, device) for each in tensors]
+    parts = []
+    for each in tensors:
+        of_bytes = each.contiguous().view(torch.uint8)
+        parts += [of_bytes, _PADDING[: -of_bytes.numel() % 16]]
+    sizes = [part.numel() for part in parts]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    pieces = torch.cat(parts, out=buffer).to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
+    return [piece.view(each.dtype) for piece, each in zip(pieces[::2], tensors, strict=True)]
+
+
+_PADDING = torch.zeros(15, dtype=torch.uint8)
 
 
 def pack(
@@ -146,7 +167,7 @@ def pack(
     beside = _beside_the_numbers(samples, window, loss_mask)
     targets = _gather_or_zero(tokens, window.target_indices)
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
-    row_mask[window.logit_rows] = loss_mask
+    row_mask.index_copy_(0, window.logit_rows, loss_mask)
     return PackedBatch(
         window=window,
         samples=tuple(samples),
@@ -160,9 +181,7 @@ def pack(
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_target=max([int(targets.max()), *beside.pop("largest_kept")]),
-        coefficients=torch.cat(
-            [torch.zeros(0, dtype=torch.float64), *(s.token_coefficients for s in samples)]
-        )[window.response_indices],
+        coefficients=coefficients_of_window(samples, window),
         **beside,
     )
 
@@ -193,11 +212,26 @@ def _beside_the_numbers(
     }
 
 
+def coefficients_of_window(samples: Sequence[Sample], window: TokenWindow) -> Tensor:
+    """See `PackedBatch.coefficients`: that of the sample times that of the token's position, which are taken together."""
+    of_samples = [coefficient_of(sample.identity) for sample in samples] or [0.0]
+    starts = torch.tensor([0, *window.response_lengths]).cumsum(0)
+    ids = window.window_segment_ids
+    positions = window.response_indices - starts[ids]
+    table = coefficients_of_positions(max(window.response_lengths, default=0))
+    return torch.tensor(of_samples, dtype=torch.float64)[ids] * table[positions]
+
+
 def _of_window(
     field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
 ) -> Tensor | None:
     """The values [window] of a field of `RESPONSE_FIELDS`, or None where no sample of the micro-batch has it."""
     responses = [getattr(sample, field) for sample in samples]
+    if field == "loss_weights" and any(weights is not None for weights in responses):
+        responses = [
+            torch.ones(s.response_length) if s.loss_weights is None else s.loss_weights
+            for s in samples
+        ]
     if _all_lack(field, responses, samples):
         return None
     lengths = window.response_lengths
@@ -205,7 +239,9 @@ def _of_window(
         torch.full((length,), value) if isinstance(value, int) else value
         for value, length in zip(responses, lengths, strict=True)
     ]
-    return torch.cat([torch.zeros(0, dtype=dtype), *responses])[window.response_indices]
+    whole = torch.cat([torch.zeros(0, dtype=dtype), *responses])
+    # Indices ascend: a window that has all of them has them in this order.
+    return whole if len(window) == len(whole) else whole[window.response_indices]
 
 
 def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -> bool:

@@ -166,15 +166,10 @@ class Sample:
         """A 64-bit hash of the prompt's tokens."""
         return hash_of(self.tokens[: self.prompt_length])
 
-    @property
-    def token_coefficients(self) -> Tensor:
-        """What each response token counts in the sums that tell samples apart, [response_length] float64, by the identity
-        and the position."""
-        return coefficient_of(self.identity) * coefficients_of_positions(self.response_length)
-
     @functools.cached_property
     def active_coefficients(self) -> float:
-        """The sum of `token_coefficients` over the active tokens, times their loss weights."""
+        """What the active tokens count in the sums that tell samples apart, times their loss weights: each by the identity and its
+        position."""
         of_positions = coefficients_of_positions(self.response_length)
         weights = self.loss_mask if self.loss_weights is None else self.loss_weights
         return coefficient_of(self.identity) * float(of_positions @ weights.double())

@@ -10,7 +10,7 @@ import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.loss.policy_loss import is_sum_over_tokens
+from megatron_pg.loss.policy_loss import gradient_scope
 from megatron_pg.megatron import ParallelGroups
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
@@ -36,7 +36,8 @@ RUNS = [
 # In float64: what float32 rounds away could hide a wrong coefficient of a small term.
 DENSE = ModelOptions(dtype=torch.float64)
 TIED = replace(DENSE, tied_embeddings=True)
-MODES = {"one pass": None, "recomputed": False, "kept": True}
+MODES = {"one pass": 5, "recomputed": 1, "kept": 1000}
+"""Rows of a chunk, by what the logits of all rows together are where the loss may look at any: more than four, or one."""
 CASES = {
     "CP2, per token": (Sharding(context=2), replace(DENSE, calculate_per_token_loss=True)),
     "TP2": (Sharding(tensor=2), DENSE),
@@ -56,9 +57,9 @@ LOSS_SCALE = 1024.0
 """A power of two, as loss scales are: dividing by it is exact."""
 
 
-def fused_head(mode: str, chunk_tokens: int = 5) -> Head:
+def fused_head(chunk_tokens: int = 5) -> Head:
     def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        fused = step.fused_head(batch, keep_logits=MODES[mode], chunk_tokens=chunk_tokens)
+        fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
             lambda output: step.scale.apply(*fused.loss(output), batch),
@@ -69,16 +70,14 @@ def fused_head(mode: str, chunk_tokens: int = 5) -> Head:
     return head
 
 
-def fused_step(
-    chunks: list, sharding: Sharding, run: Run, mode: str, *, chunk_tokens: int = 5
-) -> Outcome | None:
-    return train_step(chunks, sharding, run, head=fused_head(mode, chunk_tokens))
+def fused_step(chunks: list, sharding: Sharding, run: Run, chunk_tokens: int = 5) -> Outcome | None:
+    return train_step(chunks, sharding, run, head=fused_head(chunk_tokens))
 
 
 def pass_through(
-    chunks: list, sharding: Sharding, run: Run, mode: str, *, forward_only: bool = False
+    chunks: list, sharding: Sharding, run: Run, *, forward_only: bool = False
 ) -> list[Any]:
-    return run_schedule(chunks, sharding, run, fused_head(mode), forward_only=forward_only)[1]
+    return run_schedule(chunks, sharding, run, fused_head(), forward_only=forward_only)[1]
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
@@ -86,9 +85,9 @@ def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome 
         # The losses of this file are sums over tokens: have them treated as if they were not.
         from megatron_pg.megatron import fused_head
 
-        fused_head.is_sum_over_tokens = lambda config: False
+        fused_head.gradient_scope = lambda config: "micro_batch"
     chunks = build(sharding, options)
-    return [fused_step(chunks, sharding, run, mode) for run in RUNS]
+    return [fused_step(chunks, sharding, run, MODES[mode]) for run in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +114,75 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
         assert comparison.passed, f"{run}: {comparison}"
 
 
+SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
+PER_TOKEN = replace(DENSE, calculate_per_token_loss=True)
+SEQUENCE_CASES = {
+    "one rank": (Sharding(), PER_TOKEN, (1, 5, 1000)),
+    "CP2": (Sharding(context=2), DENSE, (1, 1000)),
+    "CP4, per token": (Sharding(context=4), PER_TOKEN, (5,)),
+    "TP2": (Sharding(tensor=2), DENSE, (1, 5)),
+}
+"""And the rows of a chunk: at 1 four rows at most are held, and of longer sequences the logits are made twice; at 1000 all
+sequences of a micro-batch are one chunk."""
+
+
+def sequence_runs() -> list[Run]:
+    from .test_objective_settings import SettingsRun
+
+    return [SettingsRun(name=name, cut="empty") for name in SEQUENCE_SETTINGS]
+
+
+def steps_on_sequences(
+    sharding: Sharding, options: ModelOptions, chunk_sizes: tuple[int, ...]
+) -> list[list[Outcome | None]]:
+    """By the fused head in chunks of each size; without any by the logits of the whole micro-batch."""
+    chunks, runs = build(sharding, options), sequence_runs()
+    if not chunk_sizes:
+        return [[train_step(chunks, sharding, run) for run in runs]]
+    return [[fused_step(chunks, sharding, run, size) for run in runs] for size in chunk_sizes]
+
+
+@pytest.fixture(scope="module")
+def on_sequences() -> list[Outcome]:
+    return run_ranks(steps_on_sequences, 1, Sharding(), DENSE, ())[0][0]
+
+
+@pytest.mark.parametrize("case", SEQUENCE_CASES)
+def test_losses_of_whole_sequences(case: str, on_sequences: list[Outcome]) -> None:
+    sharding, options, chunk_sizes = SEQUENCE_CASES[case]
+    found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
+    for outcomes in found:
+        for name, outcome, expected in zip(SEQUENCE_SETTINGS, outcomes, on_sequences, strict=True):
+            comparison = compare(outcome, expected, gradient_tolerance(options))
+            assert comparison.passed, f"{name}: {comparison}"
+
+
+def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome | None]]:
+    """Mutant: every part of a micro-batch leaves its last row to the next one."""
+    from megatron_pg.megatron.fused_head import OutputRows
+
+    right = OutputRows.of_whole_samples
+
+    def shifted(rows: OutputRows, size: int) -> list[int]:
+        sizes = right(rows, size)
+        for part in range(len(sizes) - 1):
+            sizes[part + 1] += int(sizes[part] > 0)
+            sizes[part] -= int(sizes[part] > 0)
+        return sizes
+
+    OutputRows.of_whole_samples = shifted
+    return steps_on_sequences(sharding, DENSE, (5,))
+
+
+def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -> None:
+    (found,) = run_ranks(steps_with_borders_inside_sequences, 2, Sharding(context=2))[0]
+    for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
+        of_data_alone = name == "tis_sequence"
+        comparison = compare(outcome, expected, gradient_tolerance(DENSE))
+        assert comparison.passed == of_data_alone, f"{name}: {comparison}"
+        assert of_data_alone or comparison.gradient_error > 1e-3
+
+
 def private_buffers() -> list[bool]:
     """Whether each weight gradient from here on waits in a buffer of its own; filled as they are made."""
     from megatron_pg.head import from_hidden
@@ -139,7 +207,7 @@ def scaled_steps(
     chunks[0].config.grad_scale_func = lambda loss: torch.tensor([LOSS_SCALE]) * loss
     outcomes = []
     for run in RUNS:
-        outcome = fused_step(chunks, sharding, run, "one pass", chunk_tokens=chunk_tokens)
+        outcome = fused_step(chunks, sharding, run, chunk_tokens)
         if outcome is not None:
             gradients = {name: each / LOSS_SCALE for name, each in outcome.gradients.items()}
             outcome = replace(outcome, gradients=gradients)
@@ -190,7 +258,7 @@ def steps_with_a_frozen_weight(
         for name, parameter in chunk.named_parameters():
             if (frozen == "output layer") == ("output_layer" in name):
                 parameter.requires_grad_(False)
-    return [fused_step(chunks, sharding, run, "one pass") for run in RUNS]
+    return [fused_step(chunks, sharding, run) for run in RUNS]
 
 
 @pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
@@ -217,13 +285,13 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
     chunks = build(sharding, options)
     outcomes = []
     for run in RUNS:
-        outcomes.append(fused_step(chunks, sharding, run, "one pass"))
+        outcomes.append(fused_step(chunks, sharding, run))
         before = main_grads(chunks)
         for mode in ("no_grad", "eval", "train"):
             for chunk in chunks:
                 chunk.train(mode == "train")
             with torch.set_grad_enabled(mode != "no_grad"):
-                metrics = pass_through(chunks, sharding, run, "one pass", forward_only=True)
+                metrics = pass_through(chunks, sharding, run, forward_only=True)
             after = main_grads(chunks)
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), mode
             # With gradients on, values wait for a backward that never comes, and that shows.
@@ -232,7 +300,7 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
                 assert missing.all() if mode != "no_grad" else not missing.any()
             if ParallelGroups.from_model(chunks).is_last_pipeline_stage:
                 assert all("loss" in each for each in metrics)
-    outcomes.append(fused_step(chunks, sharding, RUNS[-1], "one pass"))
+    outcomes.append(fused_step(chunks, sharding, RUNS[-1]))
     return outcomes
 
 
@@ -305,24 +373,25 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ({}, True),
-        ({"policy_loss": "cispo"}, True),
-        ({"entropy_coef": 0.1}, True),
-        ({"use_tis": True}, True),
-        *(({"policy_loss": name}, True) for name in ("sapo", "dppo_tv", "dppo_kl")),
-        ({"ratio_anchor": "rollout"}, True),
-        ({"policy_loss": "gspo"}, False),
-        ({"policy_loss": "gmpo"}, False),
-        ({"use_opsm": True}, False),
-        ({"use_geometric_rejection": True}, False),
-        ({"use_tis": True, "tis_level": "sequence"}, False),
-        ({"custom_policy_loss_path": "module.loss"}, False),
-        ({"use_tis": True, "custom_tis_function_path": "module.weights"}, False),
-        ({"custom_pg_loss_reducer_function_path": "module.reducer"}, False),
+        ({}, "token"),
+        ({"policy_loss": "cispo"}, "token"),
+        ({"entropy_coef": 0.1}, "token"),
+        ({"use_tis": True}, "token"),
+        *(({"policy_loss": name}, "token") for name in ("sapo", "dppo_tv", "dppo_kl")),
+        ({"ratio_anchor": "rollout"}, "token"),
+        ({"policy_loss": "gspo"}, "sequence"),
+        ({"policy_loss": "gmpo"}, "sequence"),
+        ({"use_opsm": True}, "sequence"),
+        ({"use_geometric_rejection": True}, "sequence"),
+        ({"use_tis": True, "tis_level": "sequence"}, "sequence"),
+        ({"custom_policy_loss_path": "module.loss"}, "micro_batch"),
+        ({"use_opsm": True, "custom_policy_loss_path": "module.loss"}, "micro_batch"),
+        ({"use_tis": True, "custom_tis_function_path": "module.weights"}, "micro_batch"),
+        ({"custom_pg_loss_reducer_function_path": "module.reducer"}, "micro_batch"),
     ],
 )
-def test_which_losses_are_sums_over_tokens(setting: dict[str, Any], expected: bool) -> None:
-    assert is_sum_over_tokens(PolicyLossConfig(**setting)) == expected
+def test_what_a_gradient_waits_for(setting: dict[str, Any], expected: str) -> None:
+    assert gradient_scope(PolicyLossConfig(**setting)) == expected
 
 
 def test_tokens_without_advantage_come_last() -> None:
@@ -340,6 +409,10 @@ def test_tokens_without_advantage_come_last() -> None:
     rows, count = active_rows(PolicyLossConfig(), batch)
     assert (rows.tolist(), count) == ([2, 3, 0, 4], 2)
     for setting in ({"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}):
+        rows, count = active_rows(PolicyLossConfig(**setting), batch)
+        assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
+    # A token without gradient may still have a part in its sequence's.
+    for setting in ({"use_opsm": True}, {"use_tis": True, "tis_level": "geometric"}):
         rows, count = active_rows(PolicyLossConfig(**setting), batch)
         assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
     rows, count = active_rows(PolicyLossConfig(), pack([]))

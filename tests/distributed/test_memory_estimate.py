@@ -95,6 +95,11 @@ def test_float32_logits_of_the_plain_layer_are_no_copy() -> None:
     assert plain.fused_head < wide.fused_head < wide.logits
 
 
+def test_losses_of_whole_sequences_may_hold_four_chunks() -> None:
+    by_token, by_sequence = (estimate((1, 1, 32768), *flags) for flags in ([], ["--use-opsm"]))
+    assert by_sequence.fused_head - by_token.fused_head == 3 * 1.25 * GIB
+
+
 def test_without_sequence_parallelism_ranks_hold_more() -> None:
     case = (2, 1, 32768)
     split, whole = (estimate(case).activations, estimate(case, sequence_parallel=False).activations)

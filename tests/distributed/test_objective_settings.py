@@ -193,7 +193,7 @@ def outcomes() -> dict[str, tuple[tuple[Outcome, Outcome], tuple[Outcome, Outcom
 def one_pass() -> Head:
     from .test_fused_output import fused_head
 
-    return fused_head("one pass")
+    return fused_head()
 
 
 @pytest.fixture(scope="module")

@@ -142,15 +142,24 @@ class Problem:
         return [each.detach() for each in found], [each.grad for each in factors]
 
     def one_pass(
-        self, rank: int = 0, size: int = 1, **changes: object
+        self, rank: int = 0, size: int = 1, piece_sizes: list[int] | None = None, **changes: object
     ) -> tuple[list[Tensor], list[Tensor]]:
         factors = self.factors(rank, size)
-        options = self.options(size, chunk_tokens=4, **changes)
         loss, *found = linear_token_loss(
-            *factors, self.targets, self.loss, options, defer=True, teacher=self.teacher(rank, size)
+            *factors,
+            self.targets,
+            self.loss,
+            self.options(size, **{"chunk_tokens": 4, **changes}),
+            piece_sizes=piece_sizes,
+            defer=True,
+            teacher=self.teacher(rank, size),
         )
         loss.backward()
         return found, [each.grad for each in factors]
+
+    def in_pieces(self, rank: int = 0, size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+        """Of no row, of one chunk, and of seven chunks of a row that are multiplied again."""
+        return self.one_pass(rank, size, [0, 2, 7], chunk_tokens=1)
 
 
 def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
@@ -162,6 +171,7 @@ WAYS = {
     "logits": Problem.from_logits,
     "downstream": Problem.downstream,
     "one pass": Problem.one_pass,
+    "in pieces": Problem.in_pieces,
 }
 Way = Callable[..., tuple[list[Tensor], list[Tensor]]]
 

@@ -15,7 +15,7 @@ from megatron_pg import (
     policy_loss_function,
     step_totals,
 )
-from megatron_pg.loss.policy_loss import is_sum_over_tokens, leaves_out_zero_advantages
+from megatron_pg.loss.policy_loss import gradient_scope, leaves_out_zero_advantages
 
 DISTILL = {"policy_loss": "distill", "distill_teacher": "top_k"}
 
@@ -84,7 +84,7 @@ def test_the_loss_is_the_divergence_and_the_term_its_multiple() -> None:
 
 
 def test_what_follows_from_the_settings() -> None:
-    assert is_sum_over_tokens(PolicyLossConfig(**DISTILL))
+    assert gradient_scope(PolicyLossConfig(**DISTILL)) == "token"
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
-    assert is_sum_over_tokens(term) and not leaves_out_zero_advantages(term)
+    assert gradient_scope(term) == "token" and not leaves_out_zero_advantages(term)
     assert leaves_out_zero_advantages(PolicyLossConfig())

@@ -284,6 +284,73 @@ def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int, defer
     )
 
 
+SEQUENCES = (3, 0, 5, 0, 1, 2)
+
+
+def loss_of_sequences(problem: Problem) -> Callable[[Tensor, Tensor, slice], Tensor]:
+    """A function of whole sequences, those of `SEQUENCES`, and of none of their tokens alone."""
+    ids = torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES))
+
+    def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        ratios = log_probs - problem.old_log_probs[rows].to(log_probs)
+        total = torch.zeros(0).to(log_probs).sum()
+        for place, length in enumerate(SEQUENCES):
+            here = ids[rows] == place
+            if here.any():
+                mean, spread = ratios[here].sum() / length, entropy[here].sum()
+                total = total - problem.advantages[place].to(mean) * mean.exp() - 0.1 * spread**2
+        return total
+
+    return token_loss
+
+
+def of_sequences() -> tuple[Problem, Tensor]:
+    """The loss of whole sequences, with its gradients in float64 from all rows together."""
+    problem = Problem(torch.float64, scale=6.0)
+    problem.token_loss = loss_of_sequences(problem)  # type: ignore[method-assign]
+    problem._differentiate(6.0)
+    return problem, torch.tensor(6.0)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("piece_sizes", [SEQUENCES, (3, 5, 1, 2), (0, 8, 3), (3, 8, 0), (11,)])
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 2, 4])
+def test_pieces_of_whole_sequences(
+    chunk_tokens: int | None, piece_sizes: tuple[int, ...], defer: bool
+) -> None:
+    """Held in one chunk, or of up to eight chunks whose logits are made twice."""
+    problem, scale = of_sequences()
+    hidden, weight = problem.leaves()
+    settings = options(chunk_tokens=chunk_tokens)
+    loss, log_probs, entropy = linear_token_loss(
+        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes, defer=defer
+    )  # fmt: skip
+    loss.backward(scale)
+    found = (loss.detach(), log_probs, entropy, hidden.grad, weight.grad)
+    wanted = (problem.loss, problem.log_probs, problem.entropy)
+    wanted += (problem.hidden_gradient, problem.weight_gradient)
+    for each, expected in zip(found, wanted, strict=True):
+        close(each, expected, 1e-6 if expected is problem.loss else 1e-13)
+
+
+@pytest.mark.parametrize("piece_sizes", [None, (2, 6, 3), (4, 7)])
+def test_a_piece_that_ends_inside_a_sequence_would_be_seen(
+    piece_sizes: tuple[int, ...] | None,
+) -> None:
+    problem, scale = of_sequences()
+    hidden, weight = problem.leaves()
+    settings = options(chunk_tokens=4)
+    loss, _, _ = linear_token_loss(
+        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes
+    )
+    loss.backward(scale)
+    for found, wanted in (
+        (hidden.grad, problem.hidden_gradient),
+        (weight.grad, problem.weight_gradient),
+    ):
+        assert (found - wanted).abs().amax() > 1e-3 * wanted.abs().amax()
+
+
 def test_float64_with_a_loss_scale_of_float32() -> None:
     """As Megatron's is, whatever the model computes in."""
     problem = Problem(torch.float64, scale=6.0)
@@ -439,6 +506,7 @@ def test_without_a_backward_to_come_the_value_is_there_at_once(without: str) -> 
         ({"options": HeadOptions(chunk_tokens=0)}, ValueError, "chunk_tokens"),
         ({"options": HeadOptions(temperature=0.0)}, ValueError, "temperature"),
         ({"gradient_rows": 4}, ValueError, "gradient_rows"),
+        ({"piece_sizes": [1, 1]}, ValueError, "piece_sizes add up to 2 and there are 3 tokens"),
         (
             {"hidden": torch.zeros(3, 4).half(), "weight": torch.zeros(8, 4).half()},
             NotImplementedError,

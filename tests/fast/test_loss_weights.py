@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, plan_step, policy_loss_from_log_probs, step_totals
 from megatron_pg.cli import main as cli
-from megatron_pg.loss import reducer
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.reducer import WeightedSum
-from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step import batch as packing
+from megatron_pg.step.batch import pack
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,
@@ -139,15 +140,15 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
         return summed_loss(rank_losses(config, step, logits, cut))
 
     assert difference(loss_of(cut), expected) < 1e-12
-    right = reducer.loss_weights_of
+    right = packing._of_window
 
-    def of_another_window(batch: PackedBatch) -> Tensor | None:
-        weights = right(batch)
-        return None if weights is None else weights.flip(0)
+    def of_another_window(field: str, *given: Any) -> Tensor | None:
+        values = right(field, *given)
+        return values.flip(0) if field == "loss_weights" and values is not None else values
 
-    monkeypatch.setattr(reducer, "loss_weights_of", of_another_window)
+    monkeypatch.setattr(packing, "_of_window", of_another_window)
     assert difference(loss_of(cut), expected) > 1e-4
-    monkeypatch.setattr(reducer, "loss_weights_of", right)
+    monkeypatch.setattr(packing, "_of_window", right)
     samples = package_samples(step)
     of_mask = dataclasses.replace(step_totals(samples), by_loss_weight=None)
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)

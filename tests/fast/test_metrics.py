@@ -18,11 +18,11 @@ from megatron_pg.loss.corrections import Scored, accepted_samples
 from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
-    metric_columns,
+    TokenMetrics,
     metric_names,
-    policy_metrics,
+    metric_table,
     reduce_metrics,
-    step_sums,
+    token_metrics,
 )
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
@@ -399,15 +399,22 @@ def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
     maxima, is_nan = metrics.maxima, metrics.is_nan
-    metrics.update(step_sums({"more": torch.ones(())}, 0.5))
+    metrics.update({"more": torch.tensor([1.0, 0.5], dtype=torch.float64)})
     assert metrics.maxima is maxima is not None
     assert metrics.is_nan is is_nan is not None
     assert metrics["more"].tolist() == [1.0, 0.5]
 
 
 def test_shares_of_a_step_add_up_in_float64() -> None:
-    (pair,) = step_sums({"loss": torch.ones((), dtype=torch.float32)}, 1 / 3).values()
-    assert pair.dtype == torch.float64 and pair.tolist() == [1.0, 1 / 3]
+    batch = package_batch(random_sequences(11))
+    totals, config = step_totals(batch.samples), PolicyLossConfig(pg_metrics="none")
+    log_probs = torch.zeros(len(batch.window))
+    assert log_probs.dtype == torch.float32
+    loss, metrics = policy_loss_from_log_probs(
+        config, batch, log_probs, None, totals=totals, step_share=1 / 3
+    )
+    assert metrics["loss"].dtype == torch.float64
+    assert metrics["loss"].tolist() == [loss.item(), 1 / 3]
 
 
 def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
@@ -470,11 +477,11 @@ def test_none_costs_nothing() -> None:
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
     outcome = OBJECTIVES["ppo"](config, batch, log_probs)
-    scored, totals = Scored(config, batch, log_probs, outcome), step_totals(batch.samples)
+    scored = Scored(config, batch, log_probs, outcome)
     with CountDispatches() as counter:
-        metrics = policy_metrics(scored, metric_columns(config, batch, totals))
-    assert counter.count == 0
-    assert metrics == {} and metrics.maxima is None and metrics.is_nan is None
+        metrics = token_metrics(scored)
+    assert counter.count == 0 and metrics == TokenMetrics(None, None, None)
+    assert not metric_table(config, frozenset()).rows
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)

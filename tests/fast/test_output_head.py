@@ -145,13 +145,18 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
-def test_metrics_are_filled_in_by_backward(chunk_tokens: int | None, pg_metrics: str) -> None:
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
+def test_metrics_are_filled_in_by_backward(
+    chunk_tokens: int | None, pg_metrics: str, policy_loss: str
+) -> None:
     """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there at once."""
     samples = [
         Sample([1, 2, 3, 4], 3, [1, 0, 1], [1.0, 2.0, -1.0], old_log_probs=[-1.0, -2.0, -3.0]),
         Sample([5, 6, 7], 2, [1, 1], [0.5, 0.0], old_log_probs=[-2.0, -2.0]),
     ]
-    config = PolicyLossConfig(pg_metrics=pg_metrics, check_aggregation=True)
+    config = PolicyLossConfig(
+        policy_loss=policy_loss, pg_metrics=pg_metrics, check_aggregation=True
+    )
     batch, totals = pack(samples), step_totals(samples)
     groups = SimpleNamespace(
         tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
@@ -193,6 +198,11 @@ def test_metrics_are_filled_in_by_backward(chunk_tokens: int | None, pg_metrics:
     check(loss, metrics, metrics)
 
 
+def of_all_tokens(config: object, batch: object, log_probs: torch.Tensor) -> torch.Tensor:
+    """A loss of a user's in which every token's gradient depends on every other's log-prob."""
+    return log_probs * log_probs.sum()
+
+
 NEAR = {"tis_clip_low": 0.9, "tis_clip": 1.2}
 FUSED: dict[str, dict[str, Any]] = {
     "loss_weights": {"kl_loss_coef": 0.1, "entropy_coef": 0.05},
@@ -208,10 +218,11 @@ FUSED: dict[str, dict[str, Any]] = {
     "tis_geometric": {"use_tis": True, "tis_level": "geometric", **NEAR},
     "mask_sequence": {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", **NEAR},
     "sequence_rejection": {"use_sequence_rejection": True, "sequence_rejection_low": 0.9},
+    "of_all_tokens": {"custom_policy_loss_path": f"{__name__}.of_all_tokens"},
 }
 
 
-@pytest.mark.parametrize("chunk_tokens", [2, None])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, None])
 @pytest.mark.parametrize("name", FUSED)
 def test_settings_through_the_fused_head_equal_plain_logits(
     name: str, chunk_tokens: int | None

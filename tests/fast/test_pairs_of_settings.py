@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss import policy_loss
+from megatron_pg.loss import micro_batch
 from megatron_pg.loss.corrections import CORRECTIONS, Corrected, Scored, accepted_samples
 from megatron_pg.loss.metrics import reduce_metrics
-from megatron_pg.loss.policy_loss import MicroBatchLoss, policy_loss_from_log_probs
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle as step_oracle
@@ -389,7 +390,7 @@ def divisor_of_all_terms(self: MicroBatchLoss, *given: Any) -> Any:
     """`grad_divisor` divides the KL and entropy terms too."""
     loss, reported, scored = terms_of(self, *given)
     if self.config.grad_divisor is not None:
-        count = self._policy_gradient.outer_count
+        count = float(self._weights.scalars[0])
         loss = reported["loss"] * count / self.config.grad_divisor
     return loss, reported, scored
 
@@ -402,10 +403,10 @@ def divisor_of_none(self: MicroBatchLoss, *given: Any) -> Any:
     return loss, reported, scored
 
 
-corrections_of, terms_of = policy_loss.apply_corrections, MicroBatchLoss.terms
+corrections_of, terms_of = micro_batch.apply_corrections, MicroBatchLoss.terms
 MUTANTS: dict[Callable[..., Any], tuple[Any, str]] = {
-    last_rejection_decides: (policy_loss, "apply_corrections"),
-    rejection_forgets_weights: (policy_loss, "apply_corrections"),
+    last_rejection_decides: (micro_batch, "apply_corrections"),
+    rejection_forgets_weights: (micro_batch, "apply_corrections"),
     divisor_of_all_terms: (MicroBatchLoss, "terms"),
     divisor_of_none: (MicroBatchLoss, "terms"),
 }

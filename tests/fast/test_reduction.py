@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer, policy_gradient_reduction
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
+from megatron_pg.loss.weights import MicroBatchWeights
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle
@@ -56,8 +57,8 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
         flat = torch.cat([losses[index] for index in members])
         for cp_rank in range(cp_size):
             batch = pack([samples[index] for index in members], cp_rank=cp_rank, cp_size=cp_size)
-            reduction = policy_gradient_reduction(custom_config(per_token), batch, totals)
-            found = found + reduction(flat[batch.window.response_indices])
+            weights = MicroBatchWeights.build(custom_config(per_token), batch, totals, 1.0)
+            found = found + weights.loss(flat[batch.window.response_indices])
 
     everything = range(len(step))
     rollouts = oracle.rollouts(step)
@@ -85,11 +86,11 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    reduction = policy_gradient_reduction(config, batch, step_totals(samples))
+    weights = MicroBatchWeights.build(config, batch, step_totals(samples), 1.0)
     x = torch.ones(len(batch.window))
-    assert float(reduction.inner_sum(x)) == len(x)
+    assert float(weights.inner_sum(x)) == len(x)
     with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
-        reduction.inner_sum(x.requires_grad_())
+        weights.inner_sum(x.requires_grad_())
 
 
 CONFIGS = {
@@ -108,8 +109,8 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    reduction = policy_gradient_reduction(CONFIGS[name], pack([]), step_totals([]))
-    assert reduction.outer_count == 1
-    objective = reduction(losses)
+    weights = MicroBatchWeights.build(CONFIGS[name], pack([]), step_totals([]), 1.0)
+    assert weights.scalars[0] == 1
+    objective = weights.loss(losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None

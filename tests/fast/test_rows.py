@@ -21,7 +21,7 @@ from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction, Scored
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, ObjectiveOutput
-from megatron_pg.loss.policy_loss import is_sum_over_tokens, leaves_out_zero_advantages
+from megatron_pg.loss.policy_loss import gradient_scope, leaves_out_zero_advantages
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 
 
@@ -95,8 +95,8 @@ def everything_follows() -> None:
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted
     assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
-    assert not is_sum_over_tokens(config)
-    assert is_sum_over_tokens(PolicyLossConfig())
+    assert gradient_scope(config) == "micro_batch"
+    assert gradient_scope(PolicyLossConfig()) == "token"
     assert leaves_out_zero_advantages(config)
 
     names = {"ratio_new_old", "clipped_ratio_fraction", "mismatch_sum", "rejected_fraction"}

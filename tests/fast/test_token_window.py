@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -73,6 +75,40 @@ def check_window(
         assert ids(window.response_indices) == [row.response for _, row in scored]
         assert ids(window.window_segment_ids) == [row.segment for _, row in scored]
         assert len(window) == len(scored)
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 1000])
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_parts_of_whole_samples_fit_every_rank(name: str, cp_size: int, size: int) -> None:
+    """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
+    totals, responses = MICRO_BATCHES[name]
+    rng = random.Random(size)
+    mask = [[rng.random() < 0.7 for _ in range(length)] for length in responses]
+    flat = [value for each in mask for value in each]
+    layout = token_layout(totals, responses, cp_size, 1)
+    active = [
+        [
+            sum(row.segment == sample and row.response is not None and flat[row.response] for row in rows)
+            for sample in range(len(totals))
+        ]
+        for rows in layout
+    ]  # fmt: skip
+    windows = [
+        TokenWindow.build(totals, responses, cp_rank=rank, cp_size=cp_size)
+        for rank in range(cp_size)
+    ]
+    found = [each.sample_borders(torch.tensor(flat, dtype=torch.bool), size) for each in windows]
+    borders = found[0]
+    assert all(each == borders for each in found), "ranks would wait for one another"
+    assert borders[0] == 0 and borders[-1] == len(totals) and borders == sorted(set(borders))
+    bounds = [
+        min(sum(of_sample), 2 * -(-total // (2 * cp_size)) if cp_size > 1 else total)
+        for of_sample, total in zip(mask, totals, strict=True)
+    ]
+    for begin, end in itertools.pairwise(borders):
+        assert end == begin + 1 or all(sum(rank[begin:end]) <= size for rank in active)
+        assert end == len(totals) or sum(bounds[begin : end + 1]) > size
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)

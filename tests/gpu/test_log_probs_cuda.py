@@ -142,6 +142,9 @@ def test_gradient_takes_the_place_of_the_logits_and_reuse_is_refused() -> None:
         other.sum().backward()
 
 
+MODES = ("known", "deferred", "kept", "recomputed", "pieces", "long pieces")
+
+
 def head_inputs() -> tuple[Tensor, Tensor, Tensor, Callable[..., Tensor]]:
     torch.manual_seed(1)
     weight = (torch.randn((4001, 256), device="cuda") / 16).bfloat16()
@@ -161,10 +164,12 @@ def run_head(mode: str, scale: Tensor, **options: object) -> tuple[Tensor, Tenso
     hidden.requires_grad_()
     weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight).float(), False
-    settings = HeadOptions(chunk_tokens=256, **options)
-    if mode in ("known", "deferred"):
-        defer = mode == "deferred"
-        loss, _, _ = linear_token_loss(hidden, weight, targets, token_loss, settings, defer=defer)
+    settings = HeadOptions(chunk_tokens=64 if mode == "long pieces" else 256, **options)
+    if mode in ("known", "deferred", "pieces", "long pieces"):
+        sizes = [0, 300, 0, 400] if "pieces" in mode else None
+        loss, _, _ = linear_token_loss(
+            hidden, weight, targets, token_loss, settings, piece_sizes=sizes, defer=mode != "known"
+        )
     else:
         outputs = linear_log_probs_and_entropy(
             hidden, weight, targets, settings, keep_logits=mode == "kept"
@@ -174,7 +179,7 @@ def run_head(mode: str, scale: Tensor, **options: object) -> tuple[Tensor, Tenso
     return loss.detach(), hidden.grad, weight.main_grad
 
 
-@pytest.mark.parametrize("mode", ["known", "deferred", "kept", "recomputed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fp32_logits", [False, True])
 def test_fused_head(mode: str, fp32_logits: bool) -> None:
     scale = torch.tensor(3.3, device="cuda")
@@ -198,7 +203,7 @@ def test_fused_head(mode: str, fp32_logits: bool) -> None:
         assert error <= bound, error
 
 
-@pytest.mark.parametrize("mode", ["known", "deferred", "kept", "recomputed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_fused_head_does_not_synchronise(mode: str) -> None:
     scale = torch.tensor(3.3, device="cuda")
     run_head(mode, scale)  # compiles the kernels

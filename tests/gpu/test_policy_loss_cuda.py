@@ -1,4 +1,4 @@
-"""The policy loss on a GPU: the CPU's numbers, and no wait for the device before the step's end."""
+"""The policy loss on a GPU, compiled: the CPU's numbers, and no wait for the device before the step's end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss import compiled
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.totals import step_totals
@@ -65,11 +66,13 @@ def loss_of(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_equal_to_the_cpu_without_a_wait(name: str) -> None:
+def test_equal_to_the_cpu_without_a_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_programs", {})
     config = PolicyLossConfig(**SETTINGS[name])
     expected_loss, expected_gradient, expected_metrics = loss_of(config, "cpu")
     loss_of(config, "cuda")  # libraries that initialise themselves may wait once
     loss, gradient, metrics = loss_of(config, "cuda", forbid_waiting=True)
+    assert compiled._programs and None not in compiled._programs.values()
     torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(gradient.cpu(), expected_gradient, rtol=1e-5, atol=1e-7)
     found = reduce_metrics(config, [metrics], contributes=True, device="cuda")

@@ -41,8 +41,6 @@ def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["aggregation_checksum"] == pytest.approx(1, abs=1e-6)
-        # What the sampler saw and what is trained are one model in float32.
-        assert step["max_rollout_abs_difference"] < 1e-3
     assert any(step["reward"] > 0 and step["grad_norm"] > 0 for step in steps)
     assert [found["step"] for found in lines(run / "held_out.jsonl")] == [0, 2]
     trained = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")

@@ -1,0 +1,295 @@
+"""The loss of one micro-batch on one rank, as a function of its log-probs and entropy."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.config.fields import fields_of
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import read_off_rows
+from megatron_pg.loss import compiled
+from megatron_pg.loss.corrections import Scored, apply_corrections
+from megatron_pg.loss.distillation import given_divergence, refuse_without_teacher
+from megatron_pg.loss.divergence import kl_penalty
+from megatron_pg.loss.kept_set import refuse_other_distributions
+from megatron_pg.loss.metric_table import given
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_table, token_metrics
+from megatron_pg.loss.objectives import get_objective
+from megatron_pg.loss.sequence import (
+    SequenceLogRatios,
+    SequenceReduction,
+    sequence_log_ratios,
+    summands_of_sequences,
+    sums_over_sequences,
+)
+from megatron_pg.loss.weights import MicroBatchWeights
+from megatron_pg.step.batch import RESPONSE_FIELDS, PackedBatch
+from megatron_pg.step.totals import StepTotals
+
+logger = logging.getLogger("megatron_pg")
+
+SET_FIELDS = ("kept_set_size", "kept_set_mass")
+TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients")
+"""The fields of a packed micro-batch that the loss is a function of."""
+CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
+
+
+class MicroBatchLoss:
+    """The loss of one micro-batch on one rank, as a function of its log-probs and entropy.
+
+    Built on the host before the model has run: the weight of every token is fixed here, by masks and totals alone.
+
+    Args:
+        config, batch, totals, context_parallel_group, step_share: as for `policy_loss_function`.
+
+    Raises:
+        ValueError: the batch lacks an input of the objective; the flags that ask for it are named.
+    """
+
+    def __init__(
+        self,
+        config: PolicyLossConfig,
+        batch: PackedBatch,
+        totals: StepTotals,
+        context_parallel_group: dist.ProcessGroup | None = None,
+        step_share: float = 1.0,
+    ) -> None:
+        for field, flags in _required_inputs(config).items():
+            if field != "group_index" and getattr(batch, field) is None:
+                raise ValueError(
+                    f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
+                    f"Sample({field}=...) to every sample of the step"
+                )
+        refuse_other_distributions(config, batch)
+        refuse_without_teacher(config, batch)
+        self.config, self.batch, self._totals = config, batch, totals
+        self._group = context_parallel_group
+        self._weights = MicroBatchWeights.build(config, batch, totals, step_share)
+        optional = (*LOG_PROB_FIELDS, *SET_FIELDS, "policy_version")
+        lacking = (field for field in optional if getattr(batch, field) is None)
+        self._table = metric_table(config, frozenset(lacking))
+        self._sequence: SequenceLogRatios | None = None  # in a trace, where no rank is waited for
+
+    def terms(
+        self, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Scored]:
+        """The loss without its metrics: objective, corrections, aggregation, regularizers.
+
+        Args:
+            log_probs: [window] float32.
+            entropy: [window] float32, or None.
+
+        Returns:
+            The 0-d loss to be differentiated, the 0-d terms to be reported by name, and what the metrics are made of.
+        """
+        config, batch = self.config, self.batch
+        sequence = self._sequence or sequence_log_ratios(
+            config, batch, log_probs, context_parallel_group=self._group
+        )
+        outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
+        scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
+        corrected = apply_corrections(scored)
+        inner_sum = self._weights.inner_sum(corrected.pg_loss)
+        outer_count, _, gradient_divisor, *_ = self._weights.scalars.to(inner_sum.dtype)
+        pg_loss = inner_sum / outer_count
+        reported = {"pg_loss": pg_loss}
+        loss = pg_loss if config.grad_divisor is None else inner_sum / gradient_divisor
+        penalty: Tensor | float = 0.0
+        if config.kl_loss_coef:
+            reported["kl_loss"] = self._weights.sample_mean(kl_penalty(config, batch, log_probs))
+            penalty = penalty + config.kl_loss_coef * reported["kl_loss"]
+        if config.entropy_coef and entropy is not None:
+            reported["entropy_loss"] = self._weights.sample_mean(entropy)
+            penalty = penalty - config.entropy_coef * reported["entropy_loss"]
+        if config.distill_coef:
+            of_teacher = self._weights.inner_sum(given_divergence(batch))
+            reported["distill_loss"] = of_teacher / outer_count
+            penalty = penalty + config.distill_coef * reported["distill_loss"]
+        reported["loss"] = pg_loss + penalty
+        loss = loss + penalty
+        if config.divide_gradient_twice:
+            loss = loss / outer_count
+        return loss, reported, replace(scored, corrected=corrected)
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
+    ) -> tuple[Tensor, MicroBatchMetrics]:
+        """The loss, to be differentiated, and its detached metrics; arguments as for `terms`.
+
+        `divergence` [window] float32 is that from the teacher, where one is distilled.
+
+        Raises:
+            ValueError: the entropy is needed and None.
+        """
+        config = self.config
+        if entropy is None and config.needs_entropy:
+            raise ValueError(
+                "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
+                "of the window's response tokens, in nats"
+            )
+        loss, *found = self._given(log_probs, divergence)._evaluated(
+            _with_metrics, log_probs, entropy
+        )
+        maxima, is_nan, *parts = found
+        pairs = self._table.pairs(self._weights, map(given, parts))
+        metrics = MicroBatchMetrics.of(self._table.names, pairs)
+        metrics.maxima, metrics.is_nan = maxima, is_nan
+        metrics.batch, metrics.totals = self.batch, self._totals
+        return given(loss), metrics
+
+    def loss(
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
+    ) -> Tensor:
+        """The loss without metrics, to be differentiated; arguments as for a call."""
+        other = self._given(log_probs, divergence)
+        return given(other._evaluated(_without_metrics, log_probs, entropy)[0])
+
+    def _given(self, log_probs: Tensor, divergence: Tensor | None) -> MicroBatchLoss:
+        """The loss of a micro-batch whose divergence from the teacher is known; of one without samples it is 0."""
+        if not self.config.distills:
+            return self
+        other = copy.copy(self)
+        is_empty = divergence is None and not self.batch.samples
+        other.batch = replace(self.batch, divergence=0.0 * log_probs if is_empty else divergence)
+        return other
+
+    def _evaluated(
+        self, compute: Compute, log_probs: Tensor, entropy: Tensor | None
+    ) -> compiled.Outputs:
+        """What `compute` makes of this micro-batch: in a few generated kernels on a GPU, else operator by operator."""
+        entropy = entropy if self.config.needs_entropy else None
+        if not self._is_compiled(log_probs):
+            return compute(self, log_probs, entropy)
+        settings = _without_divisor(self.config), self._weights.knows_identities
+        sums: Tensor | None = None
+        if sums_over_sequences(self.config):
+            inputs = self._inputs(log_probs, None, None)
+            of_rank = compiled.program(("sequences", *settings), self._traced_sums, inputs)
+            if of_rank is None:
+                return compute(self, log_probs, entropy)
+            with torch.no_grad():
+                sums = given(of_rank(*inputs.tensors.values())[0])
+            ids = self.batch.window_segment_ids
+            SequenceReduction(ids, sums.shape[1], self._group).over_group(sums)
+        inputs = self._inputs(log_probs, entropy, sums)
+        traced = functools.partial(self._traced, compute)
+        program = compiled.program((compute, *settings), traced, inputs)
+        if program is None:
+            return compute(self, log_probs, entropy)
+        outputs: compiled.Outputs = compiled.Differentiated.apply(  # type: ignore[no-untyped-call]
+            log_probs, entropy, functools.partial(program, *inputs.tensors.values())
+        )
+        return outputs
+
+    def _is_compiled(self, log_probs: Tensor) -> bool:
+        return (
+            log_probs.device.type in compiled.DEVICES
+            and len(log_probs) >= 2  # sizes of 0 and 1 would be graphs of their own
+            and log_probs.shape == self.batch.loss_mask.shape
+            and not torch.is_inference_mode_enabled()
+            and not self.config.distills  # a third input with a gradient
+            and not _calls_custom_functions(self.config)
+        )
+
+    def _inputs(
+        self, log_probs: Tensor, entropy: Tensor | None, sums: Tensor | None
+    ) -> compiled.Inputs:
+        """All tensors that the loss is a function of."""
+        tokens = {name: getattr(self.batch, name) for name in TOKEN_FIELDS}
+        tokens["log_probs"] = log_probs.detach()
+        tokens["entropy"] = None if entropy is None else entropy.detach()
+        return compiled.Inputs(
+            tokens,
+            samples={"per_sample": self._weights.per_sample, "sums": sums},
+            fixed={"scalars": self._weights.scalars},
+        )
+
+    def _of_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatchLoss:
+        """The loss as a function of those tensors, which has nothing else of its micro-batch."""
+        other, config = copy.copy(self), self.config
+        fields: dict[str, Any] = {name: tensors.get(name) for name in TOKEN_FIELDS}
+        host: Any = {"window": None, "samples": ()}
+        other.batch = replace(self.batch, **host, **fields)
+        other._weights = replace(
+            self._weights,
+            batch=other.batch,
+            scalars=tensors["scalars"],
+            per_sample=tensors["per_sample"],
+        )
+        if "sums" in tensors:
+            sums = tensors["sums"]
+            reduction = SequenceReduction(other.batch.window_segment_ids, sums.shape[1])
+            other._sequence = SequenceLogRatios.of(config, reduction, sums)
+        return other
+
+    def _traced_sums(self, tensors: Mapping[str, Tensor]) -> compiled.Outputs:
+        """The sums over sequences of this rank's window, [1 + names, samples]."""
+        other = self._of_tensors(tensors)
+        ids, num_samples = other.batch.window_segment_ids, other._weights.per_sample.shape[1]
+        summands = summands_of_sequences(self.config, other.batch, tensors["log_probs"])
+        return (SequenceReduction(ids, num_samples).of_rank(summands),)
+
+    def _traced(self, compute: Compute, tensors: Mapping[str, Tensor]) -> compiled.Outputs:
+        """The outputs of `compute`, with the gradients to log-probs and entropy after the first."""
+        with torch.enable_grad():
+            leaves = {
+                name: tensors[name].detach().requires_grad_()
+                for name in ("log_probs", "entropy")
+                if name in tensors
+            }
+            entropy = leaves.get("entropy")
+            loss, *others = compute(self._of_tensors(tensors), leaves["log_probs"], entropy)
+            found = torch.autograd.grad(given(loss), list(leaves.values()), allow_unused=True)
+        return given(loss).detach(), *found, *[None] * (entropy is None), *others
+
+
+Compute = Callable[[MicroBatchLoss, Tensor, Tensor | None], compiled.Outputs]
+"""(loss, log_probs, entropy) -> the loss 0-d; then, with metrics, maxima, NaN tokens and the parts of the pairs."""
+
+
+def _with_metrics(
+    micro_batch: MicroBatchLoss, log_probs: Tensor, entropy: Tensor | None
+) -> compiled.Outputs:
+    loss, reported, scored = micro_batch.terms(log_probs, entropy)
+    values, maxima, is_nan = token_metrics(scored)
+    parts = micro_batch._table.parts(micro_batch._weights, reported, values)
+    return loss, maxima, is_nan, *parts
+
+
+def _without_metrics(
+    micro_batch: MicroBatchLoss, log_probs: Tensor, entropy: Tensor | None
+) -> compiled.Outputs:
+    return (micro_batch.terms(log_probs, entropy)[0],)
+
+
+@read_off_rows
+def _required_inputs(config: PolicyLossConfig) -> Mapping[str, tuple[str, ...]]:
+    return required_inputs(config)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_divisor(config: PolicyLossConfig) -> PolicyLossConfig:
+    """The config as far as kernels depend on it: a divisor, which each step may have of its own, is a tensor there."""
+    return config if config.grad_divisor is None else replace(config, grad_divisor=1.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _calls_custom_functions(config: PolicyLossConfig) -> bool:
+    """Whether a function of the user's runs in the loss, of which nothing is known; says so."""
+    paths = [getattr(config, name) for name in CUSTOM_FIELDS]
+    named = [path for path in paths if path is not None]
+    if named:
+        logger.info(
+            "%s: a loss with functions of your own is not compiled and runs operator by operator, with more launches (said once)",
+            ", ".join(named),
+        )
+    return bool(named)

@@ -1,0 +1,276 @@
+"""The loss traced and compiled, as a GPU runs it: the numbers of the formulas, for any size, without compiling again.
+
+On a CPU here, by the trace itself, or with a compiler that generates no code; tests/gpu has the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss import compiled
+from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.totals import StepTotals, step_totals
+from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+
+CORRECTIONS: dict[str, Any] = {
+    "use_tis": True,
+    "tis_mode": "mask",
+    "tis_clip_low": 0.8,
+    "use_geometric_rejection": True,
+    "geometric_rejection_low": 0.9,
+    "geometric_rejection_high": 1.1,
+    "use_opsm": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.05,
+    "pg_metrics": "with_entropy",
+}
+OBJECTIVES = ("ppo", "gspo", "sapo", "dppo_kl", "gmpo")
+"""One of each kind; tests/gpu has all."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"policy_loss": name} for name in OBJECTIVES},
+    "without_metrics": {"pg_metrics": "none"},
+    "corrections": CORRECTIONS,
+    "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 7.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The trace runs as it is, on a CPU too."""
+    monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    yield
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, traced: None) -> Callable[[], int]:
+    """How many graphs torch.compile has built; it runs their operators and generates no code."""
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled, "DEVICES", {"cpu"})
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    return lambda: int(counters["stats"]["unique_graphs"])
+
+
+Found = tuple[Tensor, Tensor, Tensor | None, MicroBatchMetrics]
+
+
+def evaluated(
+    config: PolicyLossConfig,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    batch: PackedBatch | None = None,
+    totals: StepTotals | None = None,
+    scale: float = 1.0,
+) -> Found:
+    """Loss, gradients to log-probs and entropy, and metrics of random samples."""
+    sequences = random_sequences(seed, spread=0.5)
+    batch = package_batch(sequences) if batch is None else batch
+    log_probs = flat_log_probs(sequences, dtype).detach()[batch.window.response_indices]
+    log_probs.requires_grad_()
+    entropy = log_probs.detach().square().requires_grad_()
+    totals = step_totals(batch.samples) if totals is None else totals
+    loss, metrics = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+    (scale * loss).backward()
+    assert log_probs.grad is not None
+    return loss.detach(), log_probs.grad, entropy.grad, metrics
+
+
+def by_operators(*given: Any, **named: Any) -> Found:
+    devices, compiled.DEVICES = compiled.DEVICES, set()
+    try:
+        return evaluated(*given, **named)
+    finally:
+        compiled.DEVICES = devices
+
+
+def assert_same(found: Found, expected: Found, **tolerance: float) -> None:
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, **tolerance)
+    metrics, wanted = found[3], expected[3]
+    assert list(metrics) == list(wanted)
+    assert metrics.table is not None and wanted.table is not None
+    torch.testing.assert_close(metrics.table, wanted.table, **tolerance)
+    for name in ("maxima", "is_nan"):
+        one, other = getattr(metrics, name), getattr(wanted, name)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
+    """In float64, of other samples than it was traced for, and with a loss scale."""
+    config = PolicyLossConfig(**SETTINGS[name])
+    for seed in (1, 2):
+        expected = by_operators(config, seed, torch.float64, scale=1024.0)
+        found = evaluated(config, seed, torch.float64, scale=1024.0)
+        assert found[0].dtype == torch.float64 and found[1].abs().sum() > 0
+        assert_same(found, expected, rtol=1e-12, atol=1e-12)
+    assert compiled._programs and None not in compiled._programs.values()
+
+
+def test_float32_stays_within_float32_of_float64() -> None:
+    config = PolicyLossConfig(**CORRECTIONS)
+    (loss, gradient, _, _), (exact, wanted, _, _) = (
+        call(config, 3, dtype)
+        for call, dtype in ((evaluated, torch.float32), (by_operators, torch.float64))
+    )
+    assert loss.dtype == gradient.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
+    assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def step_of(size: int) -> PackedBatch:
+    """A micro-batch of some of the random samples, once to several times over."""
+    return package_batch((random_sequences(1, spread=0.5) * 3)[:size])
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
+def test_no_size_and_no_divisor_compiles_again(
+    settings: dict[str, Any], counted: Callable[[], int]
+) -> None:
+    for index, size in enumerate((7, 1, 3, 21)):
+        batch = step_of(size)
+        config = PolicyLossConfig(**settings)
+        if config.grad_divisor:
+            config = replace(config, grad_divisor=1.5 + index)
+        log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
+        loss, _ = policy_loss_from_log_probs(
+            config, batch, log_probs, None, totals=step_totals(batch.samples)
+        )
+        (found,) = torch.autograd.grad(loss, log_probs)
+        compiled.DEVICES = set()
+        loss, _ = policy_loss_from_log_probs(
+            config, batch, log_probs, None, totals=step_totals(batch.samples)
+        )
+        (expected,) = torch.autograd.grad(loss, log_probs)
+        compiled.DEVICES = {"cpu"}
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        if index == 0:
+            before = counted()
+            assert len(compiled._programs) == 1 + bool(settings)
+    assert counted() == before
+
+
+def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
+    terms = MicroBatchLoss.terms
+
+    def baked(self: MicroBatchLoss, *given: Any) -> Any:
+        loss, *others = terms(self, *given)
+        assert self.config.grad_divisor is not None
+        return loss * self._weights.scalars[2] / self.config.grad_divisor, *others
+
+    gradients = []
+    for mutant in (terms, baked):
+        monkeypatch.setattr(MicroBatchLoss, "terms", mutant)
+        monkeypatch.setattr(compiled, "_programs", {})
+        evaluated(PolicyLossConfig(grad_divisor=2.0))
+        gradients.append(evaluated(PolicyLossConfig(grad_divisor=5.0))[1])
+    monkeypatch.setattr(MicroBatchLoss, "terms", terms)
+    expected = by_operators(PolicyLossConfig(grad_divisor=5.0))[1]
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(gradients[1].float(), expected, rtol=1e-2)
+
+
+def test_sums_over_sequences_are_those_of_the_context_parallel_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every rank's part is added up between the two traces; without that a rank's own sums are others."""
+    config = PolicyLossConfig(policy_loss="gspo")
+    sequences = random_sequences(1, spread=0.5)
+    whole = package_batch(sequences)
+    totals = step_totals(whole.samples)
+    expected = by_operators(config, batch=whole, totals=totals)[0]
+    reduction = SequenceReduction(whole.window_segment_ids, len(sequences))
+    summands = summands_of_sequences(config, whole, flat_log_probs(sequences, torch.float32))
+    of_group = reduction.sums(summands)
+
+    def over_group(self: SequenceReduction, sums: Tensor) -> Tensor:
+        sums[:, : of_group.shape[1]] = of_group
+        return sums
+
+    def found() -> Tensor:
+        parts = [package_batch(sequences, cp_rank=rank, cp_size=2) for rank in range(2)]
+        return sum(
+            (evaluated(config, batch=part, totals=totals)[0] for part in parts), torch.zeros(())
+        )
+
+    alone = found()
+    monkeypatch.setattr(SequenceReduction, "over_group", over_group)
+    torch.testing.assert_close(found(), expected, rtol=1e-5, atol=1e-7)
+    assert (alone - expected).abs() > 1e-3
+
+
+def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:
+    batch = package_batch(random_sequences(1))
+    log_probs = torch.full(batch.loss_mask.shape, -1.0)
+    log_probs[~batch.loss_mask] = torch.nan
+    totals, first = step_totals(batch.samples), int(batch.loss_mask.nonzero()[0])
+    for is_nan in (False, True):
+        log_probs[first] = torch.nan if is_nan else -1.0
+        leaf = log_probs.clone().requires_grad_()
+        loss, metrics = policy_loss_from_log_probs(
+            PolicyLossConfig(), batch, leaf, None, totals=totals
+        )
+        loss.backward()
+        assert bool(loss.isnan()) == is_nan and metrics.is_nan is not None and leaf.grad is not None
+        assert metrics.is_nan.nonzero().flatten().tolist() == [first] * is_nan
+        assert leaf.grad.isnan().nonzero().flatten().tolist() == [first] * is_nan
+
+
+def doubled(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
+    return -2.0 * batch.advantages * log_probs
+
+
+def test_what_is_not_compiled_runs_by_operators_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
+    for _ in range(2):
+        assert_same(evaluated(custom), by_operators(custom), rtol=0.0, atol=0.0)
+    assert not compiled._programs and caplog.text.count("functions of your own") == 1
+
+    def broken(graph: object, **_: object) -> None:
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    for _ in range(2):
+        config = PolicyLossConfig()
+        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+    assert caplog.text.count("(RuntimeError: no compiler here)") == 1
+    monkeypatch.setattr(compiled, "MAX_PROGRAMS", 1)
+    for coefficient in (0.1, 0.2, 0.1):
+        config = PolicyLossConfig(kl_loss_coef=coefficient)
+        assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+    assert caplog.text.count("compiled for 1 settings") == 1
+
+
+@pytest.mark.parametrize("tokens", (0, 1))
+def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
+    batch = package_batch(random_sequences(1)[1:2] * tokens)
+    assert len(batch.window) == tokens
+    leaf = torch.full((tokens,), -1.0, requires_grad=True)
+    totals = step_totals(batch.samples)
+    loss, metrics = policy_loss_from_log_probs(PolicyLossConfig(), batch, leaf, None, totals=totals)
+    loss.backward()
+    assert leaf.grad is not None and metrics.maxima is not None and not compiled._programs

@@ -68,10 +68,12 @@ class OutputRows:
         """What the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)
         self.kept: Ragged | None = None
-        """Their kept sets, on the host; None without `--replay-sampling-set`, and where no row has one."""
-        if config.replay_sampling_set and batch.kept_tokens is not None:
-            kept = batch.kept_tokens.select(active)
-            self.kept = kept if kept.values.numel() else None
+        """Their kept sets, on the host; None without `--replay-sampling-set`, and where no sample has one."""
+        # By the samples, which all context-parallel ranks have, and not by this rank's rows: who takes the other way calls
+        # the all-reduce of sequence sums another number of times.
+        sets = [sample.kept_tokens for sample in batch.samples if config.replay_sampling_set]
+        if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
+            self.kept = batch.kept_tokens.select(active)
         self._active = to_device(active, batch.tokens.device)
         self._samples = batch.window.window_segment_ids[active]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import Ragged, sparse_layer
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.step.batch import PackedBatch
+from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
 from .compare import compare, gradient_tolerance
@@ -97,10 +101,10 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of one."""
-    from megatron_pg.loss import policy_loss
+    from megatron_pg.loss import micro_batch
     from megatron_pg.step import batch
 
-    policy_loss.refuse_other_distributions = lambda *_: None
+    micro_batch.refuse_other_distributions = lambda *_: None
 
     whole = batch._channel_of_window
 
@@ -118,6 +122,51 @@ def test_a_late_window_would_be_seen(references: dict[bool, list[Outcome]]) -> N
     found = run_ranks(shifted_steps, 2, Sharding(context=2))[0]
     for outcome, expected in zip(found, references[False], strict=True):
         assert not compare(outcome, expected, 1e-3).passed
+
+
+@dataclass(frozen=True)
+class FirstTokenRun(Run):
+    """Sets of the first response tokens alone, which few ranks have, under an objective with sums over sequences."""
+
+    @property
+    def samples(self) -> list[PlainSample]:
+        return [
+            replace(sample, kept_tokens=[ids if not at else [] for at, ids in enumerate(kept)])
+            for sample in super().samples
+            if (kept := sample.kept_tokens) is not None
+        ]
+
+    @property
+    def config(self) -> PolicyLossConfig:
+        return replace(super().config, policy_loss="gspo")
+
+
+def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
+    """From logits, and through the fused head in small pieces."""
+
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        if not step.config.fused_lm_head:
+            return step.head(batch)
+        fused = step.fused_head(batch, chunk_tokens=4)
+        added = {"output_processor": fused.output_processor}
+        inputs = step.head(batch).model_inputs | added
+        return MicroBatchHead(
+            lambda output: step.scale.apply(*fused.loss(output), batch), inputs, added
+        )
+
+    choose("sparse")
+    chunks = build(sharding, options)
+    runs = [FirstTokenRun(kept=True, fused_lm_head=is_fused) for is_fused in (False, True)]
+    return [train_step(chunks, sharding, run, head=head) for run in runs]
+
+
+@needs_fused
+def test_ranks_without_a_set_wait_for_no_one() -> None:
+    """Who has no set joins as many sums over sequences as who has some."""
+    of_logits, fused = run_ranks(sequence_steps, 2, Sharding(context=2), DENSE)[0]
+    assert of_logits is not None and fused is not None
+    comparison = compare(fused, of_logits, 1e-12)
+    assert comparison.passed, comparison
 
 
 def scores(sharding: Sharding, head: str) -> list[torch.Tensor]:

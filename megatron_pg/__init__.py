@@ -7,7 +7,7 @@ Importing this package needs torch and NumPy. What touches Megatron is in `megat
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.critic import CriticConfig, add_critic_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
-from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.head import Ragged, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.metrics import reduce_metrics
@@ -31,6 +31,7 @@ __all__ = [
     "PackedBatch",
     "PlanningConfig",
     "PolicyLossConfig",
+    "Ragged",
     "Sample",
     "StepCollector",
     "StepPlan",

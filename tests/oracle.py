@@ -38,6 +38,7 @@ class PlainSample:
     loss_weights: list[float] | None = None
     old_values: list[float] | None = None
     returns: list[float] | None = None
+    kept_tokens: list[list[int]] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -205,15 +206,28 @@ class Objective:
 
 
 def log_prob_and_entropy(
-    logits: Tensor, target: int, temperature: float = 1.0
+    logits: Tensor, target: int, temperature: float = 1.0, kept: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `target` and entropy of softmax(logits / temperature); logits [vocab]."""
-    log_probs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    """Log-probability of `target` and entropy of softmax(logits / temperature); logits [vocab].
+
+    Renormalised to the kept ids, if there are any.
+    """
+    scaled = logits.double() / temperature
+    if kept:
+        is_dropped = torch.tensor([id not in kept for id in range(len(logits))])
+        scaled = scaled.masked_fill(is_dropped, -torch.inf)
+    log_probs = torch.log_softmax(scaled, dim=-1)
     entropy = torch.zeros((), dtype=torch.float64)
     for log_prob in log_probs:
         if log_prob > -torch.inf:  # p log p -> 0 as p -> 0
             entropy = entropy - log_prob.exp() * log_prob
     return log_probs[target], entropy
+
+
+def kept_mass(logits: Tensor, temperature: float, kept: Sequence[int]) -> Tensor:
+    """Probability of the kept ids under softmax(logits / temperature); 1 where all were kept."""
+    probabilities = torch.softmax(logits.detach().double() / temperature, dim=-1)
+    return torch.stack([probabilities[id] for id in kept or range(len(logits))]).sum()
 
 
 def probability_ratio(log_prob: Tensor, old_log_prob: float) -> Tensor:
@@ -266,6 +280,7 @@ class PolicyLoss:
     log_probs: list[Tensor] = field(default_factory=list)
     ratios: list[Tensor] = field(default_factory=list)
     entropies: list[Tensor] = field(default_factory=list)
+    kept_masses: list[Tensor] = field(default_factory=list)
 
 
 def stack(values: list[Tensor]) -> Tensor:
@@ -285,16 +300,17 @@ def policy_loss(
     result = PolicyLoss(loss=zero, pg_loss=zero)
     pg_losses, kl_losses = [], []
     for sample, sample_logits in zip(samples, logits, strict=True):
-        pg, kl, log_probs, ratios, entropies = [], [], [], [], []
+        pg, kl, log_probs, ratios, entropies, masses = [], [], [], [], [], []
         for token in range(sample.response_length):
-            log_prob, entropy, ratio, pg_token, kl_token = zero, zero, zero, zero, zero
+            log_prob, entropy, ratio, pg_token, kl_token, mass = zero, zero, zero, zero, zero, zero
             if sample.loss_mask[token]:
                 position = sample.prompt_length + token
+                row, temperature = sample_logits[position - 1], objective.rollout_temperature
+                kept = sample.kept_tokens[token] if sample.kept_tokens is not None else []
                 log_prob, entropy = log_prob_and_entropy(
-                    sample_logits[position - 1],
-                    sample.tokens[position],
-                    objective.rollout_temperature,
+                    row, sample.tokens[position], temperature, kept
                 )
+                mass = kept_mass(row, temperature, kept)
                 ratio = probability_ratio(log_prob, sample.old_log_probs[token])
                 pg_token = ppo_token_loss(ratio, sample.advantages[token], objective)
                 if sample.ref_log_probs is not None:
@@ -309,11 +325,13 @@ def policy_loss(
             log_probs.append(log_prob)
             ratios.append(ratio)
             entropies.append(entropy)
+            masses.append(mass)
         pg_losses.append(stack(pg))
         kl_losses.append(stack(kl))
         result.log_probs.append(stack(log_probs))
         result.ratios.append(stack(ratios))
         result.entropies.append(stack(entropies))
+        result.kept_masses.append(stack(masses))
 
     denominator = objective.loss_weight_denominator
     result.pg_loss = aggregate(

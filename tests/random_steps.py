@@ -143,6 +143,7 @@ def package_sample(sample: PlainSample) -> Sample:
         loss_weights=vector(sample.loss_weights),
         old_values=vector(sample.old_values),
         returns=vector(sample.returns),
+        kept_tokens=sample.kept_tokens,
         id_source="the test",
     )
 

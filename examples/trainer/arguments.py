@@ -24,7 +24,13 @@ from megatron_pg.config.planning import add_planning_args, validate_planning_arg
 from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
 
-SAMPLE_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "group_index")
+SAMPLE_FIELDS = (
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "group_index",
+    "kept_tokens",
+)
 """The optional fields of `Sample` that rollout files may fill."""
 
 FUSIONS = (

@@ -146,6 +146,10 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.distinct_ids is not None,
         "--distinct-ids with --task: tasks are numbered over all ranks; drop it",
     )
+    yield (
+        args.replay_sampling_set,
+        "--replay-sampling-set with --task: answers are sampled from the whole vocabulary; drop it",
+    )
     for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
         flag = f"--{name.replace('_', '-')}"
         message = f"{flag} with --task: answers are generated with one chunk of layers a stage"

@@ -31,6 +31,8 @@ class Case:
     """What the gradients are divided by before they are compared."""
     is_even: bool = False
     """On samples that need no padding (`make_even_samples`), with the auxiliary loss in the reference."""
+    has_sets: bool = False
+    """Over the sets that the tokens were sampled from (`with_kept_sets`)."""
     updates: bool = False
     """Followed by an optimizer step: its parameters and its gradient norm are what is compared."""
     lacks: Callable[[CheckOptions], str] = lambda options: ""
@@ -66,6 +68,7 @@ CASES: Sequence[Case] = (
     GRADIENT,
     # Sums over a whole sequence, which context-parallel ranks share.
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
+    Case("kept set", ("end to end",), has_sets=True),
     # As fp16 has it.
     Case(
         "loss scale",

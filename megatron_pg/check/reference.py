@@ -196,11 +196,19 @@ class WholeModel:
 
 
 def _scores(sample: Sample, logits: Tensor) -> Scores:
-    """Of one sample, from its [total_length, vocab] logits."""
+    """Of one sample, from its [total_length, vocab] logits; over its kept sets where it has some."""
     # The logits of a position score the next token.
-    rows = torch.log_softmax(logits.double(), dim=-1)[sample.prompt_length - 1 : -1]
+    scored = logits.double()[sample.prompt_length - 1 : -1]
+    is_dropped = torch.zeros_like(scored, dtype=torch.bool)
+    for token in range(len(sample.kept_tokens or ())):
+        ids = sample.kept_tokens.row(token).to(logits.device)  # type: ignore[union-attr]
+        if len(ids):
+            is_dropped[token] = True
+            is_dropped[token, ids] = False
+    rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
     targets = sample.tokens[sample.prompt_length :].to(logits.device)
-    return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(1)
+    of_kept = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
+    return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * of_kept).sum(1)
 
 
 def _reference_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,6 +95,23 @@ class _Draw:
             # One rollout may lie on two ranks.
             id_source="check",
         )
+
+
+def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with sets that their tokens might have been sampled from: two to nine ids, and every fifth all of them.
+
+    Never the token alone: its log-prob would be 0 whatever the model, where `with_log_probs` moves it.
+    """
+    generator = torch.Generator().manual_seed(23)
+
+    def of_token(target: int) -> list[int]:
+        size = int(torch.randint(1, 11, (1,), generator=generator))
+        order = torch.randperm(options.vocab_size, generator=generator).tolist()
+        return [] if size > 8 else [target, *(id for id in order if id != target)][: size + 1]
+
+    responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
+    sets: list[Any] = [list(map(of_token, targets)) for targets in responses]
+    return [replace(s, kept_tokens=of_s) for s, of_s in zip(samples, sets, strict=True)]
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:

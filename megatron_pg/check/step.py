@@ -26,7 +26,13 @@ from megatron_pg.check.model import (
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
 from megatron_pg.check.reference import Expected, ScoredSamples, WholeModel
-from megatron_pg.check.samples import cut, cut_evenly, make_even_samples, make_samples
+from megatron_pg.check.samples import (
+    cut,
+    cut_evenly,
+    make_even_samples,
+    make_samples,
+    with_kept_sets,
+)
 from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
@@ -119,18 +125,20 @@ def _references(
     """The samples of each run of a model, and what their step should give."""
     model = WholeModel(options, MODELS[runs[0].model])
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[bool, ScoredSamples] = {}
+    steps: dict[tuple[bool, bool], ScoredSamples] = {}
     known: dict[tuple[object, ...], Expected] = {}
     found = []
     for run in runs:
         case = run.case
-        if case.is_even not in steps:
-            make = make_even_samples if case.is_even else make_samples
-            steps[case.is_even] = model.score(make(options, data_size))
-        step = steps[case.is_even]
+        kind = case.is_even, case.has_sets
+        if kind not in steps:
+            samples = (make_even_samples if case.is_even else make_samples)(options, data_size)
+            samples = with_kept_sets(options, samples) if case.has_sets else samples
+            steps[kind] = model.score(samples)
+        step = steps[kind]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         of_tokens = (case.name, run.per_token) if case.is_even else ()
-        key = (run.aggregation, case.policy_loss, *of_tokens)
+        key = (run.aggregation, case.policy_loss, kind, *of_tokens)
         if key not in known:
             packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
             with _changed(model.config, case if case.is_even else GRADIENT):
@@ -187,6 +195,7 @@ def _row(
     """Runs a step and compares it."""
     case = run.case
     config = config_of(run.aggregation, options, case.policy_loss)
+    config = replace(config, replay_sampling_set=case.has_sets)
     with _changed(chunks[0].config, case):
         metrics = train_step(chunks, options, groups, samples, config, case.is_even)
     step = Step(

@@ -24,7 +24,7 @@ from megatron_pg.config.flags import read_args
 from megatron_pg.config.rows import ANCHOR, TABLES
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
+OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens")
 """Fields of `Sample` that some settings need and others do not."""
 
 CpPartitionMode = Literal["zigzag", "contiguous"]
@@ -183,6 +183,34 @@ class PolicyLossConfig:
     """Temperature t at which the rollout engine sampled and scored: log-probs and entropy are those
     of logits / t. Above 0."""
 
+    replay_sampling_set: bool = False
+    """Log-probs and entropy of the distribution renormalised to the set that each token was sampled
+    from (top-p, top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets
+    (kept_tokens) of every sample, and old, reference and rollout log-probs over the same sets; a KL
+    term is then that of the two renormalised distributions."""
+
+    distill_coef: Annotated[float, Interval(0, closed=True)] = 0.0
+    """Weight of a distillation term beside another policy loss: loss = pg + distill_coef * D, D the
+    divergence from the teacher by the same aggregation. At least 0. Needs distill_teacher."""
+
+    distill_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
+    """D of --policy-loss distill and of distill_coef, with p of the student and q of the teacher.
+    forward_kl: sum_v q log(q / p). reverse_kl: sum_v p log(p / q). jsd: beta sum_v q log(q / m) + (1 -
+    beta) sum_v p log(p / m), m = beta q + (1 - beta) p (arXiv:2306.13649)."""
+
+    distill_beta: Annotated[float, Interval(0, 1)] = 0.5
+    """beta of jsd, the teacher's weight in the mixture. Above 0, below 1."""
+
+    distill_teacher: Literal["logits", "hidden", "top_k"] | None = None
+    """What the samples' side channels bring of the teacher for every response token. logits:
+    teacher_logits over the vocabulary. hidden: teacher_hidden, to be multiplied by the teacher's
+    output weight (PolicyStep's teacher_weight). top_k: teacher_ids and teacher_log_probs of its
+    likeliest tokens, at the rollout temperature; the rest is one bucket on both sides."""
+
+    kept_set_mass: bool = False
+    """Report kept_set_mass, the probability that the policy in training gives the kept sets, at the
+    cost of a pass over the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
+
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: sequences packed back to back. bshd: one padded row a
     sequence, refused under context parallelism."""
@@ -262,6 +290,13 @@ class PolicyLossConfig:
     def changes_output_layer(self) -> bool:
         """Whether the model's own output layer is to give float32 logits: the fused head has its own product."""
         return self.fp32_lm_head and not self.fused_lm_head
+
+    @property
+    def distills(self) -> bool:
+        """Whether the loss or one of its terms is the divergence from a teacher."""
+        return self.distill_coef > 0 or (
+            self.policy_loss == "distill" and self.custom_policy_loss_path is None
+        )
 
     @property
     def needs_entropy(self) -> bool:
@@ -346,11 +381,44 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         yield (
             "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
         )
+    yield from _distillation_violations(sound)
+    if sound.kept_set_mass:
+        yield from _mass_violations(sound)
     if sound.fused_lm_head and sound.qkv_format != "thd":
         yield (
             f"--fused-lm-head takes packed sequences; found --qkv-format {sound.qkv_format}: use --qkv-format thd, or "
             "drop --fused-lm-head"
         )
+
+
+def _distillation_violations(sound: Any) -> Iterator[str]:
+    """A teacher without distillation, distillation without a teacher, and what is defined for neither."""
+    is_loss = sound.policy_loss == "distill" and sound.custom_policy_loss_path is None
+    is_on = is_loss or sound.distill_coef > 0
+    if is_on and sound.distill_teacher is None:
+        flag = "--policy-loss distill" if is_loss else "--distill-coef"
+        yield f"{flag} needs --distill-teacher logits, hidden or top_k: what the samples bring of the teacher"
+    if sound.distill_teacher is not None and not is_on:
+        yield "--distill-teacher is for --policy-loss distill and --distill-coef: give one of them, or drop it"
+    if is_loss and sound.distill_coef > 0:
+        yield "--distill-coef is for another policy loss: with --policy-loss distill drop it"
+    if is_on and sound.replay_sampling_set:
+        yield (
+            "--replay-sampling-set renormalises the student to a set that the teacher's distribution does not have: drop it, "
+            "or the distillation"
+        )
+    if sound.distill_beta == 1:
+        yield "--distill-beta 1 leaves nothing of the student in the mixture: give a number below 1"
+
+
+def _mass_violations(sound: Any) -> Iterator[str]:
+    """What leaves --kept-set-mass without sets, without logits or without a report."""
+    if not sound.replay_sampling_set:
+        yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
+    if sound.fused_lm_head:
+        yield "--kept-set-mass takes the logits of all tokens, which --fused-lm-head does not make: drop one of the two"
+    if sound.pg_metrics == "none":
+        yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
 
 
 def anchor_of(config: Any) -> str:
@@ -382,6 +450,8 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
     asking: list[tuple[str, tuple[str, ...]]] = []
     if config.use_unbiased_kl and config.kl_loss_coef > 0:
         asking.append(("--use-unbiased-kl", (ANCHOR,)))
+    if config.replay_sampling_set:
+        asking.append(("--replay-sampling-set", ("kept_tokens",)))
     for table in TABLES.values():
         asking += [(table.flag_of_row(row, config), row.inputs) for row in table.rows_on(config)]
     anchored = " --ratio-anchor rollout" if config.ratio_anchor == "rollout" else ""

@@ -64,7 +64,7 @@ def validate_policy_loss_args(
     Args:
         args: parsed arguments. What a parser did not define counts as absent.
         sample_fields: optional fields of `Sample` that the training script fills, of `old_log_probs`,
-            `ref_log_probs`, `rollout_log_probs` and `group_index`. None: not known yet, and nothing is checked
+            `ref_log_probs`, `rollout_log_probs`, `group_index` and `kept_tokens`. None: not known yet, and nothing is checked
             against them.
 
     Raises:

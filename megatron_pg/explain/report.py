@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_pg.config.policy_loss import required_inputs
-from megatron_pg.explain.step import ExplainedStep, ExplainOptions
+from megatron_pg.explain.step import ExplainedSample, ExplainedStep, ExplainOptions
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
 from megatron_pg.megatron.scale_contract import scale_contract
 from megatron_pg.step.totals import StepTotals
@@ -58,6 +58,7 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
             "active_tokens": lengths,
             "group_index": [sample.group_index for sample in samples],
             "rollout_id": [sample.rollout_id for sample in samples],
+            "kept_sets": _kept_sets(samples),
         },
         "parallelism": parallelism,
         "loss_aggregation": config.loss_aggregation,
@@ -66,6 +67,14 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
         "warnings": [*_of_the_lengths(step, options, ratio), *_of_the_flags(step, options)],
         "unused_flags": options.unused_flags,
     }
+
+
+def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
+    """How many active tokens have a kept set, and its sizes; None where none has."""
+    sizes = [size for sample in samples for size in sample.kept_set_sizes]
+    if not sizes:
+        return None
+    return {"num_tokens": len(sizes), "mean_size": sum(sizes) / len(sizes), "largest": max(sizes)}
 
 
 def _aggregation_report(

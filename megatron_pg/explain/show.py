@@ -23,6 +23,14 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
     notes = [f"{name} is not shown: {reason}" for name, reason in report["unavailable"].items()]
     if step.num_skipped:
         notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
+    if kept := report["step"]["kept_sets"]:
+        use = (
+            "" if options.config.replay_sampling_set else ", which only --replay-sampling-set reads"
+        )
+        notes.append(
+            f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active tokens have one, of "
+            f"{kept['mean_size']:.3g} ids on average and {kept['largest']} at most{use}"
+        )
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
     notes += [f"warning: {warning}" for warning in report["warnings"]]

@@ -19,6 +19,7 @@ import numpy as np
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed
 from megatron_pg.step import IteratorSource, StepCollector
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.sources import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
@@ -99,6 +100,8 @@ class ExplainedSample(BareSample):
 
     missing_fields: tuple[str, ...] = ()
     """Fields of `Sample` that the flags ask for and the row of a file does not have."""
+    kept_set_sizes: tuple[int, ...] = ()
+    """The sizes of the kept sets of the active tokens that have one."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,15 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
             id_source=row.id_source,
             loss_weight=row.loss_weight,
             missing_fields=missing,
+            kept_set_sizes=_kept_set_sizes(row),
         )
+
+
+def _kept_set_sizes(sample: Sample) -> tuple[int, ...]:
+    if sample.kept_tokens is None:
+        return ()
+    sizes = sample.kept_tokens.sizes[sample.loss_mask]
+    return tuple(sizes[sizes > 0].tolist())
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:

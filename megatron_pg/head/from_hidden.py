@@ -23,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.head.divergence import Teacher
 from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
-from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer
+from megatron_pg.head.kept_set import check_rows
+from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, wide_dtype
+from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
-TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32."""
+TokenLoss = Callable[..., Tensor]
+"""A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
+`token_loss(log_probs, entropy, divergence, rows)`."""
 
 
 def linear_log_probs_and_entropy(
@@ -38,10 +43,12 @@ def linear_log_probs_and_entropy(
     options: HeadOptions | None = None,
     *,
     keep_logits: bool | None = None,
+    kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy, for any loss downstream.
 
-    Backward recomputes the logits chunk by chunk unless they were kept.
+    Backward recomputes the logits chunk by chunk unless they were kept. Of rows with a set of kept tokens the columns in it
+    alone are multiplied (`sparse_layer`), or, where the sets are so large that it costs less, all of them.
 
     Args:
         hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank.
@@ -53,6 +60,9 @@ def linear_log_probs_and_entropy(
         options: see `HeadOptions`.
         keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix
             products instead of four. None: only where they fit one chunk.
+        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below the size of the
+            vocabulary, the target among them, values on the device of `hidden` or the host: log-probability and entropy are those
+            of the distribution renormalised to them. An empty row is the whole vocabulary.
 
     Returns:
         log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
@@ -60,13 +70,67 @@ def linear_log_probs_and_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    options = options or HeadOptions()
+    if kept is not None:
+        kept = kept.to(hidden.device)
+        check_rows(kept, hidden)
+        sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
+        if len(sparse):
+            return _of_both_layers(hidden, weight, targets, options, kept, sparse, dense)
+    layer = OutputLayer(hidden, weight, targets, options, kept)
     if keep_logits is None:
         keep_logits = len(hidden) <= layer.chunk_tokens
     if keep_logits:
         whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
-        layer = OutputLayer(hidden, weight, targets, whole)
+        layer = OutputLayer(hidden, weight, targets, whole, kept)
     return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
+
+
+def linear_log_probs_and_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Teacher,
+    options: HeadOptions | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with the divergence from a teacher, for any loss downstream; backward makes both models' logits again.
+
+    Args:
+        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
+        teacher: on the same tokens; it gets no gradient.
+
+    Returns:
+        log_probs, entropy and divergence [tokens] in nats, float32, all differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
+    return LinearLogProbs.apply(hidden, weight, layer, False)  # type: ignore
+
+
+def _of_both_layers(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: HeadOptions,
+    kept: Ragged,
+    sparse: Tensor,
+    dense: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy [tokens] of the rows that the sparse layer takes and those that the dense one does."""
+    if not len(dense):
+        return sparse_log_probs_and_entropy(hidden, weight, targets, options, kept=kept)
+    both = ((sparse, sparse_log_probs_and_entropy), (dense, linear_log_probs_and_entropy))
+    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+    for rows, layer_of in both:
+        at = to_device(rows, hidden.device)
+        found = layer_of(hidden[at], weight, targets[at], options, kept=kept.select(rows))
+        log_probs, entropy = (
+            each.index_copy(0, at, part)
+            for each, part in zip((log_probs, entropy), found, strict=True)
+        )
+    return log_probs, entropy
 
 
 def linear_token_loss(
@@ -79,7 +143,8 @@ def linear_token_loss(
     gradient_rows: int | None = None,
     piece_sizes: Sequence[int] | None = None,
     defer: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, ...]:
     """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
@@ -101,16 +166,18 @@ def linear_token_loss(
             its rows, also where that is none. Up to four chunks of them are one chunk; of a longer piece all chunks but
             the last are multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward.
+        teacher: on the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
     Returns:
-        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached).
+        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher the divergence [tokens]
+        too.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, `gradient_rows` outside [0, tokens], or `piece_sizes`
             that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions())
+    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
     tokens = len(hidden)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -134,16 +201,24 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         logits = layer.new_logits(layer.chunks())
         passes = row_passes(logits)
-        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
+        parts, divergences = [], [layer.temperature.new_empty(0)]
+        for rows in layer.chunks():
+            chunk = layer.chunk(rows, logits)
+            parts.append(passes.row_statistics(chunk))
+            if layer.teacher is not None:
+                divergences.append(layer.teacher.on(chunk, parts[-1], rows).value)
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
+        ctx.teacher = layer.teacher
         ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
+        ctx.kept = layer.kept
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
-        return statistics.log_probs, statistics.entropy
+        found = statistics.log_probs, statistics.entropy
+        return found if layer.teacher is None else (*found, torch.cat(divergences))
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -151,7 +226,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept, ctx.teacher)
         logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
@@ -161,7 +236,11 @@ class LinearLogProbs(torch.autograd.Function):
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
-            gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
+            own, more = statistics.rows(rows), None
+            if layer.teacher is not None and coefficients[2] is not None:
+                found = layer.teacher.on(chunk, own, rows)
+                more = found.gradient(coefficients[2], hidden.dtype)
+            gradients.add(rows, hidden, chunk, own, coefficients[:2], more)
             del chunk
         del logits  # before the weight's gradient asks for memory
         return (*gradients.finish(), None, None)
@@ -181,10 +260,11 @@ class LinearTokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.defer = defer
         if defer:
-            ctx.options, ctx.work = layer.options, work
+            ctx.options, ctx.work, ctx.teacher = layer.options, work, layer.teacher
             ctx.parameter = weight  # saved, it may come back without its `main_grad`
             ctx.save_for_backward(hidden, weight, layer.targets)
-            sizes: tuple[tuple[int, ...], ...] = ((), layer.targets.shape, layer.targets.shape)
+            vectors = 2 if layer.teacher is None else 3
+            sizes: list[tuple[int, ...]] = [(), *[tuple(layer.targets.shape)] * vectors]
             outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
             # Aliases without a graph: the outputs would hold this node, which holds them.
             ctx.awaited = [each.detach() for each in outputs]
@@ -205,7 +285,7 @@ class LinearTokenLoss(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             return (*gradients.finish(grad_loss), None, None, None)
         hidden, _, targets = ctx.saved_tensors
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, teacher=ctx.teacher)
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
         for awaited, found in zip(ctx.awaited, outputs, strict=True):
@@ -236,40 +316,53 @@ def _loss_in_pieces(
     layer: OutputLayer,
     gradients: FactorGradients,
     incoming: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, log-probabilities and entropy; adds to `gradients` those of `incoming` times the loss (None: of the loss)."""
+) -> tuple[Tensor, ...]:
+    """Loss, log-probabilities, entropy, with a teacher the divergence; adds to `gradients` those of `incoming` times the loss
+    (None: of the loss)."""
     logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
-    passes, zero = row_passes(logits), torch.zeros_like(layer.temperature)
-    values, parts = [], []
+    passes, zero, teacher = row_passes(logits), torch.zeros_like(layer.temperature), layer.teacher
+    values, parts, divergences = [], [], [zero.new_empty(0)]
     for piece, chunks in pieces:
-        found = [passes.row_statistics(layer.chunk(rows, logits)) for rows in chunks]
+        found, of_piece, of_teacher = [], [zero.new_empty(0)], None
+        for rows in chunks:
+            chunk = layer.chunk(rows, logits)
+            found.append(passes.row_statistics(chunk))
+            if teacher is not None:
+                of_teacher = teacher.on(chunk, found[-1], rows)
+                of_piece.append(of_teacher.value)
         statistics = RowStatistics.concatenate(found, like=zero)
         parts.append(statistics)
-        value, coefficients = _coefficients(token_loss, statistics, piece, incoming)
+        divergences += of_piece
+        vectors = [statistics.log_probs, statistics.entropy]
+        vectors += [] if teacher is None else [torch.cat(of_piece)]
+        value, coefficients = _coefficients(token_loss, vectors, piece, incoming)
         values.append(value)
         for rows in reversed(chunks):  # the last one's logits are still there
             if rows.start < gradient_rows:
                 place = slice(rows.start - piece.start, rows.stop - piece.start)
                 chunk = layer.chunk(rows, logits, is_kept=rows is chunks[-1])
                 of_rows = tuple(None if each is None else each[place] for each in coefficients)
-                gradients.add(rows, layer.hidden, chunk, statistics.rows(place), of_rows)
+                own, more = statistics.rows(place), None
+                if teacher is not None and of_rows[2] is not None:
+                    if of_teacher is None or rows is not chunks[-1]:
+                        of_teacher = teacher.on(chunk, own, rows)
+                    more = of_teacher.gradient(of_rows[2], layer.hidden.dtype)
+                gradients.add(rows, layer.hidden, chunk, own, of_rows[:2], more)
     whole = RowStatistics.concatenate(parts, like=zero)
     loss = values[0] if len(values) == 1 else sum(values, zero)
-    return loss, whole.log_probs, whole.entropy
+    outputs = loss, whole.log_probs, whole.entropy
+    return outputs if teacher is None else (*outputs, torch.cat(divergences))
 
 
 def _coefficients(
-    token_loss: TokenLoss, statistics: RowStatistics, rows: slice, incoming: Tensor | None
+    token_loss: TokenLoss, vectors: Sequence[Tensor], rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities and entropy."""
+    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities, entropy and divergence."""
     with torch.enable_grad():
-        log_probs = statistics.log_probs.detach().requires_grad_()
-        entropy = statistics.entropy.detach().requires_grad_()
-        loss = token_loss(log_probs, entropy, rows)
+        leaves = [each.detach().requires_grad_() for each in vectors]
+        loss = token_loss(*leaves, rows)
     if not loss.requires_grad:
-        return loss, (torch.zeros_like(log_probs), None)
+        return loss, (torch.zeros_like(leaves[0]), *[None] * (len(leaves) - 1))
     if incoming is not None:
         incoming = incoming.to(loss.dtype).reshape(loss.shape)
-    return loss.detach(), torch.autograd.grad(
-        loss, (log_probs, entropy), incoming, allow_unused=True
-    )
+    return loss.detach(), torch.autograd.grad(loss, leaves, incoming, allow_unused=True)

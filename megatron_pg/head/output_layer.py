@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.head import pairs_torch
+from megatron_pg.head.divergence import Teacher
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, row_passes
+from megatron_pg.head.kept_set import KeptPairs, keep_only
+from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
@@ -88,18 +94,41 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
         )
 
 
+@functools.cache
+def _pairs_triton() -> ModuleType | None:
+    try:
+        from megatron_pg.head import pairs_triton
+    except ImportError:
+        return None
+    return pairs_triton
+
+
+def pair_products(hidden: Tensor) -> ModuleType:
+    """The module `pairs_triton` for hidden states that its kernels take, else `pairs_torch`: the same functions."""
+    if hidden.is_cuda and hidden.dtype != torch.float64 and hidden.stride(1) == 1:
+        return _pairs_triton() or pairs_torch
+    return pairs_torch
+
+
 class OutputLayer:
     """The output layer over the tokens of one call, a chunk of logits at a time.
 
     Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
+        hidden, weight, targets, options, kept: as for `linear_log_probs_and_entropy`.
+        teacher: whose divergence is asked for.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: HeadOptions,
+        kept: Ragged | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
@@ -109,8 +138,10 @@ class OutputLayer:
         elif size < 1:
             raise ValueError(f"chunk_tokens must be at least 1, found {size}")
         self.hidden, self.weight, self.targets = hidden, weight, targets
+        self.teacher = teacher
+        self.kept = kept if kept is not None and kept.values.numel() else None
         group = options.tensor_parallel_group
-        self._shard = VocabularyShard.build(columns, options.vocab_size, group)
+        self.shard = VocabularyShard.build(columns, options.vocab_size, group)
         self.temperature, self.chunk_tokens = temperature_tensor(options.temperature, hidden), size
         self.options = replace(options, temperature=self.temperature, chunk_tokens=size)
         """As worked out: of them the same layer can be made again."""
@@ -134,7 +165,9 @@ class OutputLayer:
         logits = buffer[: rows.stop - rows.start]
         if not is_kept:
             multiply(self.hidden[rows], self.weight.t(), logits)
-        return LogitRows(logits, self.targets[rows], self._shard, self.temperature)
+            if self.kept is not None:
+                keep_only(logits, self.kept.slice(rows), self.shard)
+        return LogitRows(logits, self.targets[rows], self.shard, self.temperature)
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:
@@ -175,6 +208,7 @@ class FactorGradients:
         chunk: LogitRows,
         statistics: RowStatistics,
         incoming: tuple[Tensor | None, ...],
+        more: Tensor | None = None,
     ) -> None:
         """Overwrites the logits of a chunk with their gradient, and multiplies that by both factors.
 
@@ -183,12 +217,15 @@ class FactorGradients:
             chunk: where its logits are wider than the hidden states, their gradient takes the front of each row,
                 in the dtype of the hidden states.
             statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
+            more: a gradient of the logits to be added, [rows, v/tp] in the dtype of the hidden states.
         """
         gradient = chunk.logits
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
-        row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
-        self.add_products(rows, hidden[rows], gradient)
+        if more is None or any(each is not None for each in incoming):
+            row_passes(chunk.logits).write_gradient(chunk, statistics, incoming, gradient)
+            more = gradient if more is None else gradient.add_(more)
+        self.add_products(rows, hidden[rows], more)
 
     def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
         """Multiplies the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one dtype, by both factors."""
@@ -201,6 +238,17 @@ class FactorGradients:
                 self._sum = self._weight.new_empty(self._weight.shape, dtype=dtype)
             multiply(gradient.t(), hidden, self._sum, add=not is_new)
 
+    def add_pairs(self, hidden: Tensor, pairs: KeptPairs, gradient: Tensor) -> None:
+        """Multiplies the gradient [pairs] of the logits of pairs, of `hidden` [tokens, hidden], by both factors."""
+        products = pair_products(hidden)
+        if self._hidden is not None:
+            products.write_hidden_gradient(gradient, self._weight, pairs, self._hidden)
+        if self._needs_weight:
+            if self._sum is None:
+                dtype = wide_dtype(self._weight.dtype)
+                self._sum = torch.zeros_like(self._weight, dtype=dtype, requires_grad=False)
+            products.add_weight_gradient(gradient, hidden, pairs, self._sum)
+
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Both gradients, times `scale`, as autograd gets them."""
         hidden = self._hidden
@@ -212,8 +260,9 @@ class FactorGradients:
     def _finish_weight(self, scale: Tensor | None) -> Tensor:
         """Settles the sum, times `scale`, and returns what autograd gets for the weight.
 
-        With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone,
-        or zeros where the weight is tied to an embedding on the same stage (`zero_out_wgrad`).
+        With `main_grad` that is a stand-in of which DistributedDataParallel uses the existence alone: sparse, of no
+        element, so that it takes no memory. Where the weight is tied to an embedding on the same stage
+        (`zero_out_wgrad`), zeros.
         """
         weight, total = self._weight, self._sum
         self._sum = None
@@ -225,5 +274,8 @@ class FactorGradients:
             factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
             self._main_grad.addcmul_(total, factor)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        stand_in = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-        return stand_in(weight.shape, dtype=weight.dtype, device=weight.device)
+        if getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros_like(weight, requires_grad=False)
+        return torch.sparse_coo_tensor(  # type: ignore[call-arg]
+            size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
+        )

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
 _CHUNK_ELEMENTS = 1 << 23
 
@@ -47,7 +47,10 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     Returns:
         Statistics in float32 (float64 for float64 logits).
     """
-    return _combine(_local_statistics(rows), rows)
+    local = _local_statistics(rows)
+    if rows.has_set is not None and rows.of_sets is not None:
+        local = torch.where(rows.has_set[:, None], rows.of_sets, local)
+    return combine_statistics(local, rows.shard, rows.temperature, rows.row_mask)
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:
@@ -69,10 +72,11 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     logits, columns = rows.logits, rows.shard.columns
     dtype = statistics_dtype(logits.dtype)
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
+    mask = rows.pass_mask
     if columns == 0:
         statistics[:, 0] = -math.inf
     for part in _row_chunks(logits) if columns else ():
-        keep = None if rows.row_mask is None else rows.row_mask[part]
+        keep = None if mask is None else mask[part]
         chunk = _without_masked_rows(logits[part, :columns].to(dtype), keep)
         maximum = chunk.amax(1, keepdim=True)
         # A row of -inf alone has nothing to shift by; its exponentials are 0 as they should be.
@@ -93,16 +97,19 @@ def _target_logits(rows: LogitRows) -> Tensor:
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
     picked = rows.logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
     picked = torch.where(here, picked, torch.where(known, -math.inf, math.nan).to(picked.dtype))
-    return picked if rows.row_mask is None else torch.where(rows.row_mask, picked, 0.0)
+    mask = rows.pass_mask
+    return picked if mask is None else torch.where(mask, picked, 0.0)
 
 
-def _combine(local: Tensor, rows: LogitRows) -> RowStatistics:
-    """The statistics over all shards; the only communication of the op: one all-gather."""
-    temperature = rows.temperature
-    if rows.shard.group is None:
+def combine_statistics(
+    local: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
+) -> RowStatistics:
+    """The statistics over all shards from those of this one, as `_local_statistics` has them; the only communication of the
+    op: one all-gather."""
+    if shard.group is None:
         maximum, total, dot, target = local.unbind(1)
     else:
-        maxima, sums, dots, targets = rows.shard.gather(local).unbind(2)
+        maxima, sums, dots, targets = shard.gather(local).unbind(2)
         maximum, target = maxima.amax(0), targets.amax(0)
         shift = (maxima - maximum) / temperature
         scale = shift.exp()
@@ -111,9 +118,9 @@ def _combine(local: Tensor, rows: LogitRows) -> RowStatistics:
     log_sum = total.log()
     log_probs = (target - maximum) / temperature - log_sum
     entropy = log_sum - dot / total
-    if rows.row_mask is not None:
-        log_probs = torch.where(rows.row_mask, log_probs, 0.0)
-        entropy = torch.where(rows.row_mask, entropy, 0.0)
+    if row_mask is not None:
+        log_probs = torch.where(row_mask, log_probs, 0.0)
+        entropy = torch.where(row_mask, entropy, 0.0)
     return RowStatistics(maximum, log_sum, log_probs, entropy)
 
 
@@ -127,7 +134,7 @@ def write_gradient(
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
-    A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are.
+    A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are, and so does one with a kept set.
 
     Args:
         rows: as given to `row_statistics`.
@@ -142,8 +149,8 @@ def write_gradient(
         for each in incoming
     )
     live = (to_log_probs != 0) | (to_entropy != 0)
-    if rows.row_mask is not None:
-        live = live & rows.row_mask
+    if (mask := rows.pass_mask) is not None:
+        live = live & mask
     local = rows.targets - rows.shard.start
     here = live & (local >= 0) & (local < columns)
     for part in _row_chunks(logits):

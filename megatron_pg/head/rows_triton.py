@@ -26,8 +26,9 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in RowStatistics._fields))
     if tokens == 0:
         return outputs
-    mask = None if rows.row_mask is None else rows.row_mask.contiguous()
-    own = None if shard.group is None else temperature.new_empty((tokens, 4))
+    row_mask, mask = _contiguous(rows.row_mask), _contiguous(rows.pass_mask)
+    is_whole = shard.group is None and rows.of_sets is None
+    own = None if is_whole else temperature.new_empty((tokens, 4))
     kernels.statistics_kernel[(tokens,)](
         rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
         own, *outputs,
@@ -36,10 +37,12 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     )  # fmt: skip
     if own is None:
         return outputs
-    gathered = shard.gather(own)
+    if rows.has_set is not None and rows.of_sets is not None:
+        own = torch.where(rows.has_set[:, None], rows.of_sets, own)
+    gathered = own[None] if shard.group is None else shard.gather(own)
     shards = gathered.shape[0]
     kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
-        gathered, mask, temperature,
+        gathered, row_mask, temperature,
         *outputs,
         tokens, shards,
         ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
@@ -61,7 +64,7 @@ def write_gradient(
     tokens, width = logits.shape
     if tokens == 0:
         return
-    mask = None if rows.row_mask is None else rows.row_mask.contiguous()
+    mask = _contiguous(rows.pass_mask)
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
@@ -77,6 +80,10 @@ def write_gradient(
         rows.shard.columns, width, rows.shard.start, segments, tiles * tile,
         ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,
     )  # fmt: skip
+
+
+def _contiguous(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:

@@ -70,6 +70,22 @@ class LogitRows:
     """The temperature, one element in the dtype of the statistics."""
     row_mask: Tensor | None = None
     """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
+    has_set: Tensor | None = None
+    """The rows with a kept set, [tokens] bool; None for no such rows."""
+    of_sets: Tensor | None = None
+    """The statistics [tokens, 4] of this shard's part of those sets, in the place of a pass over the row."""
+
+    def part(self, rows: slice) -> LogitRows:
+        """Some rows, as views; of rows without kept sets."""
+        mask = None if self.row_mask is None else self.row_mask[rows]
+        return LogitRows(self.logits[rows], self.targets[rows], self.shard, self.temperature, mask)
+
+    @property
+    def pass_mask(self) -> Tensor | None:
+        """The rows to pass over, [tokens] bool; None for all."""
+        if self.has_set is None:
+            return self.row_mask
+        return ~self.has_set if self.row_mask is None else self.row_mask & ~self.has_set
 
 
 class RowStatistics(NamedTuple):

@@ -135,7 +135,11 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> MetricTab
         for row in metrics_on(config)
         if row.kind not in SIGNS
     ]
-    terms = (("kl_loss", config.kl_loss_coef), ("entropy_loss", config.entropy_coef))
+    terms = (
+        ("kl_loss", config.kl_loss_coef),
+        ("entropy_loss", config.entropy_coef),
+        ("distill_loss", config.distill_coef),
+    )
     reported = ("loss", "pg_loss", *(name for name, coefficient in terms if coefficient))
     is_of_sequences = ratio_of(config) == "sequence"
     return MetricTable(reported, tuple(rows), not AGGREGATIONS.is_replaced(config), is_of_sequences)

@@ -18,7 +18,9 @@ from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, re
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss import compiled
 from megatron_pg.loss.corrections import Scored, apply_corrections
+from megatron_pg.loss.distillation import given_divergence, refuse_without_teacher
 from megatron_pg.loss.divergence import kl_penalty
+from megatron_pg.loss.kept_set import refuse_other_distributions
 from megatron_pg.loss.metric_table import given
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_table, token_metrics
 from megatron_pg.loss.objectives import get_objective
@@ -35,7 +37,8 @@ from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-TOKEN_FIELDS = (*RESPONSE_FIELDS, "window_segment_ids", "coefficients")
+SET_FIELDS = ("kept_set_size", "kept_set_mass")
+TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients")
 """The fields of a packed micro-batch that the loss is a function of."""
 CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
 
@@ -61,15 +64,18 @@ class MicroBatchLoss:
         step_share: float = 1.0,
     ) -> None:
         for field, flags in _required_inputs(config).items():
-            if field in LOG_PROB_FIELDS and getattr(batch, field) is None:
+            if field != "group_index" and getattr(batch, field) is None:
                 raise ValueError(
                     f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
                     f"Sample({field}=...) to every sample of the step"
                 )
+        refuse_other_distributions(config, batch)
+        refuse_without_teacher(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
         self._weights = MicroBatchWeights.build(config, batch, totals, step_share)
-        lacking = (f for f in (*LOG_PROB_FIELDS, "policy_version") if getattr(batch, f) is None)
+        optional = (*LOG_PROB_FIELDS, *SET_FIELDS, "policy_version")
+        lacking = (field for field in optional if getattr(batch, field) is None)
         self._table = metric_table(config, frozenset(lacking))
         self._sequence: SequenceLogRatios | None = None  # in a trace, where no rank is waited for
 
@@ -104,6 +110,10 @@ class MicroBatchLoss:
         if config.entropy_coef and entropy is not None:
             reported["entropy_loss"] = self._weights.sample_mean(entropy)
             penalty = penalty - config.entropy_coef * reported["entropy_loss"]
+        if config.distill_coef:
+            of_teacher = self._weights.inner_sum(given_divergence(batch))
+            reported["distill_loss"] = of_teacher / outer_count
+            penalty = penalty + config.distill_coef * reported["distill_loss"]
         reported["loss"] = pg_loss + penalty
         loss = loss + penalty
         if config.divide_gradient_twice:
@@ -111,9 +121,11 @@ class MicroBatchLoss:
         return loss, reported, replace(scored, corrected=corrected)
 
     def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """The loss, to be differentiated, and its detached metrics; arguments as for `terms`.
+
+        `divergence` [window] float32 is that from the teacher, where one is distilled.
 
         Raises:
             ValueError: the entropy is needed and None.
@@ -124,7 +136,9 @@ class MicroBatchLoss:
                 "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] "
                 "of the window's response tokens, in nats"
             )
-        loss, *found = self._evaluated(_with_metrics, log_probs, entropy)
+        loss, *found = self._given(log_probs, divergence)._evaluated(
+            _with_metrics, log_probs, entropy
+        )
         maxima, is_nan, *parts = found
         pairs = self._table.pairs(self._weights, map(given, parts))
         metrics = MicroBatchMetrics.of(self._table.names, pairs)
@@ -132,9 +146,21 @@ class MicroBatchLoss:
         metrics.batch, metrics.totals = self.batch, self._totals
         return given(loss), metrics
 
-    def loss(self, log_probs: Tensor, entropy: Tensor | None) -> Tensor:
-        """The loss without metrics, to be differentiated; arguments as for `terms`."""
-        return given(self._evaluated(_without_metrics, log_probs, entropy)[0])
+    def loss(
+        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
+    ) -> Tensor:
+        """The loss without metrics, to be differentiated; arguments as for a call."""
+        other = self._given(log_probs, divergence)
+        return given(other._evaluated(_without_metrics, log_probs, entropy)[0])
+
+    def _given(self, log_probs: Tensor, divergence: Tensor | None) -> MicroBatchLoss:
+        """The loss of a micro-batch whose divergence from the teacher is known; of one without samples it is 0."""
+        if not self.config.distills:
+            return self
+        other = copy.copy(self)
+        is_empty = divergence is None and not self.batch.samples
+        other.batch = replace(self.batch, divergence=0.0 * log_probs if is_empty else divergence)
+        return other
 
     def _evaluated(
         self, compute: Compute, log_probs: Tensor, entropy: Tensor | None
@@ -170,6 +196,7 @@ class MicroBatchLoss:
             and len(log_probs) >= 2  # sizes of 0 and 1 would be graphs of their own
             and log_probs.shape == self.batch.loss_mask.shape
             and not torch.is_inference_mode_enabled()
+            and not self.config.distills  # a third input with a gradient
             and not _calls_custom_functions(self.config)
         )
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row
-from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import CORRECTIONS
+from megatron_pg.loss.distillation import refuse_without_teacher, teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.objectives import OBJECTIVES
@@ -36,7 +39,7 @@ def gradient_scope(config: PolicyLossConfig) -> Literal["token", "sequence", "mi
 
 def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
     """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
-    if config.kl_loss_coef or config.entropy_coef:
+    if config.kl_loss_coef or config.entropy_coef or config.distill_coef:
         return False
     return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
 
@@ -51,6 +54,7 @@ def policy_loss_function(
     context_parallel_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     step_share: float = 1.0,
+    teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """This rank's loss of one micro-batch; summed over ranks and micro-batches it is the objective of the step.
 
@@ -68,6 +72,7 @@ def policy_loss_function(
         vocab_size: the vocabulary without padding; None counts every column.
         step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
             and micro-batches the shares add up to 1: `1 / (ranks * num_microbatches)`.
+        teacher_weight: see `PolicyStep`.
 
     Returns:
         The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
@@ -75,16 +80,54 @@ def policy_loss_function(
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
+    vocabulary: dict[str, Any] = {
+        "tensor_parallel_group": tensor_parallel_group,
+        "vocab_size": vocab_size,
+    }
+    if config.distills and batch.samples:
+        refuse_without_teacher(config, batch)
+        loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+        return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
     log_probs, entropy = log_probs_of_logits(
-        config,
-        batch,
-        logits,
-        tensor_parallel_group=tensor_parallel_group,
-        vocab_size=vocab_size,
-        with_entropy=config.needs_entropy,
+        config, batch, logits, with_entropy=config.needs_entropy, **vocabulary
     )
+    if config.kept_set_mass:
+        of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
+        with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
+            whole, _ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
+            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
+
+
+def _with_divergence(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    teacher_weight: Tensor | None,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> list[Tensor]:
+    """Log-probs, entropy and divergence from the teacher, [window] each."""
+    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
+
+    def of_rows(channel: Tensor) -> Tensor:
+        everywhere = channel.new_zeros(len(rows), *channel.shape[1:])
+        return everywhere.index_copy(0, batch.logit_rows, channel)
+
+    group = tensor_parallel_group
+    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows)
+    found = log_probs_and_divergence(
+        rows,
+        batch.targets,
+        teacher,
+        tensor_parallel_group=group,
+        temperature=config.rollout_temperature,
+        row_mask=batch.row_mask,
+        vocab_size=vocab_size,
+    )
+    return [each[batch.logit_rows] for each in found]
 
 
 def log_probs_of_logits(
@@ -98,7 +141,7 @@ def log_probs_of_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropy of the window's response tokens at the rollout temperature; 0 at masked ones.
 
-    Every rank of the tensor-parallel group must call it.
+    Over the kept sets under `--replay-sampling-set`. Every rank of the tensor-parallel group must call it.
 
     Args:
         config: its temperature.
@@ -111,6 +154,28 @@ def log_probs_of_logits(
     Raises:
         ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
     """
+    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
+    log_probs, entropy = log_probs_and_entropy(
+        rows,
+        batch.targets,
+        tensor_parallel_group=tensor_parallel_group,
+        temperature=config.rollout_temperature,
+        row_mask=batch.row_mask,
+        vocab_size=vocab_size,
+        with_entropy=with_entropy,
+        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
+    )
+    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
+
+
+def _checked_rows(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    logits: Tensor,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> Tensor:
+    """The logits [local_tokens, v/tp] of a micro-batch, once it is known that they are its own."""
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
@@ -123,16 +188,7 @@ def log_probs_of_logits(
             "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
-    log_probs, entropy = log_probs_and_entropy(
-        rows,
-        batch.targets,
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-        with_entropy=with_entropy,
-    )
-    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
+    return rows
 
 
 def policy_loss_from_log_probs(
@@ -148,7 +204,8 @@ def policy_loss_from_log_probs(
     """The same as `policy_loss_function`, with further arguments as there, for a model that returns log-probs.
 
     Args:
-        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature.
+        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets
+            under `--replay-sampling-set`.
         entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
 
     Raises:
@@ -175,11 +232,14 @@ def check_vocabulary(
 
 
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuses, by name, the first sample with a response token outside the vocabulary."""
+    """Refuses, by name, the first sample with a response token, or an id of a kept set, outside the vocabulary."""
     for sample in samples:
-        largest = sample.tokens[sample.prompt_length :].amax() if sample.response_length else -1
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{sample.name}: response token id {int(largest)} is outside the vocabulary of {vocab_size}: "
-                "tokenizer and model do not belong together"
-            )
+        responses = {"response token": sample.tokens[sample.prompt_length :]}
+        if sample.kept_tokens is not None:
+            responses["kept_tokens: token"] = sample.kept_tokens.values
+        for what, ids in responses.items():
+            if ids.numel() and ids.amax() >= vocab_size:
+                raise ValueError(
+                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
+                    "tokenizer and model do not belong together"
+                )

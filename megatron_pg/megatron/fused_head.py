@@ -15,8 +15,16 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.head import HeadOptions, linear_token_loss
+from megatron_pg.head import (
+    HeadOptions,
+    Ragged,
+    TopKTeacher,
+    WholeTeacher,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
 from megatron_pg.head.output_layer import largest_chunk
+from megatron_pg.loss.distillation import teacher_of
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import (
@@ -59,6 +67,13 @@ class OutputRows:
         )
         """What the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)
+        self.kept: Ragged | None = None
+        """Their kept sets, on the host; None without `--replay-sampling-set`, and where no sample has one."""
+        # By the samples, which all context-parallel ranks have, and not by this rank's rows: who takes the other way calls
+        # the all-reduce of sequence sums another number of times.
+        sets = [sample.kept_tokens for sample in batch.samples if config.replay_sampling_set]
+        if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
+            self.kept = batch.kept_tokens.select(active)
         self._active = to_device(active, batch.tokens.device)
         self._samples = batch.window.window_segment_ids[active]
 
@@ -82,6 +97,17 @@ class OutputRows:
         rows = self._batch.logit_rows[self._active]
         hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
         return hidden, weight, self._batch.targets[rows]
+
+    def teacher(
+        self, config: PolicyLossConfig, local_columns: int, weight: Tensor | None
+    ) -> WholeTeacher | TopKTeacher | None:
+        """The teacher on these rows, where one is distilled; see `teacher_of`."""
+        if not config.distills or not self._batch.samples:
+            return None
+        group, active = self._groups.tensor, self._active
+        return teacher_of(
+            config, self._batch, local_columns, group, weight, lambda channel: channel[active]
+        )
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values [rows] -> [window], 0 elsewhere: the loss masks those positions."""
@@ -122,11 +148,13 @@ class FusedHead:
     Backward computes the loss, its metrics and all gradients in one pass over chunks of logits; value and metrics are NaN
     until then, unless gradients are off. A chunk holds whole sequences where the loss looks at those, and all rows where a
     function of the user's own may look at any: up to four times the usual chunk in three matrix products, above that in up
-    to four (see `megatron_pg.head.from_hidden`).
+    to four (see `megatron_pg.head.from_hidden`). Under `--replay-sampling-set` the kept columns alone are multiplied, of rows
+    that have a set, and the values are there at once.
 
     Args:
         micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
         groups, vocab_size, chunk_tokens: see `OutputRows`.
+        teacher_weight: see `PolicyStep`.
     """
 
     def __init__(
@@ -136,8 +164,9 @@ class FusedHead:
         *,
         vocab_size: int | None = None,
         chunk_tokens: int | None = None,
+        teacher_weight: Tensor | None = None,
     ) -> None:
-        self._micro_batch_loss = micro_batch_loss
+        self._micro_batch_loss, self._teacher_weight = micro_batch_loss, teacher_weight
         self._rows = OutputRows(
             micro_batch_loss.config,
             micro_batch_loss.batch,
@@ -173,13 +202,25 @@ class FusedHead:
                 vocabulary.
         """
         factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
-        return self._loss_in_one_pass(*factors)
+        if (kept := self._rows.kept) is not None:
+            found = linear_log_probs_and_entropy(*factors, self._rows.options, kept=kept)
+            loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, found))
+            return loss[None]
+        config = self._micro_batch_loss.config
+        teacher = self._rows.teacher(config, len(factors[1]), self._teacher_weight)
+        return self._loss_in_one_pass(*factors, teacher)
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
         return output_tensor[0], self._metrics
 
-    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def _loss_in_one_pass(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher: WholeTeacher | TopKTeacher | None,
+    ) -> Tensor:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
@@ -193,14 +234,15 @@ class FusedHead:
         everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
 
-        def token_loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-            of_window = self._rows.in_window(log_probs, rows), self._rows.in_window(entropy, rows)
+        def token_loss(*given: Any) -> Tensor:
+            *vectors, rows = given
+            of_window = [self._rows.in_window(each, rows) for each in vectors]
             if rows != everything:
                 return self._micro_batch_loss.loss(*of_window)
             whole[:] = [self._micro_batch_loss(*of_window)]
             return whole[0][0]
 
-        total, log_probs, entropy = linear_token_loss(
+        total, *vectors = linear_token_loss(
             hidden,
             weight,
             targets,
@@ -209,13 +251,13 @@ class FusedHead:
             gradient_rows=self._rows.gradient_rows,
             piece_sizes=sizes,
             defer=True,
+            teacher=teacher,
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
             if not whole:  # in several pieces, or in none
-                of_window = self._rows.in_window(log_probs), self._rows.in_window(entropy)
-                whole.append(self._micro_batch_loss(*of_window))
+                whole.append(self._micro_batch_loss(*map(self._rows.in_window, vectors)))
             loss, found = whole.pop()
             value.copy_(loss.detach())
             metrics.fill(found)

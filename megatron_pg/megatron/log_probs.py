@@ -60,9 +60,9 @@ def compute_log_probs(
 
     Args:
         model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal. Of each its tokens, response length and
-            loss mask are read; log-probs that it carries are not, and may be missing from some.
-        config: the policy loss: temperature, fused head, precision of the logits.
+        samples: this data-parallel rank's, in any order; none at all is legal. Of each its tokens, response length,
+            loss mask and kept sets are read; log-probs that it carries are not, and may be missing from some.
+        config: the policy loss: temperature, fused head, precision of the logits, whether over the samples' kept sets.
         max_tokens_per_microbatch: see `plan_step`. There is no backward: it may be several times that of training.
         oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
@@ -74,7 +74,8 @@ def compute_log_probs(
 
     Raises:
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
-            is named, is longer than the budget or has a response token outside the vocabulary.
+            is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
+            `--replay-sampling-set` needs.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
             `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
             model's attention does not have.
@@ -92,6 +93,7 @@ def compute_log_probs(
             groups=groups,
             vocab_size=vocab_size,
             cp_partition_mode=config.cp_partition_mode,
+            takes_sets=config.replay_sampling_set,
         )
     return ScoredSamples(log_probs, entropy)
 
@@ -126,7 +128,7 @@ def _head(
         **_: Any,
     ) -> Tensor:
         factors = rows.factors(hidden_states, output_layer, output_weight, config)
-        found = linear_log_probs_and_entropy(*factors, rows.options)
+        found = linear_log_probs_and_entropy(*factors, rows.options, kept=rows.kept)
         return torch.stack([rows.in_window(each) for each in found])
 
     added = {"output_processor": output_processor}

@@ -65,10 +65,12 @@ class PolicyStep:
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
         grad_divisor: `config.grad_divisor` of this step, such as the square of its number of rollouts.
+        teacher_weight: of `--distill-teacher hidden` the teacher's output weight, this tensor-parallel rank's rows of it [v/tp,
+            teacher's hidden], padded as the student's; read on the last pipeline stage.
 
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
-            of micro-batches, or the scale contract cannot be kept.
+            of micro-batches, the scale contract cannot be kept, or a teacher by hidden states has no weight.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it,
             `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
             model's attention does not have.
@@ -85,6 +87,7 @@ class PolicyStep:
         groups: ParallelGroups | None = None,
         vocab_size: int | None = None,
         grad_divisor: float | None = None,
+        teacher_weight: Tensor | None = None,
     ) -> None:
         if grad_divisor is not None:
             config = dataclasses.replace(config, grad_divisor=grad_divisor)
@@ -108,11 +111,17 @@ class PolicyStep:
             groups = ParallelGroups.from_model(model)
         if model is not None and groups.context_size > 1:
             require_partition_mode(model, config.cp_partition_mode)
+        if config.distills and config.distill_teacher == "hidden" and teacher_weight is None:
+            if groups.is_last_pipeline_stage:
+                raise ValueError(
+                    "--distill-teacher hidden needs the teacher's output weight: give PolicyStep(teacher_weight=...), this "
+                    "tensor-parallel rank's rows of it"
+                )
         chunk = model[0] if isinstance(model, (list, tuple)) else model
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
-        self.groups, self.vocab_size = groups, vocab_size
+        self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk = model, chunk
         self.scale = scale_contract(
             model_config,
@@ -178,6 +187,7 @@ class PolicyStep:
             self.groups,
             vocab_size=self.vocab_size,
             chunk_tokens=chunk_tokens,
+            teacher_weight=self.teacher_weight,
         )
 
     def metrics(
@@ -227,6 +237,7 @@ class PolicyStep:
             context_parallel_group=context_group or self.groups.context,
             vocab_size=self.vocab_size,
             step_share=self.share,
+            teacher_weight=self.teacher_weight,
         )
         return self.scale.apply(loss, metrics, batch)
 

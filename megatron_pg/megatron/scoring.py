@@ -36,12 +36,14 @@ def score_samples(
     groups: ParallelGroups | None,
     vocab_size: int | None,
     cp_partition_mode: CpPartitionMode,
+    takes_sets: bool = False,
 ) -> list[list[Tensor]]:
     """Numbers of every response token of samples under a model, forward only; see `compute_log_probs` for the arguments.
 
     Args:
         head: of a micro-batch the head that reports `scores` [num_scores, window] (`report_scores`) and has no loss.
         num_scores: numbers of a token.
+        takes_sets: whether the head reads the kept sets, which every sample has then.
 
     Returns:
         Of each number and each sample [response_length] float32 on the host.
@@ -49,7 +51,7 @@ def score_samples(
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     groups = ParallelGroups.from_model(model) if groups is None else groups
     (device, bare), _ = compute_and_gather(
-        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size)),
+        lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, takes_sets)),
         lambda _: None,
         groups.data,
     )
@@ -100,10 +102,24 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
     )
 
 
-def _bare(samples: Sequence[Sample], chunk: Any, vocab_size: int | None) -> list[Sample]:
+def _bare(
+    samples: Sequence[Sample], chunk: Any, vocab_size: int | None, takes_sets: bool
+) -> list[Sample]:
     """The samples without what scoring does not ask for: some may lack what others have."""
+    for sample in samples if takes_sets else ():
+        if sample.kept_tokens is None:
+            raise ValueError(
+                f"{sample.name} has no kept_tokens, which --replay-sampling-set needs: give Sample(kept_tokens=...), with an "
+                "empty set for each token where all were kept"
+            )
     bare = [
-        Sample(sample.tokens, sample.response_length, sample.loss_mask, name=sample.name)
+        Sample(
+            sample.tokens,
+            sample.response_length,
+            sample.loss_mask,
+            name=sample.name,
+            kept_tokens=sample.kept_tokens if takes_sets else None,
+        )
         for sample in samples
     ]
     if vocab_size is None:

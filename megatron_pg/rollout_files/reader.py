@@ -16,6 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from megatron_pg.head.ragged import Ragged
 from megatron_pg.rollout_files.schema import COLUMNS, ENGINE_COLUMNS, Row, RowError, shown
 
 try:
@@ -213,4 +217,22 @@ def _values_of(column: Any) -> Callable[[int], Any]:
         if pa.types.is_floating(kind) or (is_whole and not elements.null_count):
             array, ends = elements.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
             return lambda row: array[ends[row] : ends[row + 1]] if column[row].is_valid else None
+        if isinstance(elements, (pa.ListArray, pa.LargeListArray)) and not elements.null_count:
+            return _lists_of(column) or (lambda row: column[row].as_py())
     return lambda row: column[row].as_py()
+
+
+def _lists_of(column: Any) -> Callable[[int], Any] | None:
+    """The same of a list of lists of integers, as a `Ragged`; None where it holds something else."""
+    lists = column.values
+    if not pa.types.is_integer(lists.values.type) or lists.values.null_count:
+        return None
+    ids = torch.from_numpy(lists.values.to_numpy().astype(np.int64))
+    offsets = torch.from_numpy(lists.offsets.to_numpy().astype(np.int64))
+    ends = column.offsets.to_numpy()
+
+    def of_row(row: int) -> Ragged | None:
+        own = offsets[ends[row] : ends[row + 1] + 1]
+        return Ragged(ids[own[0] : own[-1]], own - own[0]) if column[row].is_valid else None
+
+    return of_row

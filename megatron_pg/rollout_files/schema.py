@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.ids import NUM_IDS, SampleIds, check_ids, distinct_id, ids_of
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
+from megatron_pg.step.side_channels import LARGEST_VOCABULARY, WrongSet, checked_kept_tokens
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
+INTEGER_LISTS = "a list of lists of integers"
 INTEGER, NUMBER, NUMBER_OR_NUMBERS = "an integer", "a number", "a number or a list of numbers"
 
 COLUMNS: Mapping[str, str] = {
@@ -38,6 +41,7 @@ COLUMNS: Mapping[str, str] = {
     "group_index": INTEGER,
     "rollout_id": INTEGER,
     "policy_version": INTEGER,
+    "kept_tokens": INTEGER_LISTS,
 }
 """What each column holds; every other column is ignored."""
 
@@ -52,13 +56,14 @@ OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (
         *LOG_PROB_FIELDS,
-        *("group_index", "rollout_id", "loss_weights", "policy_version"),
+        *("group_index", "rollout_id", "loss_weights", "policy_version", "kept_tokens"),
     )
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
 Row = Mapping[str, Any]
-"""One row by column: an array of integers or numbers, any Python value, or None where the row has no value."""
+"""One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None where the row has no
+value."""
 
 
 class RowError(ValueError):
@@ -117,8 +122,10 @@ def sample_of_row(
     values = {
         column: _value(column, row[column], is_active)
         for column in (*OPTIONAL_FIELDS.values(), "reward", "advantages")
-        if row.get(column) is not None
+        if row.get(column) is not None and column != "kept_tokens"
     }
+    if row.get("kept_tokens") is not None:
+        values["kept_tokens"] = _kept_sets(row["kept_tokens"], response, is_active, vocab_size)
     return RewardedSample(
         tokens=torch.from_numpy(np.concatenate([prompt, response])),
         response_length=response.size,
@@ -177,6 +184,25 @@ def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
             column, values, ~(values < 0) | ~is_active, "0 or more, as loss_mask keeps the token"
         )
     return torch.from_numpy(single)
+
+
+def _kept_sets(
+    value: Any, response: NDArray[Any], is_active: NDArray[np.bool_], vocab_size: int | None
+) -> Ragged:
+    """The sets of the response tokens; an empty one, or null, where all tokens were kept."""
+    if not isinstance(value, (list, Ragged)):
+        raise RowError("kept_tokens", shown(value), INTEGER_LISTS)
+    if isinstance(value, list):
+        for at, ids in enumerate(value):
+            if not isinstance(ids, (list, type(None))):
+                raise RowError(f"kept_tokens[{at}]", shown(ids), INTEGERS)
+            _typed(f"kept_tokens[{at}]", ids or [], INTEGER)
+        value = [ids or [] for ids in value]
+    tokens, mask = torch.tensor(response), torch.tensor(is_active)
+    try:
+        return checked_kept_tokens(value, "the row", tokens, mask, vocab_size or LARGEST_VOCABULARY)
+    except WrongSet as error:
+        raise RowError(error.field, error.found, error.expected) from None
 
 
 def _finite(column: str, value: Any, limit: float, expected: str) -> float:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.head.ragged import Ragged, offsets_of
+from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import coefficient_of, coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
@@ -73,6 +75,28 @@ class PackedBatch:
     """What each token of the window counts in the sums that tell samples apart, by its sample's identity and its position in the
     response, [window] float64."""
 
+    kept_tokens: Ragged | None = None
+    """The ids that each token was sampled from, [window] rows; empty where masked and where all were kept. Stays on the host.
+    None where the samples carry none."""
+    kept_set_size: Tensor | None = None
+    """How many they are, [window] float32; 0 for an empty row."""
+    kept_set_mass: Tensor | None = None
+    """The probability [window] float32 that the policy in training gives the set, where it was asked for; 1 for an empty row."""
+    divergence: Tensor | None = None
+    """The divergence [window] from a teacher, with gradient, once the head has computed it; None without distillation."""
+    side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
+    """The side channels of the samples by name: [window, ...] of those of response tokens, [local_tokens, ...] of those of all
+    tokens."""
+
+    @property
+    def kept_tokens_of_rows(self) -> Ragged | None:
+        """The same sets as `kept_tokens`, for each local row, [local_tokens] rows on the host."""
+        if self.kept_tokens is None:
+            return None
+        sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64)
+        sizes[self.window.logit_rows] = self.kept_tokens.sizes
+        return Ragged(self.kept_tokens.values, offsets_of(sizes))
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
         tensors = {
@@ -83,6 +107,10 @@ class PackedBatch:
         cu_seqlens, *moved = _moved([self.window.cu_seqlens, *tensors.values()], device)
         window = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
         changes: dict[str, Any] = dict(zip(tensors, moved, strict=True))
+        changes["side_channels"] = {
+            name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
+            for name, value in self.side_channels.items()
+        }
         return dataclasses.replace(self, window=window, **changes)
 
 
@@ -101,13 +129,6 @@ def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
 
 
 _PADDING = torch.zeros(15, dtype=torch.uint8)
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def pack(
@@ -151,6 +172,7 @@ def pack(
         field: _of_window(field, dtype, samples, window) for field, dtype in RESPONSE_FIELDS.items()
     }
     loss_mask = response_fields["loss_mask"]
+    beside = _beside_the_numbers(samples, window, loss_mask)
     targets = _gather_or_zero(tokens, window.target_indices)
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
     row_mask.index_copy_(0, window.logit_rows, loss_mask)
@@ -166,9 +188,36 @@ def pack(
         window_segment_ids=window.window_segment_ids,
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
-        largest_target=int(targets.max()),
+        largest_target=max([int(targets.max()), *beside.pop("largest_kept")]),
         coefficients=coefficients_of_window(samples, window),
+        **beside,
     )
+
+
+def _beside_the_numbers(
+    samples: Sequence[Sample], window: TokenWindow, loss_mask: Tensor
+) -> dict[str, Any]:
+    """The fields of a packed micro-batch that hold its kept sets and side channels; `largest_kept` is a list of an id or none."""
+    names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
+    given: dict[str, Any] = {
+        name: [sample.side_channels.get(name) for sample in samples] for name in names
+    }
+    channels = {
+        name: _channel_of_window(f"side_channels[{name!r}]", parts, window)
+        for name, parts in given.items()
+        if not _all_lack(f"side_channels[{name!r}]", parts, samples)
+    }
+    sets: Any = [sample.kept_tokens for sample in samples]
+    if _all_lack("kept_tokens", sets, samples):
+        return {"side_channels": channels, "largest_kept": []}
+    kept: Any = _channel_of_window("kept_tokens", sets, window)
+    kept = kept.only(loss_mask)
+    return {
+        "side_channels": channels,
+        "kept_tokens": kept,
+        "kept_set_size": kept.sizes.float(),
+        "largest_kept": [int(kept.values.max())] if kept.values.numel() else [],
+    }
 
 
 def coefficients_of_window(samples: Sequence[Sample], window: TokenWindow) -> Tensor:
@@ -191,15 +240,8 @@ def _of_window(
             torch.ones(s.response_length) if s.loss_weights is None else s.loss_weights
             for s in samples
         ]
-    lacks = [response is None for response in responses]
-    if any(lacks):
-        if all(lacks):
-            return None
-        without, with_them = lacks.index(True), lacks.index(False)
-        raise ValueError(
-            f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
-            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
-        )
+    if _all_lack(field, responses, samples):
+        return None
     lengths = window.response_lengths
     responses = [
         torch.full((length,), value) if isinstance(value, int) else value
@@ -210,6 +252,52 @@ def _of_window(
     return whole if len(window) == len(whole) else whole[window.response_indices]
 
 
+def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -> bool:
+    """Whether no sample has a field, of which there is at least one; refuses that some have it and some do not."""
+    lacks = [value is None for value in values]
+    if any(lacks) and not all(lacks):
+        without, with_them = lacks.index(True), lacks.index(False)
+        raise ValueError(
+            f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
+            f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
+        )
+    return any(lacks)
+
+
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
     """The values at the indices, with 0 where the index is -1."""
     return torch.cat([values, values.new_zeros(1)])[indices]
+
+
+def _channel_of_window(
+    where: str, parts: Sequence[Tensor | Ragged], window: TokenWindow
+) -> Tensor | Ragged:
+    """One channel of all samples of a micro-batch, as this rank's rows have it.
+
+    Returns:
+        [window, ...] of a channel of response tokens; [local_tokens, ...] of one of all tokens, zeros or an empty row for
+        padding.
+
+    Raises:
+        ValueError: some samples have it for their responses and others for all tokens, or of other shapes or dtypes.
+    """
+    lengths = list(map(len, parts))
+    if lengths == list(window.response_lengths):
+        indices = window.response_indices
+    elif lengths == list(window.total_lengths):
+        indices = window.token_indices
+    else:
+        raise ValueError(f"{where} is of response tokens in some samples and of all in others")
+    try:
+        if all(isinstance(part, Ragged) for part in parts):
+            rows = Ragged.concatenate([*parts, _NO_ROW])  # type: ignore[list-item]
+            return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
+        whole = torch.cat([part for part in parts if isinstance(part, Tensor)])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{where} differs from sample to sample in more than its rows: {error}"
+        ) from error
+    return torch.cat([whole, whole.new_zeros(1, *whole.shape[1:])])[indices]
+
+
+_NO_ROW = Ragged(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))

@@ -21,10 +21,13 @@ GOLDEN_FRACTION = GOLDEN / 2**64
 
 
 def hash_of(
-    tokens: Tensor, loss_mask: Tensor | None = None, loss_weights: Tensor | None = None
+    tokens: Tensor,
+    loss_mask: Tensor | None = None,
+    loss_weights: Tensor | None = None,
+    *more: Tensor,
 ) -> int:
-    """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool and the loss weights
-    [response] float32 of the last of them."""
+    """The hash, 64 bits, of token ids [tokens] int64 on the host, of the loss mask [response] bool and the loss weights
+    [response] float32 of the last of them, and of further vectors of int64."""
     count = tokens.numel()
     keys = _keys(_table_size(count))[:count]
     total = int(np.dot(keys, tokens.numpy())) + GOLDEN * count
@@ -35,6 +38,9 @@ def hash_of(
     if loss_weights is not None:
         bits = loss_weights.numpy().view(np.int32).astype(np.int64)
         total = mixed(total) + int(np.dot(keys[: bits.size], bits)) + GOLDEN
+    for vector in more:
+        keys = _keys(_table_size(vector.numel()))[: vector.numel()]
+        total = mixed(total) + int(np.dot(keys, vector.numpy())) + GOLDEN * (1 + vector.numel())
     return mixed(total)
 
 

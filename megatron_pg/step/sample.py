@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.identity import coefficient_of, coefficients_of_positions, hash_of
+from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_channels
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
@@ -65,6 +69,12 @@ class Sample:
     """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
     returns: Tensor | None = None
     """The returns [response_length] float32 that the critic is trained to, for the value loss."""
+    kept_tokens: Ragged | None = None
+    """The ids that each response token was sampled from (top-p, top-k), itself among them, for `--replay-sampling-set`; an
+    empty set where all were kept."""
+    side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
+    """What else travels with the tokens through `pack`, by a name of your own: [response_length, ...] or [total_length, ...]
+    of any dtype, or a `Ragged` of as many rows."""
 
     if TYPE_CHECKING:
         # What may be given is wider than what is stored; the code is a dataclass's own.
@@ -85,6 +95,8 @@ class Sample:
             policy_version: int | None = None,
             old_values: Values | None = None,
             returns: Values | None = None,
+            kept_tokens: Ragged | Sequence[Sequence[int]] | None = None,
+            side_channels: Mapping[str, Tensor | Ragged] = MappingProxyType({}),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -114,6 +126,12 @@ class Sample:
             if getattr(self, field) is not None:
                 values = self._per_response_token(field, torch.float32)
                 self._store(field, self._finite_where_active(field, values))
+        if self.kept_tokens is not None:
+            kept = checked_kept_tokens(self.kept_tokens, self.name, self.tokens, self.loss_mask)
+            self._store("kept_tokens", kept)
+        lengths = self.response_length, self.total_length
+        channels = checked_side_channels(self.side_channels, self.name, lengths)
+        self._store("side_channels", channels)
 
     @property
     def total_length(self) -> int:
@@ -137,8 +155,11 @@ class Sample:
 
     @functools.cached_property
     def identity(self) -> int:
-        """A 64-bit hash of what the sample is: tokens, response length, loss mask and loss weights."""
-        return hash_of(self.tokens, self.loss_mask, self.loss_weights)
+        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets."""
+        kept = (
+            () if self.kept_tokens is None else (self.kept_tokens.values, self.kept_tokens.offsets)
+        )
+        return hash_of(self.tokens, self.loss_mask, self.loss_weights, *kept)
 
     @functools.cached_property
     def prompt_hash(self) -> int:

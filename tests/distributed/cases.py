@@ -101,6 +101,16 @@ AHEAD_SHARDINGS = [
 """Of megatron-core 0.19 and later."""
 
 
+KEPT_SHARDINGS = [
+    Sharding(),
+    Sharding(tensor=2),
+    Sharding(context=2),
+    Sharding(context=4),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
+]
+
+
 @dataclass(frozen=True)
 class Case:
     """A sharded model and the steps that are run on it."""
@@ -125,7 +135,8 @@ class Case:
         """Model and sharding."""
         kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
         kinds[AHEAD] = "MTP "
-        return f"{kinds.get(self.reference_options, '')}{self.sharding}"
+        sets = "kept sets " if self.runs[0].kept else ""
+        return f"{kinds.get(self.reference_options, '')}{sets}{self.sharding}"
 
     @property
     def mode(self) -> str:
@@ -198,7 +209,13 @@ def all_cases() -> list[Case]:
         (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
         (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
     ]
-    return [
+    of_sets = [
+        with_sets(Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place)))
+        for sharding in KEPT_SHARDINGS
+        for mode in modes(DENSE, sharding)[:2]
+        for place, dtype in enumerate((torch.float32, torch.float64))
+    ]
+    return of_sets + [
         Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
         for options, shardings in groups
         for sharding in shardings
@@ -207,6 +224,11 @@ def all_cases() -> list[Case]:
         # Megatron computes its losses ahead in float32, whatever the model is in.
         if options is not AHEAD or dtype == torch.float32
     ]
+
+
+def with_sets(case: Case) -> Case:
+    """The same steps over the sets that the tokens were sampled from."""
+    return replace(case, runs=tuple(replace(run, kept=True) for run in case.runs))
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -270,7 +292,9 @@ def representative_cases() -> list[Case]:
         shardings = Sharding(context=2, data=2), Sharding(pipeline=2, context=2)
         chosen += [(sharding, AHEAD) for sharding in shardings]
         chosen.append((Sharding(tensor=2, sequence_parallel=True, context=2), AHEAD))
-    return [
+    sharding = Sharding(tensor=2, sequence_parallel=True, context=2)
+    of_sets = with_sets(Case(sharding, DENSE, sample_of_runs(sharding, 0)))
+    return [of_sets] + [
         # In float32 and float64 in turn.
         Case(
             sharding,

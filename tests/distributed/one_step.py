@@ -58,11 +58,12 @@ def train_step(
     pack_batch: Callable[..., PackedBatch] = pack,
     samples: list[PlainSample] | None = None,
     head: Head | None = None,
+    **of_step: Any,
 ) -> Outcome | None:
     """Forward, backward and reduction of one step; the outcome is on rank 0, None elsewhere.
 
     Every rank of the world calls it. `loss` and `pack_batch` are the package's; mutants replace
-    them. `samples` are the run's where None. `head` takes the place of the step's own.
+    them. `samples` are the run's where None. `head` takes the place of the step's own, which is given `of_step`.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -73,7 +74,7 @@ def train_step(
             wrong = loss(step.config, batch, step.totals, num_microbatches=count, model=chunks)
             return replace(step.head(batch), loss_func=wrong)
 
-    step, metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples)
+    step, metrics = run_schedule(chunks, sharding, run, head, pack_batch, samples, **of_step)
     reduced = step.metrics(metrics)
     gradients = gather_gradients(chunks)
     return None if gradients is None else Outcome(gradients, reduced)
@@ -88,6 +89,7 @@ def run_schedule(
     samples: list[PlainSample] | None = None,
     *,
     forward_only: bool = False,
+    **of_step: Any,
 ) -> tuple[Any, list[Any]]:
     """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or `ValueStep`, and their
     metrics."""
@@ -100,7 +102,7 @@ def run_schedule(
     }
     micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples, layout)
     batches = [pack_batch(samples, **layout) for samples in micro_batches]
-    keywords: dict[str, Any] = {"num_microbatches": len(batches), "model": chunks}
+    keywords: dict[str, Any] = {"num_microbatches": len(batches), "model": chunks, **of_step}
     step: Any = PolicyStep(run.config, totals=totals, **keywords)
     if isinstance(run, ValueRun):
         step = ValueStep(run.config, CriticConfig(VALUE_CLIP), totals=totals, **keywords)

@@ -154,6 +154,10 @@ def _metrics(run: Run, result: oracle.PolicyLoss) -> dict[str, float]:
     if run.regularized:
         assert result.kl_loss is not None and result.entropy is not None
         expected["kl_loss"] = result.kl_loss.item()
+    if run.kept:
+        sizes = [torch.tensor(list(map(len, s.kept_tokens or []))).double() for s in run.samples]
+        expected["kept_set_size"] = oracle.document_mean(run.samples, sizes)
+        expected["kept_set_mass"] = oracle.document_mean(run.samples, result.kept_masses)
     table = oracle.metrics(run.samples, result, run.objective)
     names = ("new_logprobs", "clipped_ratio_fraction", "ratio_new_old", "kl_new_old")
     return expected | {name: table[name] for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, replace
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -54,6 +56,36 @@ def _told_apart_by_float32(samples: list[PlainSample]) -> list[PlainSample]:
     return changed
 
 
+KEPT_SIZES = (1, 2, 3, 5, 8, 12, 0)
+
+
+def with_kept_sets(samples: list[PlainSample]) -> list[PlainSample]:
+    """Every response token with the ids that it was sampled from, seven in all sizes; one in seven from the whole vocabulary.
+
+    Old and reference log-probs move with the sets, of which a model without a preference gives each id 1 / size.
+    """
+    rng, changed = random.Random(11), []
+    for sample in samples:
+        kept, moved = [], []
+        for target in sample.tokens[sample.prompt_length :]:
+            size = KEPT_SIZES[rng.randrange(len(KEPT_SIZES))]
+            others = [id for id in range(VOCAB_SIZE) if id != target]
+            kept.append([*rng.sample(others, size - 1), target] if size else [])
+            rng.shuffle(kept[-1])
+            moved.append(math.log(VOCAB_SIZE / size) if size else 0.0)
+
+        def over_sets(log_probs: list[float] | None, sizes=kept, moved=moved) -> list[float]:
+            assert log_probs is not None
+            return [
+                0.0 if len(ids) == 1 else float32(value + shift)
+                for ids, value, shift in zip(sizes, log_probs, moved, strict=True)
+            ]
+
+        old, ref = over_sets(sample.old_log_probs), over_sets(sample.ref_log_probs)
+        changed.append(replace(sample, kept_tokens=kept, old_log_probs=old, ref_log_probs=ref))
+    return changed
+
+
 SHAPES: dict[str, list[PlainSample]] = {
     # Ragged lengths; one sample fully masked, one without response, one of a single response token,
     # rollouts of two samples, prompt groups that no cut below keeps together.
@@ -100,14 +132,18 @@ class Run:
     temperature: float = 1.0
     fp32_lm_head: bool = False
     cp_partition_mode: str = "zigzag"
+    fused_lm_head: bool = False
+    kept: bool = False
+    """Over the sets that the tokens were sampled from."""
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
-        return f"{self.aggregation}{terms}, {self.shape} samples, {self.cut} micro-batches"
+        sets = " with kept sets" if self.kept else ""
+        return f"{self.aggregation}{terms}, {self.shape} samples{sets}, {self.cut} micro-batches"
 
     @property
     def samples(self) -> list[PlainSample]:
-        return SHAPES[self.shape]
+        return with_kept_sets(SHAPES[self.shape]) if self.kept else SHAPES[self.shape]
 
     @property
     def config(self) -> PolicyLossConfig:
@@ -120,6 +156,9 @@ class Run:
             rollout_temperature=self.temperature,
             fp32_lm_head=self.fp32_lm_head,
             cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
+            fused_lm_head=self.fused_lm_head,
+            replay_sampling_set=self.kept,
+            kept_set_mass=self.kept and not self.fused_lm_head,
         )
 
     @property

@@ -86,7 +86,7 @@ def assert_all_rows_pass(report: dict[str, Any], processes: int) -> None:
     """And that there are as many as there should be, of every kind that the flags leave."""
     assert report["passed"] is True
     assert report["world_size"] == processes
-    assert len(report["rows"]) == 24
+    assert len(report["rows"]) == 25
     for row in report["rows"]:
         assert row["passed"] and row["diagnosis"] == ""
         assert 0.0 < row["gradient_error"] <= row["tolerance"] == 1e-6
@@ -96,7 +96,7 @@ def assert_all_rows_pass(report: dict[str, Any], processes: int) -> None:
     assert rows == {
         *(
             ("end to end", what)
-            for what in ("gradient", "gspo", "loss scale", "recompute", "update")
+            for what in ("gradient", "gspo", "kept set", "loss scale", "recompute", "update")
         ),
         *(("tied", what) for what in ("gradient", "update")),
         *(("loss only", what) for what in ("gradient", "gspo")),
@@ -157,7 +157,7 @@ def test_fused_head_passes(flags: list[str]) -> None:
     report = json.loads(ranks[0][1])
     assert report["passed"] is True
     assert report["accelerations"]["fused output layer"] == "checked"
-    assert [row["model"] for row in report["rows"]] == ["end to end"] * 12 + ["tied"] * 3
+    assert [row["model"] for row in report["rows"]] == ["end to end"] * 13 + ["tied"] * 3
     assert report["not_checked"]["loss-only rows"] == "--fused-lm-head"
 
 

@@ -150,6 +150,10 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
             "--num-layers-per-virtual-pipeline-stage with --task",
         ),
+        (
+            "--replay-sampling-set",
+            "--replay-sampling-set with --task: answers are sampled from the",
+        ),
         ("--docs-per-step 4", "--docs-per-step with --task: give --prompts-per-step"),
         ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
         ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),

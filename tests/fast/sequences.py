@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_pg.loss import OBJECTIVES
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
+
+OF_LOG_PROBS = [name for name in OBJECTIVES if name != "distill"]
+"""The objectives that are made of log-probs; the other's teacher is in `test_distillation_head`."""
 
 
 def random_sequence(

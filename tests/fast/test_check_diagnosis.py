@@ -173,6 +173,7 @@ def test_a_factor_of_the_model_is_not_the_losss() -> None:
     ("what", "named"),
     [
         ("gspo", "a sum over a whole sequence"),
+        ("kept set", "kept sets are scored wrongly"),
         ("loss scale", "the loss scale of fp16"),
         ("recompute", "activations are not recomputed"),
         ("auxiliary loss", "the auxiliary loss of the experts"),

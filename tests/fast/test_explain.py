@@ -76,6 +76,7 @@ def test_counts_quantiles_and_learning_rate_ratio(capsys):
         "active_tokens": 0,
         "group_index": 0,
         "rollout_id": 0,
+        "kept_sets": None,
     }
     quarters = found["aggregations"]["token_mean"]["quantile_shares"]
     assert [(part["shortest"], part["longest"]) for part in quarters] == [
@@ -587,3 +588,16 @@ def test_the_module_runs_without_megatron():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "T = 6 active tokens" in done.stdout
+
+
+def test_kept_sets_of_files(capsys, tmp_path) -> None:
+    path = tmp_path / "sets.jsonl"
+    row = {"prompt_ids": [1], "response_ids": [2, 3, 4], "loss_mask": [1, 1, 0], "reward": 1.0}
+    rows = [{**row, "kept_tokens": [[2, 5, 6], [], [4]]}, {**row, "kept_tokens": [[2], [3, 9], []]}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    found = explained(capsys, "--rollout-files", str(path))
+    assert found["step"]["kept_sets"] == {"num_tokens": 3, "mean_size": 2.0, "largest": 3}
+    assert explain(["--rollout-files", str(path)]) == 0
+    line = "kept sets: 3 of 4 active tokens have one, of 2 ids on average and 3 at most"
+    assert f"{line}, which only --replay-sampling-set reads" in capsys.readouterr().out
+    assert explained(capsys, "--lengths", "3")["step"]["kept_sets"] is None

@@ -33,7 +33,8 @@ if INTERPRETED:
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    files = Path(__file__).parent.glob("test_*_triton.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     finished = subprocess.run(
         command,
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -35,6 +35,7 @@ from tests.cut_policy_loss import package_config, rank_losses
 from tests.cut_steps import CUTS
 from tests.fast import objectives_oracle
 from tests.fast.sequences import (
+    OF_LOG_PROBS,
     flat_log_probs,
     grid_sequence,
     package_batch,
@@ -269,7 +270,7 @@ def test_a_local_document_mean_would_be_another_one() -> None:
     assert sum(means) / len(means) != pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OF_LOG_PROBS)
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
@@ -360,7 +361,7 @@ def test_extremes_of_advantages_that_are_all_equal() -> None:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OF_LOG_PROBS)
 def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float) -> None:
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
@@ -418,7 +419,7 @@ def test_shares_of_a_step_add_up_in_float64() -> None:
 
 def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
     """Nothing is known of its ratio, whatever --policy-loss says."""
-    for name in OBJECTIVES:
+    for name in OF_LOG_PROBS:
         config = PolicyLossConfig(
             policy_loss=name, custom_policy_loss_path=f"{__name__}:negative_log_prob"
         )
@@ -483,7 +484,7 @@ def test_none_costs_nothing() -> None:
     assert not metric_table(config, frozenset()).rows
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OF_LOG_PROBS)
 def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
     """Tensors on the meta device have no values: reading one on the host raises."""
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)

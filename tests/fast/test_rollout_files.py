@@ -88,6 +88,23 @@ def test_a_row_becomes_a_sample(tmp_path: Path, kind: str) -> None:
     assert second.ref_log_probs.tolist() == [-3.0, -4.0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_sets(tmp_path: Path, kind: str) -> None:
+    """Ragged lists of lists, an empty or missing set where all tokens were kept, in the middle of a file too."""
+    sets = [[[5]], [[], [5, 9]], [[5, 1, 2], [7, 5], []], [], [[3, 5], [5]], [[], [], [5]], [[5]]]
+    rows = [
+        {"prompt_ids": [n], "response_ids": [5] * len(each), "reward": 1.0, "kept_tokens": each}
+        for n, each in enumerate(sets)
+    ]
+    source = RolloutFiles([write(tmp_path, rows, kind)], required_fields=["kept_tokens"])
+    for sample, expected in zip(pull_all(source), rows, strict=True):
+        kept = sample.kept_tokens
+        assert [kept.row(at).tolist() for at in range(len(kept))] == expected["kept_tokens"]
+    if kind == "jsonl":
+        path = write(tmp_path, [row(1, kept_tokens=[None, [5]])], kind)
+        assert pull_all(RolloutFiles([path]))[0].kept_tokens.sizes.tolist() == [0, 1]
+
+
 VARIANTS = {
     "no mask": row(2, loss_mask=None),
     "a mask of booleans": row(2, loss_mask=[True, True, True]),
@@ -135,6 +152,20 @@ BAD_ROWS = {
         "float32",
     ),
     "group in halves": (row(group_index=1.5), "group_index", "1.5", "64-bit integer"),
+    "sets of another length": (
+        row(kept_tokens=[[5], [5]]),
+        "kept_tokens",
+        "of 2 sets",
+        "one for each",
+    ),
+    "a set without its token": (
+        row(2, kept_tokens=[[5], [1, 2], []]),
+        r"kept_tokens\[1\]",
+        "a set of 2 ids without 5",
+        "the token that was sampled there",
+    ),
+    "an id beyond": (row(kept_tokens=[[5, 90]]), r"kept_tokens\[0\]", "id 90", "below 90"),
+    "sets in words": (row(kept_tokens="all"), "kept_tokens", "'all'", "list of lists of integers"),
     "no log_probs": (row(log_probs=None), "log_probs", "missing", "list of numbers"),
 }
 

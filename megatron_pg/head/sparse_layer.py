@@ -1,0 +1,81 @@
+"""The output layer over the kept tokens of each row alone: as many products of two vectors as there are pairs.
+
+Which rows take it is decided by the sizes of their sets, which the host knows: a pair of the sparse layer costs what
+`_COLUMNS_OF_A_PAIR` columns of a row cost in the dense one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.head.from_logits import refuse_second_derivative
+from megatron_pg.head.kept_set import KeptPairs, kept_gradient, local_statistics
+from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, pair_products
+from megatron_pg.head.ragged import Ragged
+from megatron_pg.head.rows_torch import combine_statistics
+from megatron_pg.head.vocabulary_shard import RowStatistics
+
+# Measured on an H200 (docs/benchmarks.md).
+_COLUMNS_OF_A_PAIR = 400
+_LEAST_DENSE_ROWS = 256
+"""A dense product of fewer rows costs as much: the weight is read as a whole."""
+
+
+def split_rows(
+    kept: Ragged, local_columns: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """The rows [sparse] and [dense], int64 on the host, that the two layers take; the same on every tensor-parallel rank.
+
+    Rows without a set are dense. Of the others those are that cost less there, if they do so together.
+    """
+    columns = local_columns * (1 if group is None else dist.get_world_size(group))
+    sizes, limit = kept.sizes, columns / _COLUMNS_OF_A_PAIR
+    is_dense = sizes > limit
+    if int(sizes[is_dense].sum()) < limit * max(int(is_dense.sum()), _LEAST_DENSE_ROWS):
+        is_dense = torch.zeros_like(is_dense)
+    is_dense |= sizes == 0
+    return (~is_dense).nonzero()[:, 0], is_dense.nonzero()[:, 0]
+
+
+def sparse_log_probs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, *, kept: Ragged
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy over the kept set, [tokens] each; the logits of the pairs are held.
+
+    Args and errors are those of `linear_log_probs_and_entropy`; every row has a set.
+    """
+    layer = OutputLayer(hidden, weight, targets, options, kept)
+    return SparseLogProbs.apply(hidden, weight, layer)  # type: ignore
+
+
+class SparseLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropy of the kept columns; the gradients of both factors wait for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        kept: Any = layer.kept
+        pairs = KeptPairs.build(kept, layer.targets, layer.shard, layer.temperature)
+        logits = pair_products(hidden).pair_logits(hidden, weight, pairs)
+        own = local_statistics(logits, pairs)
+        statistics = combine_statistics(own, layer.shard, layer.temperature)
+        ctx.pairs, ctx.parameter = pairs, weight  # saved, it may come back without its `main_grad`
+        ctx.save_for_backward(hidden, weight, logits, *statistics.kept())
+        return statistics.log_probs, statistics.entropy
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_log_probs_and_entropy")
+        if all(gradient is None for gradient in incoming):
+            return (None,) * 3
+        hidden, _, logits, *statistics = ctx.saved_tensors
+        gradient = kept_gradient(logits, ctx.pairs, RowStatistics(*statistics), incoming)
+        gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
+        gradients.add_pairs(hidden, ctx.pairs, gradient)
+        return (*gradients.finish(), None)

@@ -1,0 +1,98 @@
+"""Distillation: the teacher that the samples bring, and the objective that is its divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.head import Divergence, TopKTeacher, WholeTeacher
+from megatron_pg.loss.masking import masked
+from megatron_pg.loss.objectives import ObjectiveOutput, objective
+from megatron_pg.step.batch import PackedBatch
+
+CHANNELS = {
+    "logits": ("teacher_logits",),
+    "hidden": ("teacher_hidden",),
+    "top_k": ("teacher_ids", "teacher_log_probs"),
+}
+"""The side channels of the samples that a teacher comes in, by `--distill-teacher`: each has a row for every response token."""
+
+
+@objective(
+    "D(student, teacher)",
+    about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
+    is_sum_over_tokens=True,
+)
+def distill(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+    """Distillation on the tokens of the samples, whoever sampled them."""
+    return ObjectiveOutput(given_divergence(batch))
+
+
+def given_divergence(batch: PackedBatch) -> Tensor:
+    """The divergence [window], 0 and without gradient where masked.
+
+    Raises:
+        ValueError: there is none: the loss was given log-probs alone.
+    """
+    if batch.divergence is None:
+        raise ValueError(
+            "--policy-loss distill and --distill-coef need the divergence from the teacher, which is made of logits or of hidden "
+            "states: use PolicyStep or policy_loss_function"
+        )
+    return masked(batch.divergence, batch.loss_mask)
+
+
+def refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuses a micro-batch without the side channels of the teacher, by sample.
+
+    Raises:
+        ValueError: naming the first channel that is not there, or has no row for each response token.
+    """
+    if not config.distills or not batch.samples:
+        return
+    for name in CHANNELS[str(config.distill_teacher)]:
+        channel = batch.side_channels.get(name)
+        if not isinstance(channel, Tensor) or len(channel) != len(batch.window):
+            found = (
+                "none" if channel is None else f"{len(channel)} rows for {len(batch.window)} tokens"
+            )
+            raise ValueError(
+                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong length ({found}), and "
+                f"--distill-teacher {config.distill_teacher} needs it: give a tensor [response_length, ...] to every sample"
+            )
+
+
+def teacher_of(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    local_columns: int,
+    group: dist.ProcessGroup | None,
+    weight: Tensor | None,
+    place: Callable[[Any], Tensor],
+) -> WholeTeacher | TopKTeacher:
+    """The teacher on the rows of a call of the head.
+
+    Args:
+        local_columns: of the student's output layer on this tensor-parallel rank.
+        group: the tensor-parallel group.
+        weight: the teacher's output weight [v/tp, teacher's hidden], for `--distill-teacher hidden`.
+        place: from [window, ...] to the rows of the call.
+    """
+    divergence = Divergence(config.distill_divergence, config.distill_beta)
+    given = [place(batch.side_channels[name]) for name in CHANNELS[str(config.distill_teacher)]]
+    if config.distill_teacher == "top_k":
+        return TopKTeacher(divergence, given[0].long(), given[1].float())
+    if config.distill_teacher == "hidden":
+        if weight is None:
+            raise ValueError(
+                "--distill-teacher hidden needs teacher_weight=, the teacher's output weight"
+            )
+        return WholeTeacher(divergence, hidden=given[0].to(weight.dtype), weight=weight.detach())
+    start = 0 if group is None else dist.get_rank(group) * local_columns
+    own = given[0][:, start : start + local_columns]
+    return WholeTeacher(divergence, logits=pad(own, (0, local_columns - own.shape[1])))

@@ -1,0 +1,137 @@
+"""Kept sets and side channels: refusals by sample and position, and their way through pack and the token window."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg import Ragged, Sample, pack
+from megatron_pg.head.ragged import offsets_of
+from tests.token_layout import token_layout
+
+
+def sample(kept: Any, mask: list[int] | None = None, **fields: Any) -> Sample:
+    length = 3 if mask is None else len(mask)
+    return Sample(
+        [8, 9, *range(1, length + 1)], length, mask or [1] * length, kept_tokens=kept, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        ([[1], [2]], "a: kept_tokens is of 2 sets, expected one for each response token (3)"),
+        (
+            [[1], [5, 6], [3]],
+            "a: kept_tokens[1] is a set of 2 ids without 2, expected the token that was sampled",
+        ),
+        ([[1], [2], [3, 5, 3]], "a: kept_tokens[2] is a set with id 3 twice, expected distinct"),
+        (
+            [[1], [2, -1], [3]],
+            "a: kept_tokens[1] is a set with id -1, expected ids of the vocabulary",
+        ),
+        ([[1], [2, 2**31], [3]], "a: kept_tokens[1] is a set with id 2147483648, expected ids"),
+        ([[1], [2.5], [3]], "a: kept_tokens is torch.float32"),
+        ([1, 2, 3], "a: kept_tokens is no such thing"),
+        ("abc", "a: kept_tokens is no such thing"),
+    ],
+)
+def test_wrong_sets_are_named(kept: Any, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sample(kept, name="a")
+    assert str(error.value).startswith(words)
+
+
+def test_what_is_legal() -> None:
+    assert sample([[], [7, 2], []]).kept_tokens.sizes.tolist() == [0, 2, 0]
+    assert sample([[1], [], [6]], [1, 1, 0]).kept_tokens.row(2).tolist() == [6]  # a tool's token
+    assert Sample([1], 0, [], kept_tokens=[]).kept_tokens.sizes.tolist() == []
+    given = Ragged(torch.tensor([1, 2, 5, 3], dtype=torch.int32), torch.tensor([0, 1, 3, 4]))
+    assert sample(given).kept_tokens.values.dtype == torch.int64
+
+
+def test_sets_tell_samples_apart() -> None:
+    """A stale copy of a sample with other sets is another sample to the checksum."""
+    identities = {
+        sample(kept).identity for kept in (None, [[], [], []], [[1], [2], [3]], [[1], [2, 4], [3]])
+    }
+    moved = sample([[1, 2], [2], [3]]).identity, sample([[1], [2], [3, 2]]).identity
+    assert len(identities | set(moved)) == 6
+
+
+def test_some_with_and_some_without_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"b \(number 1 of the micro-batch\) has no kept_tokens and a"
+    ):
+        pack([sample([[], [], []], name="a"), sample(None, name="b")])
+    with pytest.raises(ValueError, match=r"side_channels\['x'\]"):
+        pack([sample(None, side_channels={"x": torch.zeros(3)}), sample(None)])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(4, 2), "has 4 rows, expected one per response token (3) or per token of the"),
+        ([1, 2, 3], "is a list, expected a tensor or a Ragged"),
+        (torch.tensor(1.0), "is a Tensor, expected a tensor or a Ragged"),
+    ],
+)
+def test_wrong_channels_are_named(value: Any, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sample(None, name="a", side_channels={"experts": value})
+    assert str(error.value).startswith(f"a: side_channels['experts'] {words}")
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_rank_gets_its_own(cp_size: int) -> None:
+    """Of random samples, one of them without response, against the layout simulated row by row."""
+    rng = random.Random(cp_size)
+    shapes = [(3, 9), (1, 0), (2, 1), (5, 14)]
+    samples, responses, sequences = [], [], []
+    for prompt, length in shapes:
+        tokens = [rng.randrange(50) for _ in range(prompt + length)]
+        mask = [int(rng.random() < 0.7) for _ in range(length)]
+        sets = [
+            rng.sample([id for id in range(50) if id != target], rng.randrange(4)) + [target]
+            if rng.random() < 0.8
+            else []
+            for target in tokens[prompt:]
+        ]
+        states, experts = torch.rand(length, 3), torch.randint(8, (prompt + length, 2))
+        lists = Ragged(
+            torch.tensor(sum(sets, []), dtype=torch.float64),
+            offsets_of(torch.tensor([len(s) for s in sets] or [], dtype=torch.int64)),
+        )
+        channels = {"states": states, "experts": experts, "lists": lists}
+        samples.append(Sample(tokens, length, mask, kept_tokens=sets, side_channels=channels))
+        responses += zip(sets, mask, states, strict=True)
+        sequences += experts
+    layout = token_layout([p + n for p, n in shapes], [n for _, n in shapes], cp_size)
+    for rank, rows in enumerate(layout):
+        batch = pack(samples, cp_rank=rank, cp_size=cp_size)
+        scored = [responses[row.response] for row in rows if row.response is not None]
+        wanted = [ids if keep else [] for ids, keep, _ in scored]
+        found = batch.kept_tokens
+        assert [found.row(at).tolist() for at in range(len(found))] == wanted
+        assert batch.kept_set_size.tolist() == list(map(len, wanted))
+        states, experts, lists = (
+            batch.side_channels[name] for name in ("states", "experts", "lists")
+        )
+        assert all(torch.equal(a, b[2]) for a, b in zip(states, scored, strict=True))
+        assert [lists.row(at).tolist() for at in range(len(lists))] == [ids for ids, *_ in scored]
+        for row, found_experts in zip(rows, experts, strict=True):
+            expected = torch.zeros(2) if row.token is None else sequences[row.token]
+            assert found_experts.tolist() == expected.tolist()
+        of_rows = iter(wanted)
+        expected = [[] if row.response is None else next(of_rows) for row in rows]
+        by_row = batch.kept_tokens_of_rows
+        assert [by_row.row(at).tolist() for at in range(len(by_row))] == expected
+
+
+def test_largest_id_and_empty_micro_batch() -> None:
+    assert pack([sample([[1, 40], [2], [3]])]).largest_target == 40
+    assert pack([sample([[1], [2], [3, 99]], [1, 1, 0])]).largest_target == 3
+    assert len(pack([]).kept_tokens) == 0

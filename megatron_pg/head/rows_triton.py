@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -38,7 +40,9 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     if own is None:
         return outputs
     if rows.has_set is not None and rows.of_sets is not None:
-        own = torch.where(rows.has_set[:, None], rows.of_sets, own)
+        of_sets = rows.of_sets.clone()
+        of_sets[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
+        own = torch.where(rows.has_set[:, None], of_sets, own)
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards = gathered.shape[0]
     kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](

@@ -44,7 +44,7 @@ def test_from_logits(sizes: str, dtype: torch.dtype) -> None:
 
 def gradients(dtype: torch.dtype, kept: Ragged, targets: Tensor, *factors: Tensor) -> list[Tensor]:
     """Log-probs, entropy and the gradients, the weight's in `main_grad`."""
-    hidden, weight = (each.to(dtype).requires_grad_() for each in factors)
+    hidden, weight = (each.detach().to(dtype).requires_grad_() for each in factors)
     weight.main_grad = torch.zeros(
         weight.shape, device="cuda", dtype=torch.promote_types(dtype, torch.float32)
     )

@@ -1,45 +1,70 @@
 """Metadata and dependencies. `import megatron_pg` needs torch and NumPy; everything else is an extra."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-HERE = Path(__file__).parent
+REPOSITORY = "https://github.com/megatron-pg/megatron_pg"
 
 MEGATRON = ["megatron-core>=0.15,<0.21"]
-EXAMPLES = [
-    "filelock>=3.12",
+# What parts of the package ask for: rollout files, pictures and tables of `explain`, YAML in `migrate`.
+TOOLS = ["matplotlib>=3.8", "pyarrow>=15", "pyyaml>=6", "rich>=13"]
+DOCS = [
+    "jupyter-server-mathjax>=0.2.6",  # the files of MathJax: ci/site_hooks.py
     "matplotlib>=3.8",
-    "psutil>=5.9",  # for megatron.core.dist_checkpointing
-    "pyarrow>=15",
-    "reasoning-gym>=0.1.25",
-    "rich>=13",
-    "scipy>=1.11",
-    "tensorboard>=2.15",
+    "mike>=2.1",
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.5,<10",
+    "mkdocstrings-python>=2.0",
 ]
-# What examples/trainer/ needs beside EXAMPLES to begin with Hugging Face's weights.
-MODELS = ["gguf>=0.17", "safetensors>=0.5", "transformers>=4.51"]
-DOCS = ["matplotlib>=3.8", "mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
+# With examples/trainer/requirements.txt.
 TEST = [
     "build>=1.2",
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
-    # Of one lane (tests/lanes.py).
-    *[f'{package}; python_version >= "3.12"' for package in MODELS],
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",
     "ruff==0.17.5",
 ]
 
+
+def description() -> str:
+    """README.md with links that work on a package index too: pictures are fetched, files are shown."""
+    text = Path(__file__).with_name("README.md").read_text()
+    raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
+    text = re.sub(r"(!\[[^]]*\]\()(?!\w+:)", rf"\g<1>{raw}/main/", text)
+    return re.sub(r"(\]\()(?!\w+:|#)", rf"\g<1>{REPOSITORY}/blob/main/", text)
+
+
 setup(
     name="megatron_pg",
     version="0.1.0",
     description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism",
-    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description=description(),
     long_description_content_type="text/markdown",
+    author="The megatron_pg developers",
     license="Apache-2.0",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    keywords="reinforcement-learning policy-gradient GRPO DAPO PPO RLHF LLM Megatron megatron-core context-parallel",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["megatron_pg", "megatron_pg.*"]),
     package_data={"megatron_pg": ["py.typed", "migrate/*.toml"]},
     python_requires=">=3.11",
@@ -52,9 +77,8 @@ setup(
     extras_require={
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]>=2.11"],
+        "tools": TOOLS,
         "docs": DOCS,
-        "examples": MEGATRON + EXAMPLES,
-        "models": MEGATRON + EXAMPLES + MODELS,
-        "test": MEGATRON + EXAMPLES + DOCS + TEST,
+        "test": TEST,
     },
 )

@@ -1,12 +1,13 @@
 # Sourced by the scripts that need a virtual environment: chooses an interpreter and installs into it, once.
 #
 #   source ci/environment.sh
-#   make_environment test        # afterwards $VENV_PYTHON runs with the package and its extra "test" installed
+#   make_environment test        # or examples, docs: afterwards $VENV_PYTHON runs with the package and what these need
 #
-# PYTHON= chooses the interpreter. The environment is .venv-<version> in the project's root; it is installed again only
-# when setup.py, pyproject.toml or this file change.
+# PYTHON= chooses the interpreter; VENV_PYTHON= names one that has everything, and nothing is made. The environment is
+# .venv-<version> in the project's root; it is installed again only when what it is made of changes.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+GIVEN="${VENV_PYTHON:-}"
 
 # The versions that the tests are run with. 0.16.1 is the newest megatron-core that has a wheel for Python 3.11.
 constraints() {
@@ -52,26 +53,32 @@ find_python() {
 }
 
 make_environment() {
-    local extra="$1" python version venv wanted
+    local for="$1" python version venv wanted what
+    [ -z "$GIVEN" ] || return 0
+    case "$for" in
+        docs) what=(--editable "$ROOT[docs]") ;;
+        examples) what=(--editable "$ROOT[megatron,tools]" --requirement "$ROOT/examples/requirements.txt") ;;
+        test) what=(--editable "$ROOT[megatron,tools,docs,test]" --requirement "$ROOT/examples/trainer/requirements.txt") ;;
+    esac
     python="$(find_python)" || return 1
     version="$(version_of "$python")"
     venv="$ROOT/.venv-$version"
     VENV_PYTHON="$venv/bin/python"
-    wanted="$(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT/ci/environment.sh" | cksum)"
-    if [ "$(cat "$venv/installed-$extra" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then
+    wanted="$(cd "$ROOT" && cat setup.py pyproject.toml ci/environment.sh examples/requirements.txt examples/trainer/requirements.txt | cksum)"
+    if [ "$(cat "$venv/installed-$for" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then
         return 0
     fi
-    echo "Installing megatron_pg[$extra] for Python $version into ${venv#"$ROOT"/} (several minutes the first time) ..."
+    echo "Installing megatron_pg and what its $for needs for Python $version into ${venv#"$ROOT"/} (several minutes the first time) ..."
     if ! version_of "$VENV_PYTHON" >/dev/null; then
         "$python" -m venv --clear "$venv" || return 1
     fi
     constraints "$version" >"$venv/constraints.txt"
     # Of 14,000 files the tests import a fourth: Python compiles those when it does.
     if ! "$VENV_PYTHON" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$venv/constraints.txt" \
-        --editable "$ROOT[$extra]" >"$venv/install.log" 2>&1; then
+        "${what[@]}" >"$venv/install.log" 2>&1; then
         tail -n 20 "$venv/install.log" >&2
         echo "The installation failed; the whole log is ${venv#"$ROOT"/}/install.log" >&2
         return 1
     fi
-    echo "$wanted" >"$venv/installed-$extra"
+    echo "$wanted" >"$venv/installed-$for"
 }

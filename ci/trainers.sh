@@ -5,7 +5,7 @@
 #   bash ci/trainers.sh --clone /folder            # clone the commits below into a folder first, where it has none
 #
 # Nothing of the trainers is stored in this repository. PYTHON= chooses the interpreter, as in ci/test.sh (Python 3.12:
-# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has megatron_pg[test] already.
+# Megatron-Core has to be one with megatron.training); VENV_PYTHON= one that has everything already.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

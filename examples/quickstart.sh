@@ -15,5 +15,5 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits
 # Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
 export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning
 
-exec "$VENV_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_grpo.py \
+exec "$VENV_PYTHON" examples/launch/torchrun.py --standalone --nproc-per-node 2 examples/train_grpo.py \
     --context-parallel-size 2 --loss-aggregation prompt_mean --run-dir runs/quickstart "$@"

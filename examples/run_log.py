@@ -12,7 +12,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch.utils.tensorboard import SummaryWriter
 
 FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
@@ -28,7 +29,7 @@ FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
 LOCK_PATIENCE = 5.0
 """Seconds in which the processes of a killed run may still be ending, and hold its lock."""
 CURVES = {
-    "reward": "reward (share of right answers)",
+    "reward": "mean reward",
     "response_length": "response length (tokens)",
     "pg_loss": "policy-gradient loss",
     "clipped_ratio_fraction": "clip fraction",
@@ -114,11 +115,30 @@ def claim_folder(args: argparse.Namespace, world_size: int) -> FileLock:
 
 def _refuse_other_settings(folder: Path, theirs: dict[str, str], mine: dict[str, str]) -> None:
     for name, value in mine.items():
-        if theirs.get(name) != value:
+        then = theirs.get(name)
+        extends = name == "train_iters" and then is not None and int(then) < int(value)
+        if then != value and not extends:
             raise ValueError(
-                f"{folder} was made with {name} {theirs.get(name)} and this run has {value}: a resumed run repeats what the "
-                "first would have done, so give the same, or start anew without --resume"
+                f"{folder} was made with {name} {then} and this run has {value}: a resumed run repeats what the first would "
+                "have done, so give the same (or a larger --train-iters), or start anew without --resume"
             )
+
+
+def report(steps: Sequence[Mapping[str, Any]]) -> Figure:
+    """The curves of a run: the points of a short one, and over those of a long one the mean of the last fiftieth."""
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    for axis, (name, label) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
+        known = [(step["step"], step[name]) for step in steps if step.get(name) is not None]
+        numbers, values = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).T
+        window = len(known) // 50
+        marker = "o" if len(known) < 20 else None
+        axis.plot(numbers, values, color="C0", marker=marker, alpha=0.3 if window > 1 else 1.0)
+        if window > 1:
+            axis.plot(numbers[window - 1 :], values.unfold(0, window, 1).mean(1), color="C0")
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axis.set(title=label if known else f"{label}: not reported", xlabel="step")
+        axis.grid(alpha=0.3)
+    return figure
 
 
 class Log:
@@ -140,8 +160,10 @@ class Log:
             kept = [line for line in self._lines(phase) if line["step"] <= progress[phase]]
             (args.run_dir / name).write_text("".join(json.dumps(each) + "\n" for each in kept))
 
-    def write(self, phase: str, values: Mapping[str, float | None]) -> None:
-        """The line of a step; JSON has no NaN."""
+    def write(
+        self, phase: str, values: Mapping[str, float | None], answers: Iterable[str] = ()
+    ) -> None:
+        """The line of a step; JSON has no NaN. A tenth of them is shown, with a few of their answers."""
         step, total = self._progress[phase], self._totals[phase]
         known = {name: x for name, x in values.items() if x is not None and math.isfinite(x)}
         seconds, self._latest = time.monotonic() - self._latest, time.monotonic()
@@ -151,8 +173,9 @@ class Log:
         for name, value in known.items():
             self._events.add_scalar(f"{phase}/{name}", value, step)
         if step % max(total // 10, 1) == 0:
-            shown = [f"{name} {known[name]:.3f}" for name in ("reward", "loss") if name in known]
+            shown = [f"{name} {known[name]:z.3f}" for name in ("reward", "loss") if name in known]
             print(f"{phase.replace('_', ' ')} {step}/{total}:", *shown, flush=True)
+            print(*(f"    {answer}\n" for answer in answers), sep="", end="", flush=True)
 
     def finish(self, **summary: Any) -> None:
         """Writes summary.json and report.png."""
@@ -164,13 +187,7 @@ class Log:
         summary |= {"torch": torch.__version__, "megatron_core": metadata.version("megatron-core")}
         summary["seconds"] = sum(line["seconds"] for phase in LOGS for line in self._lines(phase))
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        figure = Figure(figsize=(12, 6.5), layout="constrained")
-        for axis, (name, label) in zip(figure.subplots(2, 3).flat, CURVES.items(), strict=True):
-            known = [line for line in lines if line.get(name) is not None]
-            axis.plot([line["step"] for line in known], [line[name] for line in known])
-            axis.set(title=label, xlabel="step")
-            axis.grid(alpha=0.3)
-        figure.savefig(self._folder / "report.png", dpi=110)
+        report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
         print(
             "reward {reward_first:.2f} -> {reward_last:.2f}, held-out questions {held_out_before:.2f} -> "

@@ -115,6 +115,11 @@ class Tasks:
             else None
         )
 
+    def shown(self, sample: Sample) -> str:
+        """A question without its opening, and the answer to it, as the log shows them."""
+        texts = [self._text.get(token, "") for token in sample.tokens.tolist()]
+        return f"{''.join(texts[1 : -sample.response_length])} -> {''.join(texts[-sample.response_length :])}"
+
     def reward(self, entry: Entry, answer: Sequence[int]) -> float:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
         return float(self._dataset.score_answer(self.text(answer), entry) == 1.0)

@@ -30,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
 from megatron_pg.megatron import (
@@ -157,7 +158,10 @@ class Run:
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
         """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
-        context = {"cp_size": self.groups.context_size}
+        context: dict[str, Any] = {
+            "cp_size": self.groups.context_size,
+            "cp_partition_mode": config.cp_partition_mode,
+        }
         max_tokens = self.args.max_tokens_per_microbatch
         samples = pg.accepted_samples(config, samples)
         plan = pg.plan_step(
@@ -270,7 +274,9 @@ def train(run: Run, log: Log | None) -> None:
         if is_due or stops:
             run.save()
         if stops:
-            sys.exit("stopped as asked, after a checkpoint: --resume goes on from there")
+            if log:
+                print("stopped as asked, after a checkpoint: --resume goes on from there")
+            sys.exit()
 
     # With advantages of 1 the loss is the negative log-likelihood of the answers.
     kept = ("calculate_per_token_loss", "fused_lm_head", "fp32_lm_head")
@@ -299,8 +305,9 @@ def train(run: Run, log: Log | None) -> None:
             lr = args.lr * share / args.train_iters
             metrics |= run.train_step(config, run.with_reference(samples), lr)
             if log:
-                log.write("step", metrics)
-        pause(progress["step"] % args.save_interval < args.steps_per_round)
+                log.write("step", metrics, map(run.tasks.shown, samples[:3]))
+        is_last = progress["step"] == args.train_iters
+        pause(is_last or progress["step"] % args.save_interval < args.steps_per_round)
     after = run.worker.held_out_reward()
     if log:
         log.finish(held_out_before=progress["held_out_before"], held_out_after=after)
@@ -324,4 +331,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record(main)()

@@ -1,6 +1,6 @@
 # Sourced by the launch scripts. What they share: settings of the environment, and the dry run.
 #
-#   start GPUS LAUNCHER... -- FLAGS...     starts examples/trainer on GPUS processes in all
+#   start GPUS LAUNCHER... -- FLAGS...     starts examples/trainer on GPUS processes in all, by torchrun with LAUNCHER...
 #
 # With --dry-run among the flags nothing is launched: one process on this machine, without a GPU, checks the flags for
 # that many processes, prints the plan and ends.
@@ -30,7 +30,7 @@ start() {
             WORLD_SIZE="$gpus" exec "$PYTHON" examples/trainer "$@"
         fi
     done
-    exec "${launcher[@]}" examples/trainer "$@"
+    exec "$PYTHON" examples/launch/torchrun.py "${launcher[@]}" examples/trainer "$@"
 }
 
 # What every launch has.
@@ -49,6 +49,6 @@ COMMON=(
     --fused-lm-head --fp32-lm-head                # no logits of all tokens in memory; float32 logits of a chunk
     --check-aggregation                           # stop where a sample is counted twice, dropped or mis-sliced
     --save "$RUN_DIR" --load "$RUN_DIR" --save-interval 50   # started again, it goes on from the last whole checkpoint
-    --exit-signal-handler                         # at SIGTERM a checkpoint is written first
+    --exit-signal-handler                         # at SIGTERM a checkpoint is written first, for which torchrun.py waits
     --tensorboard-dir "$RUN_DIR/tensorboard"      # metrics.jsonl is beside the checkpoints
 )

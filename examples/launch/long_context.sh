@@ -30,6 +30,6 @@ LOSS=(
     --docs-per-step 128   # responses of an optimizer step
 )
 
-start $((8 * NODES)) "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node 8 \
+start $((8 * NODES)) --nnodes "$NODES" --nproc-per-node 8 \
     --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" -- \
     "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"

@@ -29,5 +29,5 @@ LOSS=(
     --docs-per-step 512   # responses of an optimizer step
 )
 
-start 8 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 8 -- \
+start 8 --standalone --nproc-per-node 8 -- \
     "${COMMON[@]}" "${MODEL[@]}" "${PARALLEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"

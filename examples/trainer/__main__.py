@@ -7,6 +7,8 @@ sys.path[0] = str(
     Path(__file__).parents[1]
 )  # the folder is run as a script; its modules are a package
 
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+
 from trainer.train import main  # noqa: E402
 
-main()
+record(main)()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +22,7 @@ from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
 
 from .hugging_face_config import megatron_arguments_of, read_config
-from .refusals import refuse_combinations, refuse_flags
+from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
 
 SAMPLE_FIELDS = (
     "old_log_probs",
@@ -40,6 +42,8 @@ FUSIONS = (
     "moe_permute_fusion",
 )
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
+OWN = ("options", "policy loss", "planning", "trainer")
+"""Groups of flags that --help shows."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -106,6 +110,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--samples-per-prompt", type=int, default=8, help="answers to each")
     add("--max-response-tokens", type=int, default=128, help="of an answer, at most")
     add("--held-out-tasks", type=int, default=64, help="scored before and after, never trained on")
+    add(
+        "--help-megatron",
+        action=_MegatronHelp,
+        nargs=0,
+        help="Megatron's flags: the model, parallelism, optimizer, checkpoints, logs",
+    )
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -114,13 +124,37 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron-Core 0.19.2 has a bare % in a help text, with which --help ends in an error."""
+    """Megatron-Core 0.19.2 has a bare % in a help text, with which --help ends in an error; and 700 lines of usage."""
     for action in parser._actions:
         try:
             if action.help:
                 action.help % {**vars(action), "prog": parser.prog}
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")
+    parser.format_help = functools.partial(_help, parser, OWN)  # type: ignore[method-assign]
+
+
+def _help(parser: argparse.ArgumentParser, titles: Sequence[str]) -> str:
+    """The flags of some groups that this program reads."""
+    formatter = parser._get_formatter()
+    formatter.add_text("torchrun --nproc-per-node N examples/trainer FLAGS (docs/trainer.md)")
+    for group in parser._action_groups:
+        if group.title in titles:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(a for a in group._group_actions if a.dest not in FLAGS)
+            formatter.end_section()
+    return formatter.format_help()
+
+
+class _MegatronHelp(argparse.Action):
+    """Prints what --help leaves out, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        titles = [str(group.title) for group in parser._action_groups]
+        rest = [title for title in titles if title not in (*OWN, *GROUPS)]
+        parser._print_message(_help(parser, rest), sys.stdout)
+        parser.exit()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pg.step.agreement import OtherRankError, gather
 
-REMEDY = "pip install 'megatron_pg[models]'"
+REMEDY = "pip install -r examples/trainer/requirements.txt"
 
 
 class RunError(RuntimeError):

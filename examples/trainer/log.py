@@ -36,8 +36,10 @@ class MetricsLog:
             _cut_back(path, args.iteration)
             self._file = path.open("a")
 
-    def step(self, number: int, metrics: Mapping[str, float | None]) -> None:
-        """Log the metrics of step `number`, counted from 1; None for what is not known."""
+    def step(
+        self, number: int, metrics: Mapping[str, float | None], answers: Sequence[str] = ()
+    ) -> None:
+        """Log the metrics of step `number`, counted from 1, None for what is not known, and a few of its answers."""
         if not self._writes:
             return
         known = {
@@ -56,8 +58,9 @@ class MetricsLog:
             if wandb := get_wandb_writer():
                 wandb.log(known, number)
         if number % self._args.log_interval == 0:
-            texts = (f"{name} {value:.6g}" for name, value in known.items())
-            print(f" step {number}: " + " | ".join(texts), flush=True)
+            texts = (f"{name} {value:z.6g}" for name, value in known.items())
+            line = f" step {number}: " + " | ".join(texts)
+            print(line, *map(repr, answers), sep="\n   ", flush=True)
 
     def held_out(self, number: int, score: float, answers: Sequence[str]) -> None:
         """Log the score of the held-out tasks after step `number`, and a few answers to them."""
@@ -70,6 +73,8 @@ class MetricsLog:
                 file.write(json.dumps(line) + "\n")
         if writer := get_tensorboard_writer():
             writer.add_scalar("held_out", score, number)
+        if wandb := get_wandb_writer():
+            wandb.log({"held_out": score}, number)
 
     def flush(self) -> None:
         """Bring everything to the disk; a checkpoint must not be ahead of the metrics."""

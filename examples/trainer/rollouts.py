@@ -87,6 +87,10 @@ class FileSteps:
             raise no_sample_in(self._paths, self._collector.state().num_skipped)
         return None
 
+    def shown(self, samples: Sequence[Sample]) -> list[str]:
+        """Nothing: no tokenizer is known here."""
+        return []
+
     def state(self) -> CollectorState[Sample]:
         """Of this data-parallel rank: where the files have been read to, and the samples that are carried over."""
         return self._collector.state()

@@ -114,6 +114,10 @@ class TaskSteps:
         ]
         return float(score or 0.0), texts[:4]
 
+    def shown(self, samples: Sequence[Sample]) -> list[str]:
+        """Answers after the ends of their prompts, 200 tokens in all."""
+        return [self._tokenizer.decode(sample.tokens[-200:]) for sample in samples]
+
     def state(self) -> None:
         """A run that goes on needs no place."""
 

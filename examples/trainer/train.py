@@ -147,7 +147,7 @@ class Run:
         times.append(time.monotonic())
         for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
-        self._log.step(done + 1, metrics)
+        self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
         return result
 
     def _score_held_out(self, iteration: int) -> None:

@@ -137,19 +137,25 @@ def _word(field: Field, text: str) -> str:
 
 
 def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser refuse in one line, of one rank a node, which names the nearest flag that it has.
+    """Lets the parser refuse in one line that names the nearest flag that it has, and speak on one rank of a node.
 
-    Megatron's usage is 700 lines long, and every rank would print it. Launch lines may differ from node to node.
+    Megatron's usage is 700 lines long, and every rank would print it, and --help. Launch lines may differ from node to
+    node.
     """
     if getattr(parser.error, "names_the_nearest", False):
         return
+    write = parser._print_message
 
     def error(message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
             for flag in re.findall(r"(?<!\S)--[\w-]+", message):
                 message += did_you_mean(flag, parser._option_string_actions)
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        parser.exit(2, f"{parser.prog}: error: {message}\n" if is_first else None)
+        parser.exit(2, f"{parser.prog}: error: {message}\n")
+
+    def write_once(message: str, file: Any = None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            write(message, file)
 
     error.names_the_nearest = True  # type: ignore[attr-defined]
     parser.error = error  # type: ignore[method-assign]
+    parser._print_message = write_once  # type: ignore[method-assign]

@@ -201,13 +201,12 @@ def policy_loss_from_log_probs(
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """The same as `policy_loss_function` for a model that returns log-probs.
+    """The same as `policy_loss_function`, with further arguments as there, for a model that returns log-probs.
 
     Args:
         log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets
             under `--replay-sampling-set`.
         entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
-        The others are those of `policy_loss_function`.
 
     Raises:
         ValueError: the batch lacks an input of the objective, or the entropy is needed and None.

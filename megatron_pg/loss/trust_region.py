@@ -49,7 +49,7 @@ MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dp
 
 
 @objective(
-    f"-M r A, M = {MASK}, else 1; D = |p - p_old|",
+    f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
     inputs=(ANCHOR,),
     options=("dppo_delta", "dppo_delta_high"),

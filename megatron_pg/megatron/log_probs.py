@@ -63,8 +63,8 @@ def compute_log_probs(
         samples: this data-parallel rank's, in any order; none at all is legal. Of each its tokens, response length,
             loss mask and kept sets are read; log-probs that it carries are not, and may be missing from some.
         config: the policy loss: temperature, fused head, precision of the logits, whether over the samples' kept sets.
-        max_tokens_per_microbatch, oversized: see `plan_step`. There is no backward: the budget may be several times
-            that of training.
+        max_tokens_per_microbatch: see `plan_step`. There is no backward: it may be several times that of training.
+        oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
 
@@ -77,7 +77,8 @@ def compute_log_probs(
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
             `--replay-sampling-set` needs.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
+            model's attention does not have.
     """
     if config.fused_lm_head:
         require_output_processor(model)
@@ -92,6 +93,7 @@ def compute_log_probs(
             groups=groups,
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
+            cp_partition_mode=config.cp_partition_mode,
         )
     return ScoredSamples(log_probs, entropy)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.planning import OversizedSamples
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
@@ -40,7 +41,10 @@ class ValueStep:
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
-        plan, totals, num_microbatches, groups: as for `PolicyStep`.
+        plan: as for `PolicyStep`.
+        totals: as for `PolicyStep`.
+        num_microbatches: as for `PolicyStep`.
+        groups: as for `PolicyStep`.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
 
     Raises:
@@ -127,6 +131,7 @@ def compute_values(
     is_truncated: Sequence[bool] | None = None,
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
+    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
     """Values of samples under a critic, forward only; called as `compute_log_probs` is, and by the same ranks.
 
@@ -136,7 +141,10 @@ def compute_values(
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks of a virtual pipeline.
         samples: this data-parallel rank's, in any order; none at all is legal.
-        max_tokens_per_microbatch, oversized, groups: as for `compute_log_probs`.
+        max_tokens_per_microbatch: as for `compute_log_probs`.
+        oversized: as for `compute_log_probs`.
+        groups: as for `compute_log_probs`.
+        cp_partition_mode: that of the model's attention.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token; the model is then fed
             one token more, and has to have a position for it. None: all ended.
 
@@ -169,6 +177,7 @@ def compute_values(
         oversized=oversized,
         groups=groups,
         vocab_size=None,
+        cp_partition_mode=cp_partition_mode,
     )
     return ScoredValues(
         values=[

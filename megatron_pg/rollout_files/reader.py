@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.rollout_files.schema import COLUMNS, Row, RowError, shown
+from megatron_pg.rollout_files.schema import COLUMNS, ENGINE_COLUMNS, Row, RowError, shown
 
 try:
     import pyarrow as pa
     import pyarrow.parquet
 except ImportError as error:
-    remedy = "pip install 'megatron_pg[examples]', or pip install 'pyarrow>=15'"
+    remedy = "pip install 'megatron_pg[tools]', or pip install 'pyarrow>=15'"
     raise ImportError(f"rollout files need pyarrow, which is not installed: {remedy}") from error
 
 BATCH_ROWS = 256
@@ -40,6 +40,8 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip")
 
+READ = (*COLUMNS, *ENGINE_COLUMNS.values())
+"""Columns that are read."""
 FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
@@ -149,7 +151,7 @@ def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        for key in COLUMNS:
+        for key in READ:
             if keys.count(key) > 1:
                 raise RowError(key, f"given {keys.count(key)} times", "one value")
     return row
@@ -176,7 +178,7 @@ def _parquet_file(path: Path) -> Any:
 
 def _parquet_rows(path: Path, file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
     """The rows from the row group of row `start` on, and how many there are before it."""
-    names = [name for name in file.schema_arrow.names if name in COLUMNS]
+    names = [name for name in file.schema_arrow.names if name in READ]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

@@ -45,6 +45,13 @@ COLUMNS: Mapping[str, str] = {
 }
 """What each column holds; every other column is ignored."""
 
+ENGINE_COLUMNS: Mapping[str, str] = {
+    "prompt_ids": "prompt_token_ids",
+    "response_ids": "token_ids",
+    "rollout_log_probs": "logprobs",
+}
+"""What vLLM calls three of them; read of a row that has its first two, and neither `prompt_ids` nor `response_ids`."""
+
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (
@@ -94,6 +101,7 @@ def sample_of_row(
     Raises:
         RowError: a value is missing, of the wrong type or length, or out of range.
     """
+    row = _with_our_names(row)
     for column in ("prompt_ids", "response_ids", *required_columns):
         if row.get(column) is None:
             raise RowError(column, "missing", COLUMNS[column])
@@ -128,6 +136,14 @@ def sample_of_row(
         id_source=id_source,
         **values,
     )
+
+
+def _with_our_names(row: Row) -> Row:
+    given = {name: value for name, value in row.items() if value is not None}
+    has_theirs = {"prompt_token_ids", "token_ids"} <= given.keys()
+    if has_theirs and not {"prompt_ids", "response_ids"} & given.keys():
+        return {name: row.get(engine) for name, engine in ENGINE_COLUMNS.items()} | given
+    return row
 
 
 def with_distinct_ids_of_file(row: Row, number: int) -> Row:

@@ -134,6 +134,7 @@ class Run:
     fused_lm_head: bool = False
     kept: bool = False
     """Over the sets that the tokens were sampled from."""
+    cp_partition_mode: str = "zigzag"
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -157,6 +158,7 @@ class Run:
             fused_lm_head=self.fused_lm_head,
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
+            cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
         )
 
     @property

@@ -185,6 +185,10 @@ def test_slurm_and_the_script_agree_on_nodes() -> None:
     sbatch = (LAUNCH / "multi_node.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", sbatch, re.M))
     assert options["nodes"] == "8" and options["gpus-per-node"] == "8"
+    name, seconds = options["signal"].split(
+        "@"
+    )  # without "B:", which would signal the script alone
+    assert name == "TERM" and int(seconds) >= 600
     assert 'NODES="${NODES:-8}"' in (LAUNCH / "multi_node.sh").read_text()
     before_the_first_command = sbatch.split("set -euo")[0]
     assert before_the_first_command.count("#SBATCH") == sbatch.count("#SBATCH")
@@ -200,7 +204,7 @@ def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -
         ["bash", script], capture_output=True, text=True, check=True, env=environment
     ).stdout.splitlines()
     launcher = printed[: printed.index("examples/trainer")]
-    assert launcher[:2] == ["-m", "torch.distributed.run"]
+    assert launcher[0] == "examples/launch/torchrun.py"
     assert launcher[launcher.index("--nproc-per-node") + 1] == "8"
     if script.name == "multi_node.sh":
         assert launcher[launcher.index("--node-rank") + 1] == "3"

@@ -101,6 +101,20 @@ def test_a_run_goes_on_in_the_middle_of_the_file(
     assert steps_of(stopped) == steps_of(uninterrupted)
 
 
+def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """With the schedule of the new length, and refused without the flag that says so."""
+    longer, extended = f"{WHOLE_GROUPS}--train-iters 8 --save-interval 8 ", tmp_path / "run"
+    copy_after_step(6, uninterrupted, extended)
+    said = end_of(rollouts, extended, longer)
+    assert said.count("--override-opt-param-scheduler") == 1
+    run(rollouts, extended, longer + "--override-opt-param-scheduler")
+    steps = steps_of(extended)
+    assert steps[:6] == steps_of(uninterrupted)
+    assert [step["step"] for step in steps[6:]] == [7, 8]
+    # Linear from 1e-2 to 0 over 8 steps, the seventh at 6 / 8 and the last at 7 / 8 of the way.
+    assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([1e-2 / 8, 0.0])
+
+
 def test_exit_interval_ends_a_run_after_a_checkpoint(
     rollouts: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

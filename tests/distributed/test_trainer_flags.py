@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
 import os
 import re
 import sys
@@ -134,14 +137,46 @@ def groups_of_flags() -> tuple[set[str], list[str], list[str], list[str]]:
     return set(GROUPS) & set(titles), titles, list(KEPT), missing
 
 
-def test_help_is_printed() -> None:
-    (text,) = run_ranks(print_help, 1)
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What is printed for each of the flags that explain flags, on the first rank of a node and on its second."""
+    (found,) = run_ranks(printed_help, 1, ["--help", "--help-megatron"])
+    return dict(found)
+
+
+def printed_help(flags: list[str]) -> list[tuple[str, str]]:
+    from trainer.arguments import parse_arguments
+
+    found = []
+    for flag, rank in itertools.product(flags, "01"):
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        sys.argv = ["trainer", flag]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
+            parse_arguments()
+        assert end.value.code in (0, None)
+        found.append((f"{flag} {rank}", printed.getvalue()))
+    return found
+
+
+def test_help_is_of_the_flags_of_this_program(helps: dict[str, str]) -> None:
+    text = helps["--help 0"]
     assert re.search(r"--ref-load FOLDER\s+reference policy", text)
+    for flag in ("--loss-aggregation", "--docs-per-step", "--device", "--pg-loss-divisor"):
+        assert f"  {flag} " in text
+    assert not re.search(r"^  --(num-layers|lr|save|train-iters) ", text, re.MULTILINE)
+    assert len(text.splitlines()) < 350 and "usage" not in text
 
 
-def print_help() -> str:
-    from megatron.training.arguments import add_megatron_arguments
-    from trainer.arguments import _add_flags
+def test_megatrons_flags_have_a_help_of_their_own(helps: dict[str, str]) -> None:
+    """Without those that this program refuses."""
+    text = helps["--help-megatron 0"]
+    for flag in ("--num-layers", "--lr", "--save", "--train-iters"):
+        assert re.search(f"^  {flag} ", text, re.MULTILINE)
+    given = set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+    refused = {flags.split()[0] for flags in REFUSED if "no validation set" in REFUSED[flags]}
+    assert not given & (refused | {"--loss-aggregation", "--micro-batch-size", "--grpo-group-size"})
 
-    parser: Any = _add_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    return str(parser.format_help())
+
+def test_help_is_printed_once_on_a_node(helps: dict[str, str]) -> None:
+    assert helps["--help 1"] == helps["--help-megatron 1"] == ""

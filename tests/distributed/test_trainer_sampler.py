@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
         "--max-response-tokens 6 --held-out-tasks 4 --train-iters 4 --save-interval 2 --max-tokens-per-microbatch 512 "
         "--context-parallel-size 2 --entropy-coef 0.01 "
     )
-    run_task(tmp_path / "whole", flags)
+    said = run_task(tmp_path / "whole", flags)
+    shown = re.findall(
+        r"^ step \d: .*((?:\n   ['\"]State the final answer.*){2})$", said, re.MULTILINE
+    )
+    assert len(shown) == 4, said
     steps = steps_of(tmp_path / "whole")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(step["ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for step in steps)
@@ -162,8 +167,8 @@ def test_what_the_sampler_cannot_do_is_refused(
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
 
 
-def run_task(folder: Path, flags: str) -> None:
-    run(None, folder, flags, model="", base=TASK_FLAGS)
+def run_task(folder: Path, flags: str) -> str:
+    return run(None, folder, flags, model="", base=TASK_FLAGS)
 
 
 def write_model(path: Path) -> None:

@@ -25,7 +25,8 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
     for action in add_args(argparse.ArgumentParser(add_help=False))._actions:
         default = getattr(config, action.dest, None)
         is_switch = action.nargs == 0
-        words = "" if is_switch else " " + (action.metavar or "|".join(action.choices))
+        # As argparse shows choices: a bar would end the cell, and be seen with its backslash on the site.
+        words = "" if is_switch else " " + (action.metavar or f"{{{', '.join(action.choices)}}}")
         shown = "off" if is_switch else f"`{default}`" if default not in (None, ()) else "none"
         text = (action.help or "").replace("%%", "%").split(" (default: ")[0]
         lines.append((f"`{action.option_strings[0]}{words}`", shown, text))

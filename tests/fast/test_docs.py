@@ -20,7 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg import PolicyLossConfig
+import megatron_pg as megatron_pg_package
+import megatron_pg.megatron as megatron_pg_megatron
+from megatron_pg import PolicyLossConfig, rollout_files
 from megatron_pg.cli import main as megatron_pg
 from megatron_pg.config import versions
 from megatron_pg.loss.metric_table import DERIVED, METRICS
@@ -132,13 +134,61 @@ def test_the_zigzag_figure_can_be_drawn() -> None:
     assert (ROOT / "docs/figures/zigzag.png").exists()
 
 
-def test_the_site_builds(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a strict build writes."""
+    for package in ("mkdocs", "mkdocstrings", "mike", "jupyter_server_mathjax"):
+        pytest.importorskip(package)
     config, environment = str(ROOT / "mkdocs.yml"), {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    folder = tmp_path_factory.mktemp("site")
     # --quiet would hide what is strict.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d"]
-    done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "troubleshooting" / "index.html").exists()
+    return folder
+
+
+def test_the_site_builds(site: Path) -> None:
+    """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
+    pages = sorted(site.glob("*/index.html"))
+    assert {page.parent.name for page in pages} >= {page.stem for page in PAGES} - {
+        "README",
+        "index",
+    }
+    for page in pages:
+        html = page.read_text()
+        assert (
+            "md-footer__link" in html
+            and "/edit/main/docs/" in html
+            and 'data-md-color-scheme="slate"' in html
+        )
+
+
+def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, fonts and pictures lie beside the pages; MathJax and its font too."""
+    for page in site.rglob("index.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)=\"?(https?:[^\" >]+)",
+            page.read_text(),
+        )
+        assert not loaded, f"{page}: {loaded}"
+    assert (site / "mathjax/MathJax.js").exists() and list(site.glob("mathjax/fonts/**/*.woff"))
+    assert "STIX-Web" in (site / "site.js").read_text()
+    assert (site / "aggregation/index.html").read_text().count('class="arithmatex"') > 8
+
+
+def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> None:
+    html = (site / "flags/index.html").read_text()
+    assert '<a href="https://arxiv.org/abs/2402.03300">arXiv:2402.03300</a>' in html
+    assert not re.findall(r"<code>[^<]*\\[^<]*</code>", html)
+    for code in re.findall(r"<pre.*?</pre>", html, re.DOTALL):
+        assert "arxiv.org" not in code
+
+
+def test_the_reference_has_all_that_is_exported(site: Path) -> None:
+    """By its docstrings: no name is without one, and the sections of an argument list are tables."""
+    html = (site / "api/index.html").read_text()
+    for module in (megatron_pg_package, megatron_pg_megatron, rollout_files):
+        for name in module.__all__:
+            assert f'id="{module.__name__}.{name}"' in html, name
+    assert html.count("Parameters:") > 20 and html.count("Raises:") > 20

@@ -540,3 +540,33 @@ def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.reader")
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[examples\]'"):
         importlib.import_module("megatron_pg.rollout_files.reader")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_columns_of_vllm_are_read(tmp_path: Path, kind: str) -> None:
+    """As the columns of ours that mean the same; not in the place of one of ours, nor one alone."""
+    names = {
+        "prompt_ids": "prompt_token_ids",
+        "response_ids": "token_ids",
+        "rollout_log_probs": "logprobs",
+    }
+    ours = [row(n, rollout_log_probs=[-0.25 - n] * (n % 3 + 1)) for n in range(3)]
+    theirs = [{names.get(name, name): value for name, value in fields.items()} for fields in ours]
+    expected = pull_all(RolloutFiles([write(tmp_path, ours, kind, "ours")]))
+    for sample, same in zip(
+        pull_all(RolloutFiles([write(tmp_path, theirs, kind)])), expected, strict=True
+    ):
+        assert sample is not None and same is not None
+        assert sample.tokens.tolist() == same.tokens.tolist()
+        assert sample.response_length == same.response_length
+        assert torch.equal(sample.rollout_log_probs, same.rollout_log_probs)
+    both = [row(3, prompt_token_ids=[8, 9], token_ids=[1, 2, 3], logprobs=[-9.0])]
+    (kept,) = pull_all(RolloutFiles([write(tmp_path, both, kind, "both")]))
+    assert kept is not None and kept.tokens.tolist() == [3, 7, 5]
+    assert kept.rollout_log_probs.tolist() == [-0.25]
+    whole = {
+        **row(3, response_ids=None),
+        "token_ids": [3, 7, 5],
+    }  # without prompt_token_ids: of what?
+    with pytest.raises(RowError, match="response_ids is missing"):
+        pull_all(RolloutFiles([write(tmp_path, [whole], kind, "whole")]))

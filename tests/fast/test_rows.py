@@ -176,7 +176,12 @@ def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> 
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_the_parser_names_the_nearest_flag(capsys) -> None:
-    with pytest.raises(SystemExit):
-        parsed("--loss-agregation token_mean")
-    assert "did you mean --loss-aggregation?" in capsys.readouterr().err
+def test_the_parser_names_the_nearest_flag(capsys, monkeypatch) -> None:
+    """In one line, on the first rank of a node."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            parsed("--loss-agregation token_mean")
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.count("\n") == lines
+        assert ("did you mean --loss-aggregation?" in said) == (rank == "0")

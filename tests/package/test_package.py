@@ -16,7 +16,10 @@ import pytest
 from packaging.metadata import Metadata
 
 ROOT = Path(__file__).parents[2]
-UNTRACKED = shutil.ignore_patterns("__pycache__")
+UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info", "runs")
+SHIPPED = ("megatron_pg", "benchmarks", "ci", "docs", "examples", "tests")
+"""Folders of the sdist."""
+FILES = "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md Dockerfile mkdocs.yml"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -31,8 +34,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
     # Of a copy: setuptools writes build/ and egg-info beside setup.py.
-    shutil.copytree(ROOT / "megatron_pg", folder / "source/megatron_pg", ignore=UNTRACKED)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in SHIPPED:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=UNTRACKED)
+    for name in FILES.split():
         shutil.copy(ROOT / name, folder / "source")
     # Without isolation, which would fetch setuptools from a package index.
     build = ("-m", "build", "--no-isolation", "--outdir", folder / "dist")
@@ -76,11 +80,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert {"megatron_pg/py.typed", "megatron_pg/migrate/verl.toml"} <= set(names)
 
 
-def test_the_sdist_has_what_a_packager_looks_for(built: Path) -> None:
+def test_the_sdist_has_all_of_the_project(built: Path) -> None:
+    """The package, documentation, examples, tests and what runs them; and nothing that a build has left."""
     (sdist,) = built.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-    assert names >= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "PKG-INFO"}
-    assert names >= {"megatron_pg/py.typed", "megatron_pg/migrate/verl.toml"}
+    assert names >= {*FILES.split(), "PKG-INFO"}
+    source = built.parent / "source"
+    found = [path for folder in SHIPPED for path in (source / folder).rglob("*") if path.is_file()]
+    assert names >= {str(path.relative_to(source)) for path in found}
+    assert not [name for name in names if name.endswith((".pyc", ".so")) or ".venv" in name]
 
 
 def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:
@@ -94,5 +102,56 @@ def test_the_metadata_is_valid_and_says_what_is_installed(built: Path) -> None:
     assert "Two commands" in (metadata.description or "")
     required = {each.name for each in metadata.requires_dist or [] if each.marker is None}
     assert required == {"torch", "numpy"}
-    extras = {"megatron", "te", "models", "docs", "examples", "test"}
-    assert set(metadata.provides_extra or []) == extras
+    assert set(metadata.provides_extra or []) == {"megatron", "te", "tools", "docs", "test"}
+    assert metadata.author and metadata.keywords
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.12"} <= {*metadata.classifiers}
+    labels = {"Documentation", "Changelog", "Issues"}
+    assert labels <= set(metadata.project_urls or {})
+
+
+def test_the_page_on_an_index_has_no_link_into_the_source(built: Path) -> None:
+    """README's links lead to files; those of the metadata to the repository, which every file names alike."""
+    archive = zipfile.ZipFile(next(built.glob("*.whl")))
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Metadata.from_email(archive.read(name), validate=True)
+    links = re.findall(r"\]\(([^)]+)\)", metadata.description or "")
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", metadata.description or "")
+    assert pictures and all(link.startswith("https://raw.") for link in pictures)
+    (repository,) = (
+        url for url in (metadata.project_urls or {}).values() if url.endswith("/issues")
+    )
+    repository = repository.removesuffix("/issues")
+    for link in links:
+        path = link.partition("/main/")[2].partition("#")[0]
+        assert not path or (ROOT / path).exists(), link
+    for name in ("CITATION.cff", "mkdocs.yml"):
+        assert repository in (ROOT / name).read_text()
+
+
+def test_every_extra_installs_what_some_part_of_the_project_says() -> None:
+    """A remedy in an error, a page or a script names an extra that there is."""
+    named = set()
+    for path in [ROOT / "README.md", *(p for f in SHIPPED for p in (ROOT / f).rglob("*"))]:
+        if path.suffix in (".py", ".md", ".sh") and path != Path(__file__):
+            for found in re.findall(
+                r"(?:megatron_pg|['\"]\.|\$ROOT)\[([a-z,]+)\]['\"]", path.read_text()
+            ):
+                named |= set(found.split(","))
+    assert named <= {"megatron", "te", "tools", "docs", "test"}
+    assert {"megatron", "tools", "docs", "test"} <= named
+
+
+def test_the_image_and_the_workflows_run_what_there_is() -> None:
+    """Files that a Dockerfile and workflows name; neither is run here."""
+    image = (ROOT / "Dockerfile").read_text()
+    assert "FROM ${BASE}" in image and image.split("ARG BASE=")[1].startswith(
+        "nvcr.io/nvidia/pytorch:"
+    )
+    workflows = [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")]
+    for text in (image, *workflows):
+        for script in re.findall(r"(?:ci|examples)/[\w/.]+", text):
+            assert (ROOT / script.rstrip(".")).exists(), script
+    for command in re.findall(r"^bash (\S+)", (ROOT / "README.md").read_text(), re.MULTILINE)[:2]:
+        assert f"bash {command}" in image
+    assert sum("ci/test.sh" in text for text in workflows) == 1

@@ -92,8 +92,8 @@ def compute_log_probs(
             oversized=oversized,
             groups=groups,
             vocab_size=vocab_size,
-            cp_partition_mode=config.cp_partition_mode,
             takes_sets=config.replay_sampling_set,
+            cp_partition_mode=config.cp_partition_mode,
         )
     return ScoredSamples(log_probs, entropy)
 

@@ -109,14 +109,14 @@ class PolicyStep:
             )
         if groups is None:
             groups = ParallelGroups.from_model(model)
-        if model is not None and groups.context_size > 1:
-            require_partition_mode(model, config.cp_partition_mode)
         if config.distills and config.distill_teacher == "hidden" and teacher_weight is None:
             if groups.is_last_pipeline_stage:
                 raise ValueError(
                     "--distill-teacher hidden needs the teacher's output weight: give PolicyStep(teacher_weight=...), this "
                     "tensor-parallel rank's rows of it"
                 )
+        if model is not None and groups.context_size > 1:
+            require_partition_mode(model, config.cp_partition_mode)
         chunk = model[0] if isinstance(model, (list, tuple)) else model
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config

@@ -136,7 +136,7 @@ class Case:
         kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
         kinds[AHEAD] = "MTP "
         sets = "kept sets " if self.runs[0].kept else ""
-        return f"{kinds.get(self.reference_options, '')}{sets}{self.sharding}"
+        return f"{sets}{kinds.get(self.reference_options, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:

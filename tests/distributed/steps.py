@@ -131,10 +131,10 @@ class Run:
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
     temperature: float = 1.0
     fp32_lm_head: bool = False
-    cp_partition_mode: str = "zigzag"
     fused_lm_head: bool = False
     kept: bool = False
     """Over the sets that the tokens were sampled from."""
+    cp_partition_mode: str = "zigzag"
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -155,10 +155,10 @@ class Run:
             entropy_coef=0.05 if self.regularized else 0.0,
             rollout_temperature=self.temperature,
             fp32_lm_head=self.fp32_lm_head,
-            cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
             fused_lm_head=self.fused_lm_head,
             replay_sampling_set=self.kept,
             kept_set_mass=self.kept and not self.fused_lm_head,
+            cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
         )
 
     @property

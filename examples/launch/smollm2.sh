@@ -40,11 +40,11 @@ case " $* " in
     *" --device cpu "*)
         export OMP_NUM_THREADS=2
         SIZE=( # "Calculate 4 + 1.": shorter questions, and no old log-probs to score, which equal the new ones here
-            --task basic_arithmetic --policy-loss reinforce   # sums and differences of small numbers; the plain policy gradient
-            --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"allow_parentheses":false,"operators":["+"]}'
+            --task basic_arithmetic --policy-loss reinforce   # the plain policy gradient
+            --task-settings '{"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":1,"allow_parentheses":false,"operators":["+"]}'   # sums of two digits
             --prompts-per-step 4 --samples-per-prompt 6 --held-out-tasks 32   # 24 answers a step
             --max-tokens-per-microbatch 1024   # packed tokens of a micro-batch
-            --lr 2e-5 --lr-warmup-iters 4 --train-iters 40
+            --lr 2e-5 --lr-warmup-iters 4 --train-iters 40   # steps, at most
         )
         ;;
 esac

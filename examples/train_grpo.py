@@ -158,7 +158,10 @@ class Run:
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
         """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
-        context = {"cp_size": self.groups.context_size}
+        context: dict[str, Any] = {
+            "cp_size": self.groups.context_size,
+            "cp_partition_mode": config.cp_partition_mode,
+        }
         max_tokens = self.args.max_tokens_per_microbatch
         samples = pg.accepted_samples(config, samples)
         plan = pg.plan_step(

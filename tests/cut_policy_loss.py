@@ -55,6 +55,7 @@ def local_logits(
     cp_rank: int,
     cp_size: int,
     pad_to_multiple: int = 1,
+    mode: str = "zigzag",
 ) -> Tensor:
     """[local_tokens, vocab]: what the model of this rank gives; NaN at padding.
 
@@ -65,7 +66,7 @@ def local_logits(
     columns = logits[0].shape[1] if logits else VOCAB_SIZE
     padding = torch.full((1, columns), torch.nan, dtype=torch.float64)
     rows = torch.cat([*logits, padding])
-    layout = token_layout(*lengths(micro_batch), cp_size, pad_to_multiple)
+    layout = token_layout(*lengths(micro_batch), cp_size, pad_to_multiple, mode)
     return rows[[-1 if row.token is None else row.token for row in layout[cp_rank]]]
 
 
@@ -101,6 +102,7 @@ def rank_losses(
                     cp_rank=cp_rank,
                     cp_size=cut.cp_size,
                     pad_to_multiple=pad_to_multiple,
+                    cp_partition_mode=cut.cp_partition_mode,
                 )
                 rows = local_logits(
                     micro_batch,
@@ -108,6 +110,7 @@ def rank_losses(
                     cp_rank,
                     cut.cp_size,
                     pad_to_multiple,
+                    cut.cp_partition_mode,
                 )
                 loss, metrics = policy_loss_function(
                     config,

@@ -21,7 +21,7 @@ from megatron_pg.step.totals import StepTotals, step_totals
 from . import oracle
 from .oracle import PlainSample
 from .random_steps import lengths, loss_masks, package_samples
-from .token_layout import token_layout
+from .token_layout import Row, token_layout
 
 DIVISOR = 4.0
 
@@ -32,6 +32,7 @@ class Cut:
 
     ranks: list[list[list[int]]]
     cp_size: int = 1
+    cp_partition_mode: str = "zigzag"
 
     @property
     def dp_size(self) -> int:
@@ -63,6 +64,10 @@ CUTS: dict[str, Callable[[int], Cut]] = {
     "cp_2": lambda n: whole(n, cp_size=2),
     "cp_4": lambda n: whole(n, cp_size=4),
     "cp_8": lambda n: whole(n, cp_size=8),
+    "contiguous_cp_2": lambda n: Cut([[list(range(n))]], 2, "contiguous"),
+    "contiguous_cp_8_dp_2": lambda n: Cut(
+        [[list(range(0, n, 2))], [list(range(1, n, 2))]], 8, "contiguous"
+    ),
     "one_sample_a_micro_batch": lambda n: Cut([[[index] for index in range(n)]]),
     "dp_2_interleaved": lambda n: Cut([[list(range(0, n, 2))], [list(range(1, n, 2))]]),
     "ragged_dp_3_with_empty_micro_batches": lambda n: Cut(
@@ -84,6 +89,7 @@ class Package:
     def __init__(self, divisor: float = DIVISOR) -> None:
         """Args: divisor: L of `constant`; the other aggregations do without."""
         self.divisor = divisor
+        self.cp_partition_mode = "zigzag"
 
     def totals(self, step: Sequence[PlainSample]) -> StepTotals:
         return step_totals(package_samples(step))
@@ -107,8 +113,12 @@ class Package:
         self, micro_batch: Sequence[PlainSample], cp_rank: int, cp_size: int
     ) -> list[int]:
         """Indices into the micro-batch's flat responses that this rank computes losses for."""
-        layout = token_layout(*lengths(micro_batch), cp_size)
-        return [row.response for row in layout[cp_rank] if row.response is not None]
+        rows = self.layout(micro_batch, cp_size)[cp_rank]
+        return [row.response for row in rows if row.response is not None]
+
+    def layout(self, micro_batch: Sequence[PlainSample], cp_size: int) -> list[list[Row]]:
+        """The rows of every rank, by the oracle."""
+        return token_layout(*lengths(micro_batch), cp_size, mode=self.cp_partition_mode)
 
     def rank_sum(
         self,
@@ -128,6 +138,7 @@ class Package:
             denominators=self.denominators(step, micro_batch, aggregation, cp_rank, cp_size),
             cp_rank=cp_rank,
             cp_size=cp_size,
+            cp_partition_mode=self.cp_partition_mode,
         )
         return reducer(flat_losses[self.scored_tokens(micro_batch, cp_rank, cp_size)])
 
@@ -141,6 +152,7 @@ class Package:
         self, step: Sequence[PlainSample], losses: Sequence[Tensor], cut: Cut, aggregation: str
     ) -> Tensor:
         """The value of the whole step, 0-d, with its graph down to `losses`."""
+        self.cp_partition_mode = cut.cp_partition_mode
         over_micro_batches = []
         for indices in cut.micro_batches():
             micro_batch = [step[index] for index in indices]

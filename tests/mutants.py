@@ -10,8 +10,6 @@ from torch import Tensor
 from . import oracle
 from .cut_steps import Package
 from .oracle import PlainSample
-from .random_steps import lengths
-from .token_layout import token_layout
 
 
 class ExtraContextParallelFactor(Package):
@@ -59,7 +57,7 @@ class WindowDenominator(Package):
             return None
         flat_mask = [keep for sample in micro_batch for keep in sample.loss_mask]
         counts = torch.zeros(len(micro_batch), dtype=torch.float64)
-        for row in token_layout(*lengths(micro_batch), cp_size)[cp_rank]:
+        for row in self.layout(micro_batch, cp_size)[cp_rank]:
             if row.response is not None:
                 counts[row.segment] += flat_mask[row.response]
         return counts
@@ -105,7 +103,7 @@ class WindowByOwner(Package):
             firsts.append(firsts[-1] + sample.response_length)
         found = [
             firsts[row.segment] + row.position - prompts[row.segment]
-            for row in token_layout(*lengths(micro_batch), cp_size)[cp_rank]
+            for row in self.layout(micro_batch, cp_size)[cp_rank]
             if row.token is not None and row.position >= prompts[row.segment]
         ]
         # As many as the reducer takes: a mutant that only raises would prove nothing.

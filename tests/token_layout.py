@@ -1,7 +1,7 @@
-"""The zigzag token layout of context parallelism, simulated literally: the oracle of `TokenWindow`.
+"""The token layouts of context parallelism, simulated literally: the oracle of `TokenWindow`.
 
-Sequences are padded, shifted by one to find targets, cut into chunks and handed to ranks. Like
-`tests.oracle` it shares no code with `megatron_pg`.
+Sequences are padded, shifted by one to find targets, cut and handed to ranks. Like `tests.oracle` it
+shares no code with `megatron_pg`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ class Row(NamedTuple):
     """Index of that response token into the concatenation of all responses."""
 
 
-def padded_length(total_length: int, cp_size: int) -> int:
-    """The length rounded up to two chunks per rank; without context parallelism, unchanged."""
+def padded_length(total_length: int, cp_size: int, mode: str = "zigzag") -> int:
+    """Of a zigzag, the length rounded up to two chunks per rank; else unchanged."""
     length = total_length
-    while cp_size > 1 and length % (2 * cp_size) != 0:
+    while mode == "zigzag" and cp_size > 1 and length % (2 * cp_size) != 0:
         length += 1
     return length
 
 
 def segment_lengths(
-    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1
+    total_lengths: Sequence[int], cp_size: int, pad_to_multiple: int = 1, mode: str = "zigzag"
 ) -> list[int]:
     """Padded length of every sequence of the packing, the extra padding sequence included.
 
-    The extra one is there where the whole must divide by `pad_to_multiple` and does not, or where
-    there is no sample at all; it is as short as it can be and is cut in chunks like any other.
+    The extra one is there where the whole must divide by `pad_to_multiple`, and into one slice per
+    rank, and does not, or where there is no sample at all; it is as short as it can be and is cut
+    like any other.
     """
-    lengths = [padded_length(total_length, cp_size) for total_length in total_lengths]
+    lengths = [padded_length(total_length, cp_size, mode) for total_length in total_lengths]
     extra = 0
-    while sum(lengths) + extra == 0 or (sum(lengths) + extra) % pad_to_multiple != 0:
-        extra = padded_length(extra + 1, cp_size)
+    while (total := sum(lengths) + extra) == 0 or total % pad_to_multiple or total % cp_size:
+        extra = padded_length(extra + 1, cp_size, mode)
     return [*lengths, extra] if extra else lengths
 
 
@@ -53,6 +54,7 @@ def sequence_rows(
     response_lengths: Sequence[int],
     cp_size: int,
     pad_to_multiple: int = 1,
+    mode: str = "zigzag",
 ) -> list[list[Row]]:
     """Every packed sequence, padded but not yet cut: one `Row` per position.
 
@@ -60,7 +62,8 @@ def sequence_rows(
     """
     sequences = []
     first_token = first_response = 0
-    for segment, length in enumerate(segment_lengths(total_lengths, cp_size, pad_to_multiple)):
+    lengths = segment_lengths(total_lengths, cp_size, pad_to_multiple, mode)
+    for segment, length in enumerate(lengths):
         total = total_lengths[segment] if segment < len(total_lengths) else 0
         response = response_lengths[segment] if segment < len(total_lengths) else 0
         prompt = total - response
@@ -88,14 +91,25 @@ def token_layout(
     response_lengths: Sequence[int],
     cp_size: int,
     pad_to_multiple: int = 1,
+    mode: str = "zigzag",
 ) -> list[list[Row]]:
     """The rows that each context-parallel rank holds, in the order in which it holds them.
 
-    Each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and 2 cp_size - 1 - r.
-    Without context parallelism the only rank holds everything.
+    Zigzag: each sequence is cut into `2 * cp_size` chunks; rank r is handed chunks r and
+    2 cp_size - 1 - r. Contiguous: the ranks are handed the rows of all sequences one after the other,
+    as many each. Without context parallelism the only rank holds everything.
     """
     ranks: list[list[Row]] = [[] for _ in range(cp_size)]
-    for rows in sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple):
+    sequences = sequence_rows(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
+    if mode == "contiguous":
+        total = sum(len(rows) for rows in sequences)
+        place = 0
+        for rows in sequences:
+            for row in rows:
+                ranks[place * cp_size // total].append(row)
+                place += 1
+        return ranks
+    for rows in sequences:
         if cp_size == 1:
             ranks[0].extend(rows)
             continue

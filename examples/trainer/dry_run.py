@@ -11,7 +11,7 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.rollout_files import RolloutFiles
-from megatron_pg.step import StepCollector, StepPlan, plan_step
+from megatron_pg.step import SampleCost, StepCollector, StepPlan, plan_step
 from megatron_pg.step.sources import no_sample_in
 
 from .memory_estimate import GIB, estimate_memory
@@ -164,6 +164,8 @@ def _plan(args: argparse.Namespace, samples: list[Sample]) -> StepPlan:
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         cp_size=context,
         pad_to_multiple=context * tensor if args.sequence_parallel else 1,
+        cp_partition_mode=args.cp_partition_mode,
+        cost=SampleCost.balancing(args.balance, args, args.vocab_size),
         microbatch_group_size=(group or args.pipeline_model_parallel_size) if interleaved else 1,
         oversized=args.oversized_samples,
         allow_different_prompts=args.allow_different_prompts_in_group,

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepPlan, pack, plan_step
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.step import SampleCost
 
 from .initialize import StepMicrobatches
 
@@ -38,9 +39,12 @@ class RolloutStep:
     ) -> None:
         self._args, self._config, self._groups = args, config, groups
         self._microbatches = microbatches
-        self._pad_to_multiple = (
-            groups.tensor_size * groups.context_size if args.sequence_parallel else 1
-        )
+        split = groups.tensor_size * groups.context_size if args.sequence_parallel else 1
+        self._layout: dict[str, Any] = {
+            "cp_size": groups.context_size,
+            "pad_to_multiple": split,
+            "cp_partition_mode": config.cp_partition_mode,
+        }
 
     def plan(self, samples: Sequence[Sample], model_config: Any) -> StepPlan:
         """The step's totals and this data-parallel rank's micro-batches; every rank must call it.
@@ -57,8 +61,8 @@ class RolloutStep:
             samples,
             max_tokens_per_microbatch=self._args.max_tokens_per_microbatch,
             data_parallel_group=self._groups.data,
-            cp_size=self._groups.context_size,
-            pad_to_multiple=self._pad_to_multiple,
+            **self._layout,
+            cost=SampleCost.balancing(self._args.balance, model_config, self._args.vocab_size),
             microbatch_group_size=(
                 model_config.microbatch_group_size_per_vp_stage if is_interleaved else 1
             ),
@@ -113,8 +117,7 @@ class RolloutStep:
             pack(
                 [samples[index] for index in microbatch],
                 cp_rank=self._groups.context_rank,
-                cp_size=self._groups.context_size,
-                pad_to_multiple=self._pad_to_multiple,
+                **self._layout,
             ).to(torch.cuda.current_device())
             for microbatch in plan.microbatches
         ]

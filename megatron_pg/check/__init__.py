@@ -2,7 +2,7 @@
 
 The files in the order of the work: `options` are what is checked, `job` starts it, `model` and `sharded_parameters` are
 what it is checked on, `step` runs it, `reference` says what it should give, `compare` how far it is from that, and
-`report` says so.
+`report` says so; `every_sharding` does it again and again.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ def main(arguments: Sequence[str]) -> int:
     with joined(launch, options.device):
         with _output_to_stderr():
             # Importing them needs Megatron, and on the CPU its redirection.
-            from megatron_pg.check.report import as_json, as_text
+            from megatron_pg.check import every_sharding, report
             from megatron_pg.check.step import run_check
 
-            rows = run_check(options)
-            text = (as_json if wants_json else as_text)(rows, options, launch.world_size)
+            if options.all:
+                checked = every_sharding.check_every_sharding(options, launch.world_size)
+                rows = [row for each in checked for row in each.rows]
+                to_text = report.summary_as_json if wants_json else report.summary
+                text = to_text(checked, launch.world_size)
+            else:
+                rows = run_check(options)
+                to_text_of_one = report.as_json if wants_json else report.as_text
+                text = to_text_of_one(rows, options, launch.world_size)
         if launch.rank == 0:
             print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fu
 from megatron_pg.config import versions
 
 LOSS_SCALE = 2.0**16
-AUXILIARY_COEFFICIENT = 0.5
+AUXILIARY_COEFFICIENT, Z_COEFFICIENT = 0.5, 0.1
 CASE_AGGREGATION = "prompt_mean"
 """Of the rows that are made once."""
 
@@ -23,6 +24,8 @@ class Case:
     models: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration while it runs."""
+    builds: Mapping[str, Any] = field(default_factory=dict)
+    """Of the check's options, what its model is built with."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
     """What the gradients are divided by before they are compared."""
@@ -43,7 +46,22 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
     return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
 
 
-GRADIENT = Case("gradient", ("end to end", "tied", "loss only"))
+def _exchange(kind: str, engine: tuple[int, int]) -> Case:
+    """Keys and values exchanged another way, from the Transformer Engine on that has it for packed sequences."""
+
+    def lacks(options: CheckOptions) -> str:
+        if options.context_parallel_size == 1 or options.cp_comm_type is not None:
+            return "of --context-parallel-size 2 or more, without --cp-comm-type"
+        if options.transformer_impl != "transformer_engine":
+            return "needs Transformer Engine, --device cuda --dtype bf16"
+        found = versions.parse_version(importlib.import_module("transformer_engine").__version__)
+        return "" if found[:2] >= engine else f"needs Transformer Engine {engine[0]}.{engine[1]}"
+
+    builds = {"cp_comm_type": kind}
+    return Case(f"cp {kind}", ("end to end",), builds=builds, lacks=lacks)
+
+
+GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
     # Sums over a whole sequence, which context-parallel ranks share.
@@ -71,6 +89,16 @@ CASES: Sequence[Case] = (
         is_even=True,
         lacks=_auxiliary_lacks,
     ),
+    Case(
+        "router z loss",
+        ("end to end",),
+        settings={"moe_z_loss_coeff": Z_COEFFICIENT},
+        is_even=True,
+        lacks=_auxiliary_lacks,
+    ),
+    # Refused for packed sequences before (attention/dot_product_attention/context_parallel.py); a2a+p2p still is.
+    _exchange("a2a", (2, 10)),
+    _exchange("all_gather", (2, 18)),
     # The last: it leaves other parameters behind.
     Case("update", ("end to end", "tied"), updates=True),
 )
@@ -80,10 +108,12 @@ def cases_of(
     model: str, options: CheckOptions, aggregations: Sequence[str], per_token: bool
 ) -> Iterator[tuple[Case, str]]:
     """The rows of a model in one loss mode, and the aggregation of each, in their order."""
+    if model == "multi-token" and per_token:
+        return  # refused (`scale_contract`)
     for case in CASES:
         if model not in case.models or case.lacks(options):
             continue
-        if case is GRADIENT and model != "tied":
+        if case is GRADIENT and model in ("end to end", "loss only"):
             yield from ((case, aggregation) for aggregation in aggregations)
         elif case is GRADIENT or not per_token or _has_both_modes(case, options):
             yield case, CASE_AGGREGATION
@@ -104,12 +134,21 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     has_processor = versions.supports_output_processor()
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
-    may_choose = options.context_parallel_size == 1 or options.cp_comm_type is not None
     auxiliary = _auxiliary_lacks(options)
     table = {
         "Transformer Engine's attention": (has_engine, engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
-        "--cp-comm-type": (may_choose, "Megatron's default is checked" if has_engine else engine),
+        **{
+            f"--cp-comm-type {kind}": (options.context_parallel_size == 1 or not why, why)
+            for kind, why in (
+                (case.builds["cp_comm_type"], case.lacks(options)) for case in CASES if case.builds
+            )
+            if options.cp_comm_type != kind
+        },
+        "--cp-partition-mode contiguous": (
+            options.context_parallel_size == 1 or options.cp_partition_mode == "contiguous",
+            not_asked,
+        ),
         "--gradient-accumulation-fusion": (
             options.gradient_accumulation_fusion,
             not_asked if has_fusion else apex,
@@ -121,6 +160,8 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
             not_asked if has_processor else "needs megatron-core 0.18",
         ),
         "experts": (options.num_experts is not None, "needs --num-experts"),
+        "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
+        "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
         "auxiliary loss": (not auxiliary, auxiliary),
         "auxiliary loss, per token": (
             bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),

@@ -228,6 +228,7 @@ CASES: Mapping[str, str] = {
         "so the auxiliary loss of the experts is wrong: its coefficient, its scale (1 / M, or tokens), or the ranks that "
         "its counts are summed over"
     ),
+    "router z loss": "so the z loss of the router is wrong: its coefficient, or its scale (1 / M, CP / M, or tokens)",
 }
 """What it says that a row fails alone."""
 KINDS = (

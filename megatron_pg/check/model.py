@@ -14,7 +14,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -23,7 +26,7 @@ from megatron_pg.check.job import TIMEOUT_MINUTES
 from megatron_pg.check.options import UNSHARDED, VOCAB_SIZE, CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
-from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
+from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
@@ -43,6 +46,34 @@ def tied_model(**keywords: Any) -> GPTModel:
     """A GPTModel whose output layer is its embedding, with learned positions: what `GPTModel` alone does not show."""
     changes = {"position_embedding_type": "learned_absolute"}
     return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
+
+
+def new_hybrid_model(**keywords: Any) -> torch.nn.Module:
+    """A HybridModel; imported when it is asked for, as old versions have none."""
+    from megatron_pg.check.hybrid_model import hybrid_model
+
+    return hybrid_model(**keywords)
+
+
+def multi_token_model(
+    *, transformer_layer_spec: Any, vp_stage: int | None = None, **keywords: Any
+) -> GPTModel:
+    """A GPTModel with the multi-token prediction that its config asks for."""
+    config = keywords["config"]
+    is_local = isinstance(transformer_layer_spec.layer_norm, type) and issubclass(
+        transformer_layer_spec.layer_norm, TorchNorm
+    )
+    block = get_gpt_mtp_block_spec(
+        config, transformer_layer_spec, use_transformer_engine=not is_local, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs if block is not None and is_local else ():
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
+    return GPTModel(
+        transformer_layer_spec=transformer_layer_spec,
+        mtp_block_spec=block,
+        vp_stage=vp_stage,
+        **keywords,
+    )
 
 
 class LogitTable(torch.nn.Module):
@@ -99,7 +130,7 @@ def model_config(
     # As few heads and layers as the sharding can split.
     tensor_size = options.tensor_model_parallel_size
     num_query_groups = max(2, tensor_size)
-    if options.cp_comm_type == "a2a":
+    if options.transformer_impl == "transformer_engine":  # whose a2a splits heads
         num_query_groups = max(2, tensor_size * options.context_parallel_size)
     # The least that fused attention takes, and less where everything is slow.
     head_size = 32 if options.device == "cuda" else 8
@@ -122,6 +153,7 @@ def model_config(
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,
+        mtp_num_layers=options.mtp_num_layers,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion and sharded,
         finalize_model_grads_func=finalize_model_grads,
     )
@@ -193,7 +225,10 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
+            # Megatron's rotary positions are those of a zigzag.
+            position_embedding_type=(
+                "rope" if options.cp_partition_mode == "zigzag" else "learned_absolute"
+            ),
             **stage,
         )
         model = new_model(**keywords | changes).to(options.device)

@@ -14,8 +14,12 @@ import torch
 from megatron_pg.config.custom import load_custom_function
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
-from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.versions import supports_output_processor
+from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
+from megatron_pg.config.versions import (
+    derives_multi_token_labels,
+    has_hybrid_model,
+    supports_output_processor,
+)
 
 VOCAB_SIZE = 16
 LEAN_PERIOD = 16
@@ -41,6 +45,8 @@ PARALLEL_SIZES = (
 class CheckOptions:
     """How the small model is cut and run; what is left of the world is data parallel."""
 
+    all: bool = False
+    """Every sharding that the number of processes allows, in place of the sizes given: a line for each."""
     tensor_model_parallel_size: Annotated[int, COUNT] = 1
     pipeline_model_parallel_size: Annotated[int, COUNT] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
@@ -52,6 +58,10 @@ class CheckOptions:
     """Unset: 2, or the pipeline's number of chunks where that is more."""
     num_experts: Annotated[int | None, COUNT] = None
     """Check a mixture of experts."""
+    mtp_num_layers: Annotated[int | None, COUNT] = None
+    """Also a model with multi-token prediction; needs megatron-core 0.19."""
+    hybrid_model: bool = False
+    """Also a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
@@ -60,6 +70,8 @@ class CheckOptions:
     """DDP reduces a bucket as soon as backward has filled it."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's extension."""
+    cp_partition_mode: CpPartitionMode = "zigzag"
+    """Which tokens of a pack a context-parallel rank holds."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
     """How Transformer Engine's attention exchanges keys and values; unset: Megatron's default."""
     fused_lm_head: bool = False
@@ -134,7 +146,12 @@ def config_of(
         values["loss_aggregation_divisor"] = DIVISOR
     if aggregation == CUSTOM:
         values = {field: getattr(options, field) for field in CUSTOM_PATHS} | {"pg_metrics": "none"}
-    return PolicyLossConfig(kl_loss_coef=KL_COEFFICIENT, entropy_coef=ENTROPY_COEFFICIENT, **values)
+    return PolicyLossConfig(
+        kl_loss_coef=KL_COEFFICIENT,
+        entropy_coef=ENTROPY_COEFFICIENT,
+        cp_partition_mode=options.cp_partition_mode,
+        **values,
+    )
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
@@ -165,7 +182,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     options = read_args(CheckOptions, args)
     violations, _ = check_fields(CheckOptions, vars(options))
     if not violations:
-        violations = [*_violations_of_sizes(options, world_size), *_violations_of_machine(options)]
+        violations = [*violations_of_sizes(options, world_size), *_violations_of_machine(options)]
     refuse(violations)
     return options, args.json
 
@@ -187,7 +204,7 @@ def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
     return options.transformer_impl == "transformer_engine" or extension is not None
 
 
-def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
+def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
     """Sizes that do not go together, or not with the number of processes."""
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size
@@ -211,6 +228,10 @@ def _violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str
         yield f"--num-layers {options.num_layers} with {chunks} pipeline chunks: give a multiple of that number"
     if options.sequence_parallel and tensor_size == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    if options.hybrid_model and pipeline_size > 1:
+        yield f"--hybrid-model with --pipeline-model-parallel-size {pipeline_size}: drop one of the two"
+    if options.mtp_num_layers is not None and options.cp_partition_mode == "contiguous":
+        yield "--mtp-num-layers shifts tokens within zigzag chunks; drop it, or --cp-partition-mode contiguous"
     if stages is not None and 1 in (stages, pipeline_size):
         yield (
             f"--virtual-pipeline-model-parallel-size {stages} with --pipeline-model-parallel-size {pipeline_size}: both "
@@ -243,6 +264,11 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
             yield "--transformer-impl transformer_engine has no packed float32 attention; use --dtype bf16 or local"
         elif not has_transformer_engine():
             yield "--transformer-impl transformer_engine: it cannot be imported; use local"
+        if options.cp_partition_mode != "zigzag":
+            yield (
+                f"--cp-partition-mode {options.cp_partition_mode}: the attention that Megatron's GPT model takes from "
+                "Transformer Engine is a zigzag's; use --transformer-impl local"
+            )
     elif options.cp_comm_type is not None:
         yield f"--cp-comm-type {options.cp_comm_type} is Transformer Engine's: it needs --transformer-impl of that name"
     if options.gradient_accumulation_fusion and not has_gradient_accumulation_fusion(options):
@@ -250,6 +276,10 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
             "--gradient-accumulation-fusion needs a GPU and Transformer Engine, or Apex's fused_weight_gradient_mlp_cuda; "
             "drop it"
         )
+    if options.mtp_num_layers is not None and not derives_multi_token_labels():
+        yield "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; drop it"
+    if options.hybrid_model and not has_hybrid_model():
+        yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
     if options.fused_lm_head and not supports_output_processor():
         yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
     for field in CUSTOM_PATHS:

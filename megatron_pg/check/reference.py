@@ -9,11 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_pg.check.model import build_chunks, model_config
@@ -80,6 +82,13 @@ class WholeModel:
         self._module = build_chunks(
             options, self.config, new_model, vocab_size=options.padded_vocab_size
         )[0].to(dtype)
+        self._ahead: list[Tensor] = []
+        """What the output layer makes of the hidden states of multi-token prediction, by depth, in the call that runs."""
+        if options.mtp_num_layers is not None:
+            layer: Any = self._module
+            while hasattr(layer, "module"):
+                layer = layer.module
+            layer.output_layer.register_forward_hook(lambda *call: self._ahead.append(call[2][0]))
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> ScoredSamples:
@@ -129,6 +138,7 @@ class WholeModel:
         }
         for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=self._options.device))
+            MTPLossAutoScaler.set_loss_scale(torch.zeros(1, device=self._options.device))  # ours
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
             outputs = [
@@ -137,6 +147,9 @@ class WholeModel:
                 for score in _scores(sample, logits)
             ]
             wanted = [leaf.grad for index in indices for leaf in leaves[index]]
+            if self._options.mtp_num_layers is not None:
+                outputs.append(self._loss_ahead(packed, step.samples))
+                wanted.append(torch.ones(()))
             torch.autograd.backward(
                 outputs,
                 [
@@ -150,6 +163,24 @@ class WholeModel:
             dist.all_reduce(gradient)
         return Expected(float(loss.detach()), gradients)
 
+    def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
+        """0-d float64: multi-token prediction of a pack as a mean over the active tokens of all samples."""
+        depths = self._options.mtp_num_layers or 0
+        active = sum(int(sample.loss_mask.sum()) for sample in samples)
+        lengths = [sample.total_length for sample in packed]
+        loss = torch.zeros((), dtype=torch.float64)
+        for depth, output in enumerate(self._ahead[:depths], start=1):
+            # With the columns that are padding: Megatron's cross-entropy counts them.
+            parts = torch.split(output[:, 0], lengths)
+            for sample, logits in zip(packed, parts, strict=True):
+                mask = torch.cat([torch.zeros(sample.prompt_length), sample.loss_mask.float()])
+                ahead = 1 + depth  # a position's own logits are of the next token
+                rows = torch.log_softmax(logits.double(), dim=-1)[:-ahead]
+                targets = sample.tokens[ahead:, None].to(logits.device)
+                loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
+        weight = float(self.config.mtp_loss_scaling_factor or 0.0) / (depths * active)
+        return loss * weight
+
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[total_length, vocab] logits of each sample, in one pack without padding; the vocabulary's own columns."""
         lengths, device = [sample.total_length for sample in samples], self._options.device
@@ -159,6 +190,7 @@ class WholeModel:
         packed = PackedSeqParams("thd", boundaries, boundaries, **longest)
         tokens = torch.cat([sample.tokens for sample in samples]).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._ahead.clear()
         logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
         return list(torch.split(logits[0, :, : self._options.vocab_size], lengths))
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +16,11 @@ from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import Row
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.config.versions import megatron_core_version, supports_output_processor
+from megatron_pg.config.versions import (
+    megatron_core_version,
+    mistakes_of,
+    supports_output_processor,
+)
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
@@ -28,6 +33,7 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
             "versions": versions(),
             "accelerations": accelerations(options),
             "not_checked": not_checked(options),
+            "known_mistakes": [str(mistake) for mistake in mistakes_of(megatron_core_version())],
             "rows": [
                 {
                     name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -49,32 +55,77 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     lines = [
         f"megatron-pg check: {installed}",
         ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
-        _sharding(options, world_size),
+        f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
         "",
         f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
         f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
     ]
     for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
-        mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
-        lines.append(
-            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
-            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
-        )
-        if not row.passed:
-            lines.append(f"{'':<12}{words}")
+        lines += _lines(row, words)
     failed = sum(not row.passed for row in rows)
     left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
+    known = mistakes_of(megatron_core_version())
+    left_out += [f"known of this megatron-core: {mistake}" for mistake in known]
     verdict = "PASS: every gradient is the unsharded one" if not failed else f"FAIL: {failed} rows"
     return "\n".join([*lines, "", *left_out, f"{verdict} ({len(rows)} rows)"])
 
 
+@dataclass(frozen=True)
+class Checked:
+    """The rows of one sharding."""
+
+    options: CheckOptions
+    rows: Sequence[Row]
+    seconds: float
+
+
+def summary(checked: Sequence[Checked], world_size: int) -> str:
+    """A line for each sharding, below it the rows that fail, and the verdict; plain text."""
+    lines = []
+    for each in checked:
+        worst = max(each.rows, key=lambda row: row.gradient_error / row.tolerance)
+        failed = sum(not row.passed for row in each.rows)
+        lines.append(
+            f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(each.rows):>3} rows, worst {worst.gradient_error:.1e} of "
+            f"{worst.tolerance:.0e}, {each.seconds:4.0f} s  {_sharding(each.options, world_size)}"
+        )
+        lines += _failures(each.rows, each.options, world_size)
+    wrong = sum(any(not row.passed for row in each.rows) for each in checked)
+    verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
+    return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
+
+
+def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
+    """A list of what `as_json` says of each."""
+    reports = (as_json(each.rows, each.options, world_size) for each in checked)
+    return f"[{', '.join(reports)}]"
+
+
+def _failures(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
+    """The lines of the rows that fail, with their diagnoses."""
+    words = diagnoses(rows, options, world_size)
+    failed = ((row, said) for row, said in zip(rows, words, strict=True) if not row.passed)
+    return [line for row, said in failed for line in _lines(row, said)]
+
+
+def _lines(row: Row, words: str) -> list[str]:
+    mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
+    line = (
+        f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
+        f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
+    )
+    return [line] if row.passed else [line, f"{'':<12}{words}"]
+
+
 def _sharding(options: CheckOptions, world_size: int) -> str:
+    """The sizes of a check in words."""
     stages = options.virtual_pipeline_model_parallel_size
     parts = [
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
         f"PP {options.pipeline_model_parallel_size}",
         f"VPP {stages}" if stages else "",
-        f"CP {options.context_parallel_size}",
+        f"CP {options.context_parallel_size}"
+        + (" contiguous" if options.cp_partition_mode == "contiguous" else ""),
         f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
         f"ETP {options.expert_tensor_parallel_size}" if options.num_experts else "",
         f"DP {world_size // options.model_parallel_size}",
@@ -82,7 +133,7 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
         "average in collective" if options.average_in_collective else "",
         "overlapped reduction" if options.overlap_grad_reduce else "",
     ]
-    return f"{world_size} processes on {options.device}: {', '.join(p for p in parts if p)}"
+    return ", ".join(part for part in parts if part)
 
 
 def versions() -> dict[str, str]:

@@ -58,7 +58,7 @@ def _whole_name(model: Any, name: str) -> str:
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
-    if "layers" in parts:
+    if "layers" in parts and parts[0] == "decoder":
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:

@@ -20,6 +20,8 @@ from megatron_pg.check.model import (
     build_model,
     initialize_groups,
     model_config,
+    multi_token_model,
+    new_hybrid_model,
     tied_model,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
@@ -39,10 +41,13 @@ from megatron_pg.step.totals import step_totals
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "end to end": GPTModel,
     "tied": tied_model,
+    "hybrid": new_hybrid_model,
+    "multi-token": multi_token_model,
     "loss only": LogitTable,
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
-learned positions; `loss only` has float32 logits for parameters."""
+learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32
+logits for parameters."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,13 @@ class Run:
 
 def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
-    # The table has logits for parameters, and no output layer that could be fused.
-    names = [name for name in MODELS if name != "loss only" or not options.fused_lm_head]
+    # The table has logits for parameters, and no output layer that could be fused; HybridModel has no place for it.
+    is_run = {
+        "loss only": not options.fused_lm_head,
+        "hybrid": options.hybrid_model and not options.fused_lm_head,
+        "multi-token": options.mtp_num_layers is not None,
+    }
+    names = [name for name in MODELS if is_run.get(name, True)]
     is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
     aggregations = [*AGGREGATIONS, *[CUSTOM] * is_custom]
     modes = [False] if options.average_in_collective else [False, True]
@@ -77,22 +87,30 @@ def run_check(options: CheckOptions) -> list[Row]:
     rows = []
     for name in names:
         model: list[Any] = []
+        built: tuple[Any, ...] = ()
         for run, (samples, expected) in zip(runs[name], references[name], strict=True):
-            model_options = _options_of(options, name)
-            if not model or model[0].config.calculate_per_token_loss != run.per_token:
+            model_options = replace(_options_of(options, name), **run.case.builds)
+            if built != (built := (model_options, run.per_token)):
                 model = _build(model_options, run)
             rows.append(_row(run, model, model_options, groups, samples, expected))
     return rows
 
 
 def _options_of(options: CheckOptions, model: str) -> CheckOptions:
-    """The table of logits is float32 and has no experts; nor has the tied model."""
-    if model == "end to end":
-        return options
-    plain = replace(
-        options, num_experts=None, expert_model_parallel_size=1, expert_tensor_parallel_size=1
+    """The table of logits is float32; only the end-to-end model has experts, and only one predicts several tokens."""
+    if model != "multi-token":
+        options = replace(options, mtp_num_layers=None)
+    if model != "end to end":
+        options = replace(
+            options, num_experts=None, expert_model_parallel_size=1, expert_tensor_parallel_size=1
+        )
+    if model == "hybrid":
+        return replace(options, transformer_impl="local")
+    return (
+        replace(options, dtype="fp32", transformer_impl="local")
+        if model == "loss only"
+        else options
     )
-    return plain if model == "tied" else replace(plain, dtype="fp32", transformer_impl="local")
 
 
 def _references(
@@ -111,7 +129,8 @@ def _references(
             steps[case.is_even] = model.score(make(options, data_size))
         step = steps[case.is_even]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
-        key = (run.aggregation, case.policy_loss, case.is_even, case.is_even and run.per_token)
+        of_tokens = (case.name, run.per_token) if case.is_even else ()
+        key = (run.aggregation, case.policy_loss, *of_tokens)
         if key not in known:
             packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
             with _changed(model.config, case if case.is_even else GRADIENT):
@@ -206,11 +225,11 @@ def train_step(
     if is_even:
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     # Sequence parallelism splits a rank's tokens once more.
-    multiple = cp_size * groups.tensor_size if options.sequence_parallel else 1
-    packed = [
-        pack(each, cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=multiple)
-        for each in micro_batches
-    ]
+    layout: dict[str, Any] = {
+        "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
+        "cp_partition_mode": options.cp_partition_mode,
+    }
+    packed = (pack(each, cp_rank=cp_rank, cp_size=cp_size, **layout) for each in micro_batches)
     batches = [batch.to(options.device) for batch in packed]
     step = PolicyStep(
         replace(config, fused_lm_head=options.fused_lm_head),

@@ -29,7 +29,7 @@ CUSTOM_FUNCTIONS = {
     "custom_tis_function_path": CustomFunction(("config", "batch", "log_probs", "pg_loss")),
     "custom_pg_loss_reducer_function_path": CustomFunction(
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-        keywords=("cp_rank", "cp_size"),
+        keywords=("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
     ),
 }
 """By the setting that has the import path; its docstring in `PolicyLossConfig` says what the function returns."""

@@ -11,6 +11,7 @@ from megatron_pg.config.flags import add_args, read_args
 
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
+Balance = Literal["time", "tokens"]
 OnBadRow = Literal["error", "skip"]
 DistinctIds = Literal["rank", "file"]
 
@@ -30,6 +31,10 @@ class PlanningConfig:
     oversized_samples: OversizedSamples = "error"
     """What becomes of a sample longer than --max-tokens-per-microbatch. error: stop and name it. own_microbatch: give it
     a micro-batch of its own."""
+
+    balance: Balance = "time"
+    """What is evened out between micro-batches, within --max-tokens-per-microbatch. time: a l + b l^2 of each sequence of
+    l tokens, with a and b from the model's shape. tokens: their number."""
 
     ragged_microbatches: bool = False
     """Let data-parallel ranks run different numbers of micro-batches, where those with fewer would run empty ones.

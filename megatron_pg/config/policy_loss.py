@@ -27,6 +27,10 @@ LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index")
 """Fields of `Sample` that some settings need and others do not."""
 
+CpPartitionMode = Literal["zigzag", "contiguous"]
+"""How a context-parallel group cuts a pack of sequences, by the names of Megatron's `TransformerConfig`; see
+`TokenWindow`."""
+
 BOUNDS = (
     ("tis_clip_low", "tis_clip"),
     ("geometric_rejection_low", "geometric_rejection_high"),
@@ -183,6 +187,10 @@ class PolicyLossConfig:
     """Layout of the model's input. thd: sequences packed back to back. bshd: one padded row a
     sequence, refused under context parallelism."""
 
+    cp_partition_mode: CpPartitionMode = "zigzag"
+    """Which tokens of a pack a context-parallel rank holds, which is the attention's to say. zigzag:
+    of every sequence the chunks r and 2 CP - 1 - r. contiguous: one slice of the whole pack."""
+
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
     """Metrics of a step. none: no metrics beyond the loss. basic: ratios, clip fractions,
     advantages and token counts. with_entropy: basic and the entropy."""
@@ -202,9 +210,9 @@ class PolicyLossConfig:
 
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
-    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank and
-    cp_size too if its signature names them. Takes the place of loss_aggregation; the outer count is
-    N rollouts, T active tokens in per-token mode."""
+    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank,
+    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. Takes the
+    place of loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
 
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the

@@ -71,7 +71,7 @@ def validate_policy_loss_args(
         ValueError: settings are out of range, contradict each other or lack their inputs. The message has every
             violation, with its flag, what was found and what to do.
         NotImplementedError: the same where all that is wrong is a layout that has no token window (BSHD under context
-            parallelism), or `--fused-lm-head` where Megatron-Core or the model has no place for it.
+            parallelism), Megatron-FSDP, or `--fused-lm-head` where Megatron-Core or the model has no place for it.
     """
     # The trainer's own under Megatron's names (`megatron/training/arguments.py` of 0.19); absent: a feature not used.
     found = vars(args)
@@ -84,6 +84,11 @@ def validate_policy_loss_args(
     layout = layout_violation(config.qkv_format, found.get("context_parallel_size") or 1)
     not_implemented = [layout] if layout else []
     not_implemented += _fused_head_violations(config, found)
+    if found.get("use_megatron_fsdp"):
+        not_implemented.append(
+            "--use-megatron-fsdp: no test has held its gradients against the unsharded model's; use DDP, with "
+            "--use-distributed-optimizer where optimizer states are to be sharded"
+        )
     if config.fp32_lm_head and not config.fused_lm_head:
         not_implemented += fp32_lm_head_violations(found)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)

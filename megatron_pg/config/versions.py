@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
-SUPPORTED_RANGE = "megatron-core >= 0.15, < 0.21"
+SUPPORTED_RANGE = "megatron-core>=0.15,<0.21"
 
 
 class UnsupportedMegatronError(ImportError):
@@ -33,7 +35,7 @@ def megatron_core_version() -> tuple[int, int, int]:
     except ImportError as error:
         raise UnsupportedMegatronError(
             f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: {error}. Install it with "
-            "`pip install 'megatron-core>=0.15,<0.21'`."
+            f"`pip install '{SUPPORTED_RANGE}'`."
         ) from error
     return parse_version(package_info.__version__)
 
@@ -96,6 +98,33 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     return megatron_core_version() >= (0, 16)
 
 
+def derives_multi_token_labels() -> bool:
+    """Whether multi-token prediction is trained without labels, and has a loss scale of its own.
+
+    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes the labels of the input, and
+    model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
+    and 0.16.1 fail.
+    """
+    return megatron_core_version() >= (0, 19)
+
+
+def follows_own_group() -> bool:
+    """Whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
+
+    `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
+    and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
+    """
+    from megatron.core import packed_seq_params
+
+    return hasattr(packed_seq_params, "resolve_cp_group")
+
+
+def has_hybrid_model() -> bool:
+    """Whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), the successor that 0.19 names for GPTModel."""
+    megatron_core_version()
+    return importlib.util.find_spec("megatron.core.models.hybrid") is not None
+
+
 def needs_kept_pipeline_outputs() -> bool:
     """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 
@@ -113,3 +142,86 @@ def has_megatron_training() -> bool:
     """
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None
+
+
+@dataclass(frozen=True)
+class KnownMistake:
+    """What some versions of Megatron-Core get wrong, beside the policy's gradient or under it."""
+
+    first: tuple[int, int]
+    fixed: tuple[int, int]
+    """The first version without it; `FIRST_UNSUPPORTED` where none is known."""
+    what: str
+    reference: str
+    """Of github.com/NVIDIA/Megatron-LM, or the file that it was read in."""
+
+    def __str__(self) -> str:
+        until = (
+            ""
+            if self.fixed == FIRST_UNSUPPORTED
+            else f", right from {self.fixed[0]}.{self.fixed[1]}"
+        )
+        return f"{self.what} ({self.reference}{until})"
+
+
+KNOWN_MISTAKES = (
+    KnownMistake(
+        (0, 15),
+        (0, 16),
+        "the auxiliary loss of experts counts 1/CP of its coefficient under context parallelism",
+        "pull request 2217",
+    ),
+    KnownMistake(
+        (0, 15),
+        (0, 17),
+        "multi-token prediction without labels fails in the forward pass",
+        "labels.clone() in models/gpt/gpt_model.py",
+    ),
+    KnownMistake(
+        (0, 15),
+        (0, 18),
+        "interleaved pipelines free activations that are still being sent, unless deallocate_pipeline_outputs is off",
+        "pull request 4047",
+    ),
+    KnownMistake(
+        (0, 15),
+        (0, 19),
+        "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their coefficients where tokens are split",
+        "issue 1652, pull request 5047",
+    ),
+    KnownMistake(
+        (0, 17),
+        (0, 19),
+        "multi-token prediction without labels is not trained, and nothing says so",
+        "pull request 3457",
+    ),
+    KnownMistake(
+        (0, 17),
+        FIRST_UNSUPPORTED,
+        "rotary positions under hybrid context parallelism are those of the model's group and not of the micro-batch's "
+        "(refused by PolicyStep)",
+        "Attention.forward in transformer/attention.py",
+    ),
+    KnownMistake(
+        (0, 19),
+        FIRST_UNSUPPORTED,
+        "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
+        "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)",
+        "pull request 3959",
+    ),
+    KnownMistake(
+        (0, 19),
+        FIRST_UNSUPPORTED,
+        "in per-token mode multi-token prediction counts by each rank's tokens before its shift over those after it "
+        "(refused by PolicyStep)",
+        "issue 2417, pull request 3159",
+    ),
+)
+"""From the oldest; read in the source of 0.15.3 to 0.19.2, and measured where `check` can."""
+
+
+def mistakes_of(version: tuple[int, int, int]) -> Iterator[KnownMistake]:
+    """What is known to be wrong in a version."""
+    for mistake in KNOWN_MISTAKES:
+        if mistake.first <= version[:2] < mistake.fixed:
+            yield mistake

@@ -116,7 +116,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
     add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
     add("--moe-z-loss-coeff", type=float, metavar="X")
-    for flag in ("--use-torch-fsdp2", "--ddp-average-in-collective", "--use-mup"):
+    for flag in (
+        "--use-torch-fsdp2",
+        "--use-megatron-fsdp",
+        "--ddp-average-in-collective",
+        "--use-mup",
+    ):
         add(flag, action="store_true")
     add("--defer-embedding-wgrad-compute", action="store_true")
     add_policy_loss_args(add_planning_args(parser))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -32,6 +32,8 @@ def get_pg_loss_reducer(
     cp_rank: int | None = None,
     cp_size: int | None = None,
     qkv_format: str = "thd",
+    cp_partition_mode: CpPartitionMode = "zigzag",
+    pad_to_multiple: int = 1,
 ) -> Reducer:
     """Builds the reducer of one micro-batch on one rank.
 
@@ -53,6 +55,8 @@ def get_pg_loss_reducer(
         cp_rank: rank in the context-parallel group; None means 0.
         cp_size: size of the context-parallel group; None means 1, never a global.
         qkv_format: `thd`; `bshd` has no window under context parallelism.
+        cp_partition_mode: `zigzag` or `contiguous`, as given to `TokenWindow.build`.
+        pad_to_multiple: the same. A contiguous slice depends on it, and a zigzag's window does not.
 
     Raises:
         ValueError: lengths and masks that do not fit, an unknown aggregation, a divisor or denominators missing or
@@ -68,7 +72,12 @@ def get_pg_loss_reducer(
     if layout := layout_violation(qkv_format, cp_size):
         raise NotImplementedError(layout)
     window = TokenWindow.build(
-        total_lengths, response_lengths, cp_rank=cp_rank or 0, cp_size=cp_size
+        total_lengths,
+        response_lengths,
+        cp_rank=cp_rank or 0,
+        cp_size=cp_size,
+        cp_partition_mode=cp_partition_mode,
+        pad_to_multiple=pad_to_multiple,
     )
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if denominators is not None:
@@ -140,8 +149,19 @@ def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
     loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
-    place = {"cp_rank": window.cp_rank, "cp_size": window.cp_size}
+    place = {
+        "cp_rank": window.cp_rank,
+        "cp_size": window.cp_size,
+        "cp_partition_mode": window.cp_partition_mode,
+        "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
+    }
     named = {name: place[name] for name in named_keywords(function, tuple(place))}
+    is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
+    if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
+        raise ValueError(
+            f"{where} under --cp-partition-mode {window.cp_partition_mode}: name cp_partition_mode and pad_to_multiple "
+            "among its arguments, or it cannot know its window"
+        )
     reducer = function(total_lengths, lengths, loss_masks, config.calculate_per_token_loss, **named)
     if not callable(reducer):
         raise ValueError(

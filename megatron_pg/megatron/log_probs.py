@@ -76,7 +76,8 @@ def compute_log_probs(
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget or has a response token outside the vocabulary.
         NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
+            model's attention does not have.
     """
     if config.fused_lm_head:
         require_output_processor(model)
@@ -90,6 +91,7 @@ def compute_log_probs(
             oversized=oversized,
             groups=groups,
             vocab_size=vocab_size,
+            cp_partition_mode=config.cp_partition_mode,
         )
     return ScoredSamples(log_probs, entropy)
 

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
@@ -66,8 +69,9 @@ class PolicyStep:
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, or the scale contract cannot be kept.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes.
+        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it,
+            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
+            model's attention does not have.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class PolicyStep:
             )
         if groups is None:
             groups = ParallelGroups.from_model(model)
+        if model is not None and groups.context_size > 1:
+            require_partition_mode(model, config.cp_partition_mode)
         chunk = model[0] if isinstance(model, (list, tuple)) else model
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
@@ -120,33 +126,55 @@ class PolicyStep:
             context_parallel_size=groups.context_size,
             num_microbatches=num_microbatches,
         )
+        self._predicts_more = scale_multi_token_loss(
+            model_config, float(groups.data_size * groups.context_size * num_microbatches)
+        )
         self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
-    def head(self, batch: PackedBatch) -> MicroBatchHead:
+    def head(
+        self, batch: PackedBatch, *, context_group: ProcessGroup | None = None
+    ) -> MicroBatchHead:
         """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
+            context_group: the ranks that hold this micro-batch, where it has a context-parallel group of its own (case 3 of
+                `scale_contract`); the totals are then counted of all samples on every rank (`step_totals(samples)`).
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank than this one's, or lacks an input
-                of the objective.
+            ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
+                one's, or lacks an input of the objective.
+            NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
+                or of multi-token prediction.
         """
-        self.check_packing(batch)
-        inputs = model_inputs(batch)
+        if context_group is not None:
+            require_own_group(self.scale, self.model, self.config.cp_partition_mode)
+        self.check_packing(batch, context_group)
+        inputs = model_inputs(batch, context_group)
+        if self._predicts_more:
+            inputs["loss_mask"] = multi_token_mask(batch, self.totals)
         if not self.config.fused_lm_head:
-            return MicroBatchHead(lambda logits: self._loss_of_logits(batch, logits), inputs, {})
-        fused = self.fused_head(batch)
+            return MicroBatchHead(
+                lambda logits: self._loss_of_logits(batch, logits, context_group), inputs, {}
+            )
+        fused = self.fused_head(batch, context_group=context_group)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
             lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
         )
 
-    def fused_head(self, batch: PackedBatch, *, chunk_tokens: int | None = None) -> FusedHead:
-        """The fused head of one micro-batch; see `FusedHead` for the arguments."""
+    def fused_head(
+        self,
+        batch: PackedBatch,
+        *,
+        chunk_tokens: int | None = None,
+        context_group: ProcessGroup | None = None,
+    ) -> FusedHead:
+        """The fused head of one micro-batch; see `FusedHead` and `head` for the arguments."""
+        group = context_group or self.groups.context
         return FusedHead(
-            MicroBatchLoss(self.config, batch, self.totals, self.groups.context, self.share),
+            MicroBatchLoss(self.config, batch, self.totals, group, self.share),
             self.groups,
             vocab_size=self.vocab_size,
             chunk_tokens=chunk_tokens,
@@ -187,41 +215,52 @@ class PolicyStep:
         """That of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
-    def _loss_of_logits(self, batch: PackedBatch, logits: Tensor) -> ScheduleOutput:
+    def _loss_of_logits(
+        self, batch: PackedBatch, logits: Tensor, context_group: ProcessGroup | None
+    ) -> ScheduleOutput:
         loss, metrics = policy_loss_function(
             self.config,
             batch,
             logits,
             totals=self.totals,
             tensor_parallel_group=self.groups.tensor,
-            context_parallel_group=self.groups.context,
+            context_parallel_group=context_group or self.groups.context,
             vocab_size=self.vocab_size,
             step_share=self.share,
         )
         return self.scale.apply(loss, metrics, batch)
 
-    def check_packing(self, batch: PackedBatch) -> None:
+    def check_packing(self, batch: PackedBatch, context_group: ProcessGroup | None = None) -> None:
         """Refuses a micro-batch that is packed for another context-parallel rank than this one."""
         window, groups = batch.window, self.groups
+        if context_group is not None:
+            groups = dataclasses.replace(groups, context=context_group)
         if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
             raise ValueError(
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
                 f"rank {groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with "
                 "the rank's own"
             )
+        if groups.context_size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
+            raise ValueError(
+                f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
+                f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
+            )
 
 
-def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:
     """The keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
         "attention_mask": None,
-        "packed_seq_params": packed_seq_params(batch),
+        "packed_seq_params": packed_seq_params(batch, context_group),
     }
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+def packed_seq_params(
+    batch: PackedBatch, context_group: ProcessGroup | None = None
+) -> PackedSeqParams:
     """The `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
@@ -229,10 +268,15 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
     fields of Megatron's class grow with each release.
     """
     window = batch.window
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=window.cu_seqlens,
         cu_seqlens_kv=window.cu_seqlens,
         max_seqlen_q=window.max_seqlen,
         max_seqlen_kv=window.max_seqlen,
     )
+    # A field of the development branch; before it, an attribute that attention of one's own may read.
+    params.cp_partition_mode = window.cp_partition_mode
+    if context_group is not None:
+        params.local_cp_size, params.cp_group = window.cp_size, context_group
+    return params

@@ -12,6 +12,16 @@ distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
 
+3. A context-parallel group for each micro-batch (`PackedSeqParams.cp_group`; hybrid_context_parallel of
+   pipeline_parallel/hybrid_cp_schedule.py in 0.19.2): micro-batch j lies on c_j ranks of the DP * CP grid, other ranks
+   hold others meanwhile, and ranks run other numbers of micro-batches. Per-token mode alone: the sum over the grid of
+   what each rank returns is then the sum of s over all micro-batches whatever c_j is, as every token is scored on one
+   rank; data parallelism sums over the grid and divides once, so that s * sum_n is returned as in 2, with sum_n the
+   active tokens of the step. In the other mode the schedule multiplies by c_j and divides by a number of micro-batches
+   that is not this rank's. What a rank reports is its own windows' part, and each of its M_r micro-batches 1 / (DP CP
+   M_r) of a mean over micro-batches. Sums over a sequence are of the c_j ranks. Losses of experts count n by the size
+   of the group that they were built for: refused.
+
 The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
 values in the other mode carry no factor CP.
 """
@@ -86,9 +96,9 @@ def scale_contract(
         num_microbatches: M of this data-parallel rank.
 
     Raises:
-        ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss or multi-token prediction
-            and no `totals.num_tokens`.
-        NotImplementedError: the same under context parallelism with a megatron-core before 0.19.
+        ValueError: M below 1, or per-token mode with a mixture-of-experts auxiliary loss and no `totals.num_tokens`.
+        NotImplementedError: per-token mode with multi-token prediction, or with a mixture-of-experts auxiliary loss under
+            context parallelism and a megatron-core before 0.19.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}: expected 1 or more")
@@ -96,7 +106,6 @@ def scale_contract(
         if (
             context_parallel_size > 1
             and scales_auxiliary_loss_by_tokens(model_config)
-            and getattr(model_config, "num_moe_experts", None)
             and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
         ):
             _warn_of_auxiliary_loss(context_parallel_size)
@@ -106,6 +115,12 @@ def scale_contract(
             counts_all_tokens=False,
             schedule_factor=context_parallel_size / num_microbatches,
             gradient_factor=1 / (data_parallel_size * context_parallel_size),
+        )
+    if getattr(model_config, "mtp_num_layers", None) and versions.derives_multi_token_labels():
+        raise NotImplementedError(
+            "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the loss of multi-token prediction "
+            "by each rank's tokens before its shift over those after it (14/12 with two sequences of 8), which nothing that "
+            "a loss function returns undoes; turn per-token mode off (the policy gradient is the same)"
         )
     if not scales_auxiliary_loss_by_tokens(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
@@ -118,8 +133,8 @@ def scale_contract(
         )
     if totals.num_tokens is None:
         raise ValueError(
-            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss or multi-token prediction needs "
-            "StepTotals.num_tokens, the packed tokens of the whole step with padding: Megatron scales those losses by "
+            "--calculate-per-token-loss with a mixture-of-experts auxiliary loss needs "
+            "StepTotals.num_tokens, the packed tokens of the whole step with padding: Megatron scales that loss by "
             "all local tokens. Plan the step with plan_step(), which counts them, or turn per-token mode off (the "
             "policy gradient is the same)"
         )
@@ -138,11 +153,7 @@ def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
 
 
 def scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
-    """Whether per-token mode scales an auxiliary loss of this model by its local tokens (experts, MTP)."""
-    if model_config is None:
-        return False
-    if getattr(model_config, "mtp_num_layers", None):
-        return True
+    """Whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
     if not getattr(model_config, "num_moe_experts", None):
         return False
     coefficient = getattr(model_config, "moe_aux_loss_coeff", 0.0)

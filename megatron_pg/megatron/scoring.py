@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.planning import OversizedSamples
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.loss.policy_loss import refuse_tokens_outside
+from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.scale_contract import ScheduleOutput
@@ -33,6 +35,7 @@ def score_samples(
     oversized: OversizedSamples,
     groups: ParallelGroups | None,
     vocab_size: int | None,
+    cp_partition_mode: CpPartitionMode,
 ) -> list[list[Tensor]]:
     """Numbers of every response token of samples under a model, forward only; see `compute_log_probs` for the arguments.
 
@@ -50,19 +53,23 @@ def score_samples(
         lambda _: None,
         groups.data,
     )
-    cp_rank, cp_size = groups.context_rank, groups.context_size
-    multiple = _pad_to_multiple(chunks, groups)
+    if groups.context_size > 1:
+        require_partition_mode(chunks, cp_partition_mode)
+    layout: dict[str, Any] = {
+        "cp_size": groups.context_size,
+        "pad_to_multiple": _pad_to_multiple(chunks, groups),
+        "cp_partition_mode": cp_partition_mode,
+    }
     plan = plan_step(
         bare,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         data_parallel_group=groups.data,
-        cp_size=cp_size,
-        pad_to_multiple=multiple,
+        **layout,
         microbatch_group_size=_microbatch_group_size(chunks),
         oversized=oversized,
     )
     packed = [
-        pack([bare[i] for i in each], cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=multiple)
+        pack([bare[i] for i in each], cp_rank=groups.context_rank, **layout)
         for each in plan.microbatches
     ]
     batches = [batch.to(device) for batch in packed]

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.planning import OversizedSamples
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
@@ -130,6 +131,7 @@ def compute_values(
     is_truncated: Sequence[bool] | None = None,
     oversized: OversizedSamples = "error",
     groups: ParallelGroups | None = None,
+    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
     """Values of samples under a critic, forward only; called as `compute_log_probs` is, and by the same ranks.
 
@@ -142,6 +144,7 @@ def compute_values(
         max_tokens_per_microbatch: as for `compute_log_probs`.
         oversized: as for `compute_log_probs`.
         groups: as for `compute_log_probs`.
+        cp_partition_mode: that of the model's attention.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token; the model is then fed
             one token more, and has to have a position for it. None: all ended.
 
@@ -174,6 +177,7 @@ def compute_values(
         oversized=oversized,
         groups=groups,
         vocab_size=None,
+        cp_partition_mode=cp_partition_mode,
     )
     return ScoredValues(
         values=[

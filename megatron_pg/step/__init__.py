@@ -2,6 +2,7 @@
 
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.collector import CollectorState, StepCollector, StepSamples
+from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.plan import StepPlan, assign_to_data_parallel_ranks, plan_step
 from megatron_pg.step.sources import IteratorSource, SampleSource
@@ -13,6 +14,7 @@ __all__ = [
     "StepCollector",
     "StepPlan",
     "StepSamples",
+    "SampleCost",
     "assign_to_data_parallel_ranks",
     "plan_bins",
     "plan_step",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.identity import coefficient_of, coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
@@ -110,7 +111,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def pack(
-    samples: Sequence[Sample], *, cp_rank: int = 0, cp_size: int = 1, pad_to_multiple: int = 1
+    samples: Sequence[Sample],
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    pad_to_multiple: int = 1,
+    cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> PackedBatch:
     """Packs samples into one THD micro-batch and takes this context-parallel rank's part of it. On the host.
 
@@ -120,6 +126,7 @@ def pack(
         cp_rank: rank in the context-parallel group.
         cp_size: its size.
         pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
+        cp_partition_mode: which tokens of the pack this rank takes; that of the model's attention.
 
     Raises:
         ValueError: some samples carry log-probs or values that others of the micro-batch lack, naming one of each; or sizes that
@@ -137,6 +144,7 @@ def pack(
         cp_rank=cp_rank,
         cp_size=cp_size,
         pad_to_multiple=pad_to_multiple,
+        cp_partition_mode=cp_partition_mode,
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {

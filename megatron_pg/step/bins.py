@@ -1,7 +1,7 @@
 """Dealing sequences to bins of limited capacity: lengths in, bins out. NumPy and the host alone.
 
 As few bins as first-fit decreasing needs (at most 11/9 of the fewest possible plus 6/9, Dosa 2007; in practice the
-lower bound `ceil(sum / capacity)` where sequences are short beside the capacity), and their loads evened out by
+lower bound `ceil(sum / capacity)` where sequences are short beside the capacity), and their costs evened out by
 longest-processing-time-first (Graham 1969) wherever that keeps within the capacity.
 """
 
@@ -14,6 +14,8 @@ from numbers import Integral
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_pg.step.cost import TOKENS, SampleCost
+
 Indices = NDArray[np.int64]
 
 
@@ -24,6 +26,7 @@ def plan_bins(
     multiple: int = 1,
     oversized_alone: bool = False,
     seed: int | None = None,
+    cost: SampleCost = TOKENS,
 ) -> list[Indices]:
     """Deals every sequence to one bin, no bin above the capacity.
 
@@ -33,13 +36,14 @@ def plan_bins(
     Args:
         lengths: [sequences] positive integers, in tokens with whatever padding a sequence brings.
         capacity: the most tokens of one bin.
-        multiple: the number of bins is rounded up to a multiple of it, and the load spread over all of them; there is
+        multiple: the number of bins is rounded up to a multiple of it, and the cost spread over all of them; there is
             at least one multiple, so that no sequences are that many empty bins.
         oversized_alone: a sequence longer than the capacity gets a bin of its own; otherwise it is an error.
         seed: equally long sequences are dealt in an order drawn from it; None deals them in the order they come.
+        cost: what is evened out between the bins; the capacity counts tokens whatever it is.
 
     Returns:
-        Per bin the indices of its sequences, ascending; the bins by falling load, empty ones last.
+        Per bin the indices of its sequences, ascending; the bins by falling cost, empty ones last.
 
     Raises:
         ValueError: sizes out of range, or a sequence longer than the capacity.
@@ -67,16 +71,14 @@ def plan_bins(
     bins = _first_fit(shared, capacity)
     num_needed = num_alone + max(bins, default=-1) + 1
     num_bins = max(-(-num_needed // multiple), 1) * multiple
-    even = _longest_to_lightest(shared, num_bins - num_alone)
     # First fit is the tighter packer: where the bins have to be full, only it may fit.
-    if shared and np.bincount(even, weights=shared).max() <= capacity:
-        bins = even
+    bins = _longest_to_cheapest(shared, cost, num_bins - num_alone, capacity) or bins
     bin_of_sequence = np.empty(sizes.size, dtype=np.int64)
     bin_of_sequence[order] = [*range(num_alone), *(num_alone + number for number in bins)]
     ends = np.cumsum(np.bincount(bin_of_sequence, minlength=num_bins))
     members = np.split(np.argsort(bin_of_sequence, kind="stable"), ends[:-1])
-    loads = np.array([sizes[indices].sum() for indices in members])
-    return [members[number] for number in np.argsort(-loads, kind="stable")]
+    costs = np.bincount(bin_of_sequence, cost.of_lengths(sizes), num_bins)
+    return [members[number] for number in np.argsort(-costs, kind="stable")]
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
@@ -107,12 +109,28 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
     return bins
 
 
-def _longest_to_lightest(sizes: Sequence[int], num_bins: int) -> list[int]:
-    """The bin of each sequence where each goes to the bin with the least so far."""
-    loads = [(0, number) for number in range(num_bins)]
+def _longest_to_cheapest(
+    sizes: Sequence[int], cost: SampleCost, num_bins: int, capacity: int
+) -> list[int] | None:
+    """The bin of each sequence where each goes to the bin of least cost that has room; None where one has no place.
+
+    The sizes fall, so that a bin without room waits until a sequence fits again, and then keeps in the running until it
+    is dealt one: time logarithmic in the number of bins for each sequence.
+    """
+    room = [capacity] * num_bins
+    open_bins = [(0.0, number) for number in range(num_bins)]
+    full: list[tuple[int, float, int]] = []  # the roomiest first
     bins = []
-    for size in sizes:
-        load, number = loads[0]
-        heapq.heapreplace(loads, (load + size, number))
+    for size, added in zip(sizes, cost.of_lengths(sizes).tolist(), strict=True):
+        while full and -full[0][0] >= size:
+            heapq.heappush(open_bins, heapq.heappop(full)[1:])
+        while open_bins and room[open_bins[0][1]] < size:
+            load, number = heapq.heappop(open_bins)
+            heapq.heappush(full, (-room[number], load, number))
+        if not open_bins:
+            return None
+        load, number = open_bins[0]
+        heapq.heapreplace(open_bins, (load + added, number))
+        room[number] -= size
         bins.append(number)
     return bins

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_pg.config.planning import OversizedSamples, PlanningConfig
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
+from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
@@ -20,7 +22,7 @@ class StepPlan:
     """How one data-parallel rank runs a step. Built by `plan_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending; longest micro-batch first. An empty one is legal: pack()
+    """Per micro-batch the indices of its samples, ascending; the dearest micro-batch first. An empty one is legal: pack()
     makes a dummy of it that no objective counts."""
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
@@ -40,9 +42,11 @@ def plan_step(
     data_parallel_group: dist.ProcessGroup | None = None,
     cp_size: int = 1,
     pad_to_multiple: int = 1,
+    cp_partition_mode: CpPartitionMode = "zigzag",
     microbatch_group_size: int = 1,
     ragged: bool = False,
     oversized: OversizedSamples = "error",
+    cost: SampleCost = TOKENS,
     seed: int | None = None,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
@@ -59,14 +63,14 @@ def plan_step(
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
             included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: as given to `pack`.
-        pad_to_multiple: as given to `pack`.
+        cp_size, pad_to_multiple, cp_partition_mode: as given to `pack`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
             ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
+        cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
         allow_different_prompts: see `step_totals`.
         samples_per_group: see `step_totals`.
@@ -75,11 +79,11 @@ def plan_step(
         ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
             stand for two things or a prompt group of another size (see `step_totals`).
     """
-    multiple = checked_multiple(cp_size, pad_to_multiple)
+    multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
+        lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
         for sample, length in zip(samples, lengths, strict=True):
             if length > capacity and oversized == "error":
@@ -89,7 +93,12 @@ def plan_step(
                     "--oversized-samples own_microbatch"
                 )
         bins = plan_bins(
-            lengths, capacity, multiple=microbatch_group_size, oversized_alone=True, seed=seed
+            lengths,
+            capacity,
+            multiple=microbatch_group_size,
+            oversized_alone=True,
+            seed=seed,
+            cost=cost,
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
@@ -121,9 +130,14 @@ def plan_step(
 
 
 def assign_to_data_parallel_ranks(
-    samples: Sequence[Sample], data_parallel_size: int, *, cp_size: int = 1
+    samples: Sequence[Sample],
+    data_parallel_size: int,
+    *,
+    cp_size: int = 1,
+    cp_partition_mode: CpPartitionMode = "zigzag",
+    cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Splits samples that every rank holds over the data-parallel ranks, evenly by padded tokens.
+    """Splits samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
@@ -132,7 +146,8 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: as given to `pack`.
+        cp_size, cp_partition_mode: as given to `pack`.
+        cost: what is evened out; by default tokens.
 
     Returns:
         Per rank the indices of its samples, ascending; empty where there are too few samples.
@@ -140,8 +155,8 @@ def assign_to_data_parallel_ranks(
     Raises:
         ValueError: `data_parallel_size` is below 1.
     """
-    lengths = [padded_length(sample.total_length, cp_size) for sample in samples]
-    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size)
+    lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
+    bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]
 
 

@@ -1,9 +1,14 @@
 """Which tokens of a packed micro-batch live on which context-parallel rank. All offset arithmetic is here.
 
-The layout is THD with the zigzag of Transformer Engine's `thd_get_partitioned_indices`: at context-parallel size
-`c > 1` a sequence is padded to `2 c k` tokens, `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r`
-and `2 c - 1 - r` of `k` tokens each; at `c = 1` nothing is padded. Sequences follow each other, so a rank holds
-`[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`.
+Sequences are packed end to end (THD), and a context-parallel group of `c > 1` ranks cuts the pack in one of two ways
+(`CpPartitionMode`, Megatron's name and values); at `c = 1` they are the same and nothing is padded:
+
+- `zigzag`, of Transformer Engine's `thd_get_partitioned_indices`: each sequence is padded to `2 c k` tokens,
+  `k = ceil(total / (2 c))`, and rank `r` owns its chunks `r` and `2 c - 1 - r` of `k` tokens each, so that it holds
+  `[sequence 0 chunk r, sequence 0 chunk 2c-1-r, sequence 1 chunk r, ...]`;
+- `contiguous`, of `get_cp_slice_for_thd` in Megatron-LM's `core/datasets/data_schedule_utils.py` (development branch
+  of August 2026): no sequence is padded, the pack of `S` tokens is padded to a multiple of `c` at its end, and rank
+  `r` owns the tokens `r S / c` up to `(r + 1) S / c` of it. A sequence may lie on several ranks.
 
 The logit at position `p` predicts token `p + 1`, so response token `t` (`prompt_length <= t < total`) is scored
 on the rank that owns position `t - 1`.
@@ -14,12 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.sample import check_lengths, checked_integer
 
 Indices = NDArray[np.int64]
@@ -39,6 +46,7 @@ class TokenWindow:
     """Response tokens of each sample."""
     cp_rank: int
     cp_size: int
+    cp_partition_mode: CpPartitionMode
     cu_seqlens: Tensor
     """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment included."""
     max_seqlen: int
@@ -103,8 +111,9 @@ class TokenWindow:
         )
         samples = torch.arange(self.num_samples).repeat_interleave(responses)
         active = samples[loss_mask].bincount(minlength=self.num_samples)
-        multiple = packed_multiple(self.cp_size)
-        of_a_rank = (totals + multiple - 1) // multiple * multiple // self.cp_size
+        # A contiguous slice may hold a sample whole.
+        chunks = _chunks(self.cp_size, self.cp_partition_mode)
+        of_a_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
         ends = torch.minimum(active, of_a_rank).cumsum(0)
         borders, before = [0], 0
         while borders[-1] < self.num_samples:
@@ -122,6 +131,7 @@ class TokenWindow:
         cp_rank: int = 0,
         cp_size: int = 1,
         pad_to_multiple: int = 1,
+        cp_partition_mode: CpPartitionMode = "zigzag",
     ) -> TokenWindow:
         """Computes the window of one rank. Host arithmetic on int64 tensors, no communication.
 
@@ -132,19 +142,20 @@ class TokenWindow:
             cp_size: size of the context-parallel group.
             pad_to_multiple: the packed length over the whole group becomes a multiple of this, by one extra padding
                 segment (`cp_size * tp_size` under sequence parallelism). It belongs to no sample.
+            cp_partition_mode: how the group cuts the pack, `zigzag` or `contiguous`.
 
         Raises:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
-                response token would have no logit), or sizes that are no integers or out of range.
+                response token would have no logit), sizes that are no integers or out of range, or an unknown mode.
         """
         total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
-        multiple = checked_multiple(cp_size, pad_to_multiple)
+        multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
         if not 0 <= checked_integer("cp_rank", cp_rank) < cp_size:
             raise ValueError(
                 f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
             )
         segments = [
-            (total, response, padded_length(total, cp_size))
+            (total, response, padded_length(total, cp_size, cp_partition_mode))
             for total, response in zip(total_lengths, response_lengths, strict=True)
         ]
         used = sum(padded for *_, padded in segments)
@@ -152,7 +163,7 @@ class TokenWindow:
         if padding:  # a segment of no tokens and no response
             segments.append((0, 0, padding))
         totals, responses, padded = np.array(segments, dtype=np.int64).T
-        segment_ids, position_ids = _local_positions(padded, cp_rank, cp_size)
+        segment_ids, position_ids = _local_positions(padded, cp_rank, cp_size, cp_partition_mode)
         starts = [np.cumsum(totals) - totals, np.cumsum(responses) - responses]
         of_segments = np.stack([totals, totals - responses, *starts])
         total, prompt, token_start, response_start = of_segments[:, segment_ids]
@@ -176,32 +187,41 @@ class TokenWindow:
             response_lengths=response_lengths,
             cp_rank=cp_rank,
             cp_size=cp_size,
+            cp_partition_mode=cp_partition_mode,
             max_seqlen=int(padded.max()),
             **{name: torch.from_numpy(values) for name, values in tensors.items()},
         )
 
 
-def padded_length(total_length: int, cp_size: int) -> int:
-    """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))`, or `total` at size 1."""
-    multiple = packed_multiple(cp_size)
+def padded_length(
+    total_length: int, cp_size: int, cp_partition_mode: CpPartitionMode = "zigzag"
+) -> int:
+    """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))` of a zigzag, else its own."""
+    multiple = _chunks(cp_size, cp_partition_mode)
     return -(-total_length // multiple) * multiple
 
 
-def packed_multiple(cp_size: int, pad_to_multiple: int = 1) -> int:
-    """Packed lengths are multiples of this, the length of an empty micro-batch."""
-    return math.lcm(2 * cp_size if cp_size > 1 else 1, pad_to_multiple)
-
-
-def checked_multiple(cp_size: int, pad_to_multiple: int) -> int:
-    """The multiple of `packed_multiple` for sizes that a caller gives.
+def checked_multiple(
+    cp_size: int, pad_to_multiple: int, cp_partition_mode: CpPartitionMode = "zigzag"
+) -> int:
+    """What packed lengths are multiples of, the length of an empty micro-batch, for sizes that a caller gives.
 
     Raises:
-        ValueError: a size is no integer, or below 1.
+        ValueError: a size is no integer, or below 1, or the mode is unknown.
     """
     for name, size in (("cp_size", cp_size), ("pad_to_multiple", pad_to_multiple)):
         if checked_integer(name, size) < 1:
             raise ValueError(f"{name} is {size}: expected 1 or more")
-    return packed_multiple(cp_size, pad_to_multiple)
+    if cp_partition_mode not in get_args(CpPartitionMode):
+        raise ValueError(
+            f"cp_partition_mode is {cp_partition_mode!r}: expected {' or '.join(get_args(CpPartitionMode))}"
+        )
+    return math.lcm(_chunks(cp_size, cp_partition_mode), cp_size, pad_to_multiple)
+
+
+def _chunks(cp_size: int, cp_partition_mode: CpPartitionMode) -> int:
+    """The pieces that a sequence is cut into: its padded length is a multiple of them."""
+    return 2 * cp_size if cp_partition_mode == "zigzag" and cp_size > 1 else 1
 
 
 def packed_length(padded_tokens: int, multiple: int) -> int:
@@ -209,22 +229,32 @@ def packed_length(padded_tokens: int, multiple: int) -> int:
     return max(-(-padded_tokens // multiple), 1) * multiple
 
 
-def local_positions(padded: Tensor, cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """The segment and the in-sequence position [local_tokens] of each token of a rank, from [segments] padded lengths."""
-    segment_ids, positions = map(
-        torch.from_numpy, _local_positions(padded.cpu().numpy(), cp_rank, cp_size)
-    )
+def local_positions(
+    padded: Tensor, cp_rank: int, cp_size: int, cp_partition_mode: CpPartitionMode = "zigzag"
+) -> tuple[Tensor, Tensor]:
+    """The segment and the in-sequence position [local_tokens] of each token of a rank, from [segments] padded lengths.
+
+    The segments of a rank's tokens never fall.
+    """
+    found = _local_positions(padded.cpu().numpy(), cp_rank, cp_size, cp_partition_mode)
+    segment_ids, positions = map(torch.from_numpy, found)
     return segment_ids.to(padded.device), positions.to(padded.device)
 
 
-def _local_positions(padded: Indices, cp_rank: int, cp_size: int) -> tuple[Indices, Indices]:
+def _local_positions(
+    padded: Indices, cp_rank: int, cp_size: int, cp_partition_mode: CpPartitionMode
+) -> tuple[Indices, Indices]:
     # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as fast.
+    segments = np.arange(len(padded))
+    if cp_size == 1 or cp_partition_mode == "contiguous":
+        size = int(padded.sum()) // cp_size
+        place = np.arange(cp_rank * size, (cp_rank + 1) * size)
+        segment_ids = np.repeat(segments, padded)[place]
+        return segment_ids, place - (np.cumsum(padded) - padded)[segment_ids]
     local_lengths = padded // cp_size
-    segment_ids = np.repeat(np.arange(len(padded)), local_lengths)
+    segment_ids = np.repeat(segments, local_lengths)
     starts = np.cumsum(local_lengths) - local_lengths
     offset = np.arange(len(segment_ids)) - starts[segment_ids]
-    if cp_size == 1:
-        return segment_ids, offset
     chunk = local_lengths[segment_ids] // 2
     # The first half of a rank's tokens is chunk r; the second half, already k along, is chunk 2c - 1 - r.
     shift = np.where(offset < chunk, cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk)

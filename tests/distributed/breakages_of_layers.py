@@ -135,6 +135,11 @@ def auxiliary_loss_is_dropped(patch: Patch) -> None:
     auxiliary_scale(patch, lambda scale: 0.0 * scale)
 
 
+@breakage("EP2", "z loss", fails="router z loss", passes="gradient")
+def router_z_loss_is_twice_as_large(patch: Patch) -> None:
+    auxiliary_scale(patch, lambda scale: 2.0 * scale)
+
+
 @breakage("CP2 experts", "auxiliary", fails="auxiliary loss", passes="gradient")
 def auxiliary_loss_has_the_context_parallel_factor_twice(patch: Patch) -> None:
     auxiliary_scale(patch, lambda scale: parallel_state.get_context_parallel_world_size() * scale)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_pg.config.versions import derives_multi_token_labels
+
 from .models import ModelOptions, Sharding
 from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
 
@@ -14,6 +16,8 @@ DENSE = ModelOptions()
 TIED = ModelOptions(tied_embeddings=True)
 EXPERTS = ModelOptions(mixture_of_experts=True)
 CRITIC = ModelOptions(value_head=True)
+CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
+AHEAD = ModelOptions(mtp_num_layers=2)
 
 DENSE_SHARDINGS = [
     Sharding(),
@@ -78,6 +82,24 @@ CRITIC_SHARDINGS = [
     Sharding(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2, context=2),
 ]
 
+CONTIGUOUS_SHARDINGS = [
+    Sharding(context=2),
+    Sharding(context=4, data=2),
+    Sharding(context=8),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
+]
+
+AHEAD_SHARDINGS = [
+    Sharding(),
+    Sharding(context=2),
+    Sharding(context=4, data=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2, data=2),
+    Sharding(pipeline=2, context=2, data=2),
+    Sharding(pipeline=2, virtual_pipeline=2, context=2, data=2),
+]
+"""Of megatron-core 0.19 and later."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -94,13 +116,16 @@ class Case:
             mixture_of_experts=self.options.mixture_of_experts,
             tied_embeddings=self.options.tied_embeddings,
             value_head=self.options.value_head,
+            cp_partition_mode=self.options.cp_partition_mode,
+            mtp_num_layers=self.options.mtp_num_layers,
         )
 
     @property
     def configuration(self) -> str:
         """Model and sharding."""
-        kind = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic "}.get(self.reference_options, "")
-        return f"{kind}{self.sharding}"
+        kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
+        kinds[AHEAD] = "MTP "
+        return f"{kinds.get(self.reference_options, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:
@@ -126,6 +151,8 @@ class Case:
 def modes(options: ModelOptions, sharding: Sharding) -> list[ModelOptions]:
     """Both loss modes; where gradients are reduced over several ranks, also every way to do it."""
     both = [options, replace(options, calculate_per_token_loss=True)]
+    if options.mtp_num_layers is not None:
+        return [options]  # the other mode is refused
     if sharding.data * sharding.context == 1:
         return both
     return both + [
@@ -168,6 +195,8 @@ def all_cases() -> list[Case]:
         (TIED, TIED_SHARDINGS),
         (EXPERTS, EXPERT_SHARDINGS),
         (CRITIC, CRITIC_SHARDINGS),
+        (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
+        (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
     ]
     return [
         Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
@@ -175,13 +204,15 @@ def all_cases() -> list[Case]:
         for sharding in shardings
         for mode in modes(options, sharding)
         for place, dtype in enumerate((torch.float32, torch.float64))
+        # Megatron computes its losses ahead in float32, whatever the model is in.
+        if options is not AHEAD or dtype == torch.float32
     ]
 
 
 def of_model(options: ModelOptions, steps: tuple[Run, ...]) -> tuple[Run, ...]:
-    """The same steps, of a critic where the model is one."""
+    """The same steps in the model's layout, and of a critic where the model is one."""
     if not options.value_head:
-        return steps
+        return tuple(replace(run, cp_partition_mode=options.cp_partition_mode) for run in steps)
     return tuple(ValueRun(run.aggregation, run.shape, run.cut) for run in steps)
 
 
@@ -228,12 +259,24 @@ def representative_cases() -> list[Case]:
         ),
         (Sharding(pipeline=2, virtual_pipeline=2, context=2), CRITIC),
         (Sharding(data=2), replace(CRITIC, calculate_per_token_loss=True)),
+        (Sharding(context=4), CONTIGUOUS),
+        (
+            Sharding(tensor=2, sequence_parallel=True, context=2),
+            replace(CONTIGUOUS, calculate_per_token_loss=True),
+        ),
+        (Sharding(pipeline=2, virtual_pipeline=2, context=2), CONTIGUOUS),
     ]
+    if derives_multi_token_labels():
+        shardings = Sharding(context=2, data=2), Sharding(pipeline=2, context=2)
+        chosen += [(sharding, AHEAD) for sharding in shardings]
+        chosen.append((Sharding(tensor=2, sequence_parallel=True, context=2), AHEAD))
     return [
         # In float32 and float64 in turn.
         Case(
             sharding,
-            replace(options, dtype=torch.float64 if place % 2 else torch.float32),
+            replace(
+                options, dtype=torch.float64 if place % 2 and options != AHEAD else torch.float32
+            ),
             of_model(options, sample_of_runs(sharding, place)),
         )
         for place, (sharding, options) in enumerate(chosen)

@@ -17,7 +17,10 @@ from .models import ModelOptions, Sharding
 from .one_step import build
 from .steps import AGGREGATIONS
 
-FAULTS = ("none", "fed twice", "exchanged", "stale", "other window", "dropped", "duplicated")
+FAULTS = (
+    *("none", "fed twice", "exchanged", "stale", "other window", "other cut", "dropped"),
+    "duplicated",
+)
 RESPONSE = 15
 AGGREGATIONS_OF_MODE = {False: AGGREGATIONS, True: ("sample_mean", "token_mean")}
 """By whether the mode is per token, where the data of a step is what it is in the other."""
@@ -57,8 +60,11 @@ def fed(fault: str, rank: int) -> list[list[Sample]]:
 
 
 def pack_of(fault: str, groups: ParallelGroups, micro_batch: list[Sample]) -> PackedBatch:
-    """Packed for this rank; for the other one, and labelled for this, where that is the fault."""
+    """Packed for this rank; for the other one, or in another cut, and labelled for this, where that is the fault."""
     rank, size = groups.context_rank, groups.context_size
+    if fault == "other cut" and groups.data_rank == 0 and rank == 0:
+        batch = pack(micro_batch, cp_rank=0, cp_size=size, cp_partition_mode="contiguous")
+        return replace(batch, window=replace(batch.window, cp_partition_mode="zigzag"))
     if fault != "other window" or groups.data_rank == 1:
         return pack(micro_batch, cp_rank=rank, cp_size=size)
     batch = pack(micro_batch, cp_rank=0, cp_size=size)

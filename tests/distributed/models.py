@@ -75,6 +75,10 @@ class ModelOptions:
     """HybridModel, the successor that 0.19 names for GPTModel, of attention and MLP layers."""
     value_head: bool = False
     """A critic: a value head in the place of the output layer."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction beside the policy's loss."""
+    cp_partition_mode: str = "zigzag"
+    """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -89,6 +93,8 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
+        mtp_num_layers=options.mtp_num_layers,
+        cp_partition_mode=options.cp_partition_mode,  # type: ignore[arg-type]
     )
 
 
@@ -123,18 +129,22 @@ def build_model(
     config = transformer_config(sharding, options)
     new_model: Any = GPTModel
     if options.hybrid:
-        from .hybrid import hybrid_model as new_model
+        from megatron_pg.check.hybrid_model import hybrid_model as new_model
+    if options.mtp_num_layers is not None:
+        new_model = builder.multi_token_model
     if options.output_bias:
         new_model = functools.partial(with_output_bias, new_model)
-    whole_model = (
-        (lambda **keywords: add_value_head(new_model(**keywords)))
-        if options.value_head
-        else new_model
-    )
+
+    def whole_model(**keywords: Any) -> torch.nn.Module:
+        # Megatron makes learned positions float32, whatever the other parameters are.
+        model = new_model(**keywords).to(options.dtype)
+        return add_value_head(model) if options.value_head else model
+
     return builder.build_model(
         check_options(sharding, options),
         config,
         whole_model,
+        max_sequence_length=256,
         overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
     )

@@ -92,17 +92,14 @@ def run_schedule(
     """Megatron's schedule over the micro-batches of a step; returns the step, a `PolicyStep` or `ValueStep`, and their
     metrics."""
     groups = ParallelGroups.from_model(chunks)
-    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples)
-
-    batches = [
-        pack_batch(
-            samples,
-            cp_rank=groups.context_rank,
-            cp_size=groups.context_size,
-            pad_to_multiple=_pad_to_multiple(sharding),
-        )
-        for samples in micro_batches
-    ]
+    layout = {
+        "cp_rank": groups.context_rank,
+        "cp_size": groups.context_size,
+        "pad_to_multiple": sharding.context * sharding.tensor if sharding.sequence_parallel else 1,
+        "cp_partition_mode": run.cp_partition_mode,
+    }
+    micro_batches, totals = _cut_step(sharding, run, groups, samples or run.samples, layout)
+    batches = [pack_batch(samples, **layout) for samples in micro_batches]
     keywords: dict[str, Any] = {"num_microbatches": len(batches), "model": chunks}
     step: Any = PolicyStep(run.config, totals=totals, **keywords)
     if isinstance(run, ValueRun):
@@ -111,12 +108,12 @@ def run_schedule(
     return step, run_micro_batches(heads, batches, chunks, forward_only=forward_only)
 
 
-def _pad_to_multiple(sharding: Sharding) -> int:
-    return sharding.context * sharding.tensor if sharding.sequence_parallel else 1
-
-
 def _cut_step(
-    sharding: Sharding, run: Run, groups: ParallelGroups, plain: list[PlainSample]
+    sharding: Sharding,
+    run: Run,
+    groups: ParallelGroups,
+    plain: list[PlainSample],
+    layout: dict[str, Any],
 ) -> tuple[list[list[Sample]], StepTotals]:
     """This data-parallel rank's micro-batches and the totals of the step."""
     samples = package_samples(plain)
@@ -127,16 +124,6 @@ def _cut_step(
         [sample for each in micro_batches for sample in each], data_parallel_group=groups.data
     )
     # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
-    count = torch.tensor(
-        sum(
-            pack(
-                each,
-                cp_rank=groups.context_rank,
-                cp_size=groups.context_size,
-                pad_to_multiple=_pad_to_multiple(sharding),
-            ).window.local_tokens
-            for each in micro_batches
-        )
-    )
+    count = torch.tensor(sum(pack(each, **layout).window.local_tokens for each in micro_batches))
     dist.all_reduce(count, group=groups.data_with_context)
     return micro_batches, replace(totals, num_tokens=int(count))

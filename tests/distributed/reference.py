@@ -5,18 +5,26 @@ All of it in float64, so that what is measured is the error of the float32 run a
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
+from megatron_pg.megatron.groups import unwrapped
 from tests import critic_oracle, oracle
 from tests.oracle import PlainSample
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
 from .steps import VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
+
+MTP_SCALING_FACTOR = 0.1
+"""Megatron's default."""
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
@@ -29,15 +37,54 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
         if isinstance(run, ValueRun):
             loss, metrics = value_loss_alone(model, run)
         else:
-            logits = [logits_alone(model, sample) for sample in run.samples]
+            with outputs_ahead(model, options.mtp_num_layers) as ahead:
+                logits = [logits_alone(model, sample) for sample in run.samples]
             result = oracle.policy_loss(run.samples, logits, run.objective)
             loss, metrics = result.loss, _metrics(run, result)
+            loss = loss + loss_ahead(run.samples, ahead)
         with model.no_sync():
             loss.backward()
         gradients = gather_gradients([model])
         assert gradients is not None
         outcomes.append(Outcome(gradients, metrics))
     return outcomes
+
+
+@contextlib.contextmanager
+def outputs_ahead(model: Any, depths: int | None) -> Iterator[list[list[Tensor]]]:
+    """What the output layer makes of multi-token prediction: of each call of the model [total_length, vocab] by depth.
+
+    Megatron's own loss of them is taken out of the graph.
+    """
+    found: list[list[Tensor]] = []
+    if depths is None:
+        yield found
+        return
+    calls: list[Tensor] = []
+
+    def keep(layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        calls.append(output[0][:, 0])
+        if len(calls) == depths + 1:  # the last is the model's own output
+            found.append(calls[:-1])
+            calls.clear()
+
+    hook = unwrapped(model).output_layer.register_forward_hook(keep)
+    MTPLossAutoScaler.set_loss_scale(torch.zeros(1))
+    yield found
+    hook.remove()
+
+
+def loss_ahead(samples: list[PlainSample], ahead: list[list[Tensor]]) -> Tensor:
+    """0-d: the mean over the step's active tokens, and over depths, of the cross-entropy of a token so far ahead."""
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, depths in zip(samples, ahead, strict=False):
+        for depth, logits in enumerate(depths, start=1):
+            for position in range(len(sample.tokens) - 1 - depth):
+                place = position + 1 + depth - sample.prompt_length
+                if place >= 0 and sample.loss_mask[place]:
+                    target = sample.tokens[position + 1 + depth]
+                    total = total - torch.log_softmax(logits[position], 0)[target] / len(depths)
+    return MTP_SCALING_FACTOR * total / max(sum(sum(sample.loss_mask) for sample in samples), 1)
 
 
 def value_loss_alone(model: torch.nn.Module, run: ValueRun) -> tuple[Tensor, dict[str, float]]:

@@ -99,6 +99,7 @@ class Run:
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
     temperature: float = 1.0
     fp32_lm_head: bool = False
+    cp_partition_mode: str = "zigzag"
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
@@ -118,6 +119,7 @@ class Run:
             entropy_coef=0.05 if self.regularized else 0.0,
             rollout_temperature=self.temperature,
             fp32_lm_head=self.fp32_lm_head,
+            cp_partition_mode=self.cp_partition_mode,  # type: ignore[arg-type]
         )
 
     @property

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 
 from .launch import run_ranks
@@ -194,3 +195,31 @@ def test_settings_that_the_attention_does_not_know_are_refused(flag: str) -> Non
         PackedCoreAttention(
             config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection()
         )
+
+
+MODES = {
+    "zigzag": ({"cp_partition_mode": "contiguous"}, "zigzag"),
+    "contiguous": ({"cp_partition_mode": "contiguous"}, "contiguous"),
+    "rotary zigzag": ({}, "zigzag"),
+    "rotary": ({}, "contiguous"),
+}
+
+
+def refusals_of_modes() -> dict[str, str]:
+    """By case what a model says of a mode; "" where it takes it."""
+    initialize_groups(Sharding())
+    found = {}
+    for name, (model, mode) in MODES.items():
+        try:
+            require_partition_mode(build_model(Sharding(), ModelOptions(**model)), mode)
+            found[name] = ""
+        except NotImplementedError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None:
+    said = run_ranks(refusals_of_modes, 1)[0]
+    assert said["rotary zigzag"] == said["contiguous"] == said["zigzag"] == ""
+    assert "rotary positions of this megatron-core" in said["rotary"]
+    assert "contiguous" in said["rotary"] and "cp_partition_modes" in said["rotary"]

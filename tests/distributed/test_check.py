@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pg.config.versions import supports_output_processor
+from megatron_pg.config.versions import derives_multi_token_labels, supports_output_processor
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
@@ -174,8 +174,9 @@ def test_fused_head_passes(flags: list[str]) -> None:
             *("--tensor-model-parallel-size", "2"),
         ],
         ["--dtype", "bf16", "--context-parallel-size", "2"],
+        ["--cp-partition-mode", "contiguous", "--context-parallel-size", "2"],
     ],
-    ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16"],
+    ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
 )
 def test_other_shardings_pass(flags: list[str]) -> None:
     ranks = run_ranks(run_check_command, 2, free_port(), None, ["--json", *flags])
@@ -183,6 +184,7 @@ def test_other_shardings_pass(flags: list[str]) -> None:
     assert report["passed"] is True, ranks[0][1]
     found = {row["what"] for row in report["rows"]}
     assert ("auxiliary loss" in found) == ("--num-experts" in flags)
+    assert ("router z loss" in found) == ("--num-experts" in flags)
 
 
 def rows_of_mutants(names: list[str], flags: list[str]) -> list[list[tuple[str, bool, str]]]:
@@ -301,6 +303,97 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> N
     assert "rank 0 ends: rank 1 failed: ValueError: only here" in said
     assert "rank 1 ends: rank 1 failed: ValueError: only here" in said
     assert said.count("Traceback") == 1, "of the one that failed"
+
+
+def rows_of_models(
+    models: list[str], flags: list[str], mistakes: list[str]
+) -> list[list[tuple[str, bool, bool, float]]]:
+    """(model, per token, passed, error) of the rows of some models, under each mistake; every rank runs it."""
+    from megatron_pg.check import step as run
+    from megatron_pg.check.options import parse_options
+    from megatron_pg.megatron import policy_step
+
+    run.MODELS = {name: run.MODELS[name] for name in models}
+    options, _ = parse_options(["--device", "cpu", *flags])
+    rights = {name: getattr(policy_step, name) for name in MULTI_TOKEN_PARTS}
+    found = []
+    for mistake in mistakes:
+        for name, right in rights.items():
+            wrong = MULTI_TOKEN_MISTAKES[mistake].get(name, lambda right: right)
+            setattr(policy_step, name, wrong(right))
+        rows = run.run_check(options)
+        found.append(
+            [(r.model, r.calculate_per_token_loss, r.passed, r.gradient_error) for r in rows]
+        )
+    return found
+
+
+MULTI_TOKEN_PARTS = ("scale_multi_token_loss", "multi_token_mask")
+MULTI_TOKEN_MISTAKES: dict[str, dict[str, Any]] = {
+    "none": {},
+    # The mean over a rank's own tokens, prompts and padding included.
+    "left to Megatron": {"scale_multi_token_loss": lambda right: lambda config, factor: False},
+    "without CP": {"scale_multi_token_loss": lambda right: lambda c, factor: right(c, factor / 2)},
+    "mask of the next token": {
+        "multi_token_mask": lambda right: lambda *step: right(*step).roll(-1, 1)
+    },
+    "tokens of the micro-batch": {
+        "multi_token_mask": lambda right: (
+            lambda *step: right(*step) / right(*step).sum().clamp(1e-9)
+        )
+    },
+}
+
+
+@pytest.mark.skipif(not derives_multi_token_labels(), reason="needs megatron-core 0.19")
+def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen() -> None:
+    flags = ["--context-parallel-size", "2", "--mtp-num-layers", "2", "--hybrid-model"]
+    models, mistakes = ["hybrid", "multi-token"], list(MULTI_TOKEN_MISTAKES)
+    right, *wrong = run_ranks(rows_of_models, 2, models, flags, mistakes)[0]
+    assert [row[:2] for row in right] == [
+        ("hybrid", False),
+        ("hybrid", True),
+        ("multi-token", False),
+    ]
+    assert all(passed and 0.0 < error <= 1e-6 for *_, passed, error in right)
+    for mistake, rows in zip(mistakes[1:], wrong, strict=True):
+        assert [passed for *_, passed, _ in rows] == [True, True, False], mistake
+        assert rows[-1][-1] > 1e-3, mistake
+
+
+@pytest.mark.skipif(not derives_multi_token_labels(), reason="needs megatron-core 0.19")
+def test_multi_token_prediction_passes_beside_the_fused_head() -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--fused-lm-head"]
+    flags += ["--mtp-num-layers", "1"]
+    rows = run_ranks(rows_of_models, 2, ["multi-token"], flags, ["none"])[0][0]
+    assert [row[:3] for row in rows] == [("multi-token", False, True)]
+
+
+def summary_of_every_sharding() -> str:
+    """Of the loss-only rows; every rank runs it."""
+    from megatron_pg.check import every_sharding, report
+    from megatron_pg.check import step as run
+    from megatron_pg.check.options import parse_options
+
+    from .wrong_check import loss_alone
+
+    loss_alone(run)
+    options, _ = parse_options(["--device", "cpu", "--all"])
+    return report.summary(every_sharding.check_every_sharding(options, 2), 2)
+
+
+SHARDINGS_OF_TWO = [
+    *("TP 1, PP 1, CP 1, DP 2", "TP 1, PP 1, CP 2, DP 1", "TP 1, PP 2, CP 1, DP 1"),
+    *("TP 1, PP 2, VPP 2, CP 1, DP 1", "TP 2, PP 1, CP 1, DP 1", "TP 2 + SP, PP 1, CP 1, DP 1"),
+]
+
+
+@in_one_lane
+def test_every_sharding_of_two_processes() -> None:
+    lines = run_ranks(summary_of_every_sharding, 2)[0].splitlines()
+    assert [line.split(" s  ")[1] for line in lines[:-2]] == SHARDINGS_OF_TWO
+    assert all(line.startswith("PASS ") and " 9 rows" in line for line in lines[:-2])
+    assert lines[-1] == "PASS: every gradient is the unsharded one in 6 shardings"
 
 
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:

@@ -27,6 +27,7 @@ WORDS = {
         "not of this step: yesterday's 4, yesterday's 5; never trained on: sample 4, sample 5.",
     ),
     "other window": ("another context-parallel rank than the one that ran it", "", ""),
+    "other cut": ("another context-parallel rank than the one that ran it", "", ""),
     "dropped": ("is 0.875000, expected 1", "never trained on: sample 3.", ""),
     "duplicated": ("is 1.125000, expected 1", "", "trained on twice: sample 5."),
 }

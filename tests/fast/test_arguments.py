@@ -308,6 +308,13 @@ def test_bshd_under_context_parallelism_is_not_implemented():
         validate_policy_loss_args(args)
 
 
+def test_megatron_fsdp_is_not_implemented():
+    with pytest.raises(
+        NotImplementedError, match=r"--use-megatron-fsdp.*--use-distributed-optimizer"
+    ):
+        validate_policy_loss_args(parse("", use_megatron_fsdp=True))
+
+
 @pytest.mark.parametrize("flag", ["--loss-aggregation", "--policy-loss", "--kl-loss-type"])
 def test_the_parser_lists_the_words_of_a_choice(flag, capsys):
     with pytest.raises(SystemExit):
@@ -351,6 +358,7 @@ OUT_OF_RANGE = {
     "rejection_denominator": ["none"],
     "rollout_temperature": [0, -1],
     "qkv_format": ["sbhd"],
+    "cp_partition_mode": ["slices"],
     "pg_metrics": ["all", None],
     "check_aggregation": [None],
     "custom_policy_loss_path": ["", 3],

@@ -276,6 +276,7 @@ FACTORY = {
         for divisor in (None, 0, -1, math.nan, math.inf)
     },
     "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, ["cp_rank 2", "cp_size 2"]),
+    "unknown cut": ({"cp_partition_mode": "slices"}, ["cp_partition_mode", "'slices'", "zigzag"]),
     "unknown layout": ({"qkv_format": "sbhd"}, ["--qkv-format", "'sbhd'", "thd"]),
 }
 

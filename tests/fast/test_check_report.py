@@ -13,7 +13,7 @@ from megatron_pg.check import main
 from megatron_pg.check.compare import Row
 from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, parse_options
-from megatron_pg.check.report import as_json, as_text
+from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
 from megatron_pg.config.versions import UnsupportedMegatronError
 from tests.lanes import in_both_lanes
 
@@ -29,6 +29,7 @@ RIGHT = Row(
     scaled_error=1e-7,
     num_parameters=4,
 )
+OPTIONS_OF_ONE = CheckOptions()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,14 @@ RIGHT = Row(
         (["--expert-tensor-parallel-size", "2"], "--expert-tensor-parallel-size 2 needs"),
         (["--gradient-accumulation-fusion"], "--gradient-accumulation-fusion needs a GPU"),
         (["--cp-comm-type", "a2a"], "--cp-comm-type a2a is Transformer Engine's"),
+        (
+            ["--mtp-num-layers", "1", "--cp-partition-mode", "contiguous"],
+            "--mtp-num-layers shifts tokens within zigzag chunks",
+        ),
+        (
+            ["--hybrid-model", "--pipeline-model-parallel-size", "2"],
+            "--hybrid-model with --pipeline-model-parallel-size 2",
+        ),
         (["--num-experts", "3", "--expert-model-parallel-size", "2"], "--num-experts 3 with"),
         (["--num-experts", "1"], "--num-experts 1 with"),
         (
@@ -145,3 +154,23 @@ def test_reports_hold_every_row_and_json_no_nan() -> None:
     assert "not finite in table" in text
     assert "not checked here: experts (needs --num-experts)" in text
     assert text.endswith("FAIL: 1 rows (2 rows)")
+
+
+def test_a_line_for_each_sharding_and_why_one_fails() -> None:
+    wrong = replace(RIGHT, gradient_error=1.0, common_ratio=2.0, worst_ratio=2.0, wrong=("table",))
+    of_context = replace(OPTIONS_OF_ONE, context_parallel_size=2)
+    checked = [Checked(OPTIONS_OF_ONE, [RIGHT], 2.4), Checked(of_context, [RIGHT, wrong], 3.0)]
+    lines = summary(checked, 2).splitlines()
+    assert lines[0] == "PASS      1 rows, worst 1.0e-07 of 1e-06,    2 s  TP 1, PP 1, CP 1, DP 2"
+    assert lines[1].startswith("FAIL 1    2 rows") and lines[1].endswith("CP 2, DP 1")
+    assert lines[2].endswith("FAIL") and "2 = CP" in lines[3]
+    assert lines[-1] == "FAIL: 1 of 2 shardings"
+    assert summary(checked[:1], 2).endswith("in 1 shardings")
+    assert [each["passed"] for each in json.loads(summary_as_json(checked, 2))] == [True, False]
+
+
+def test_a_report_says_what_is_known_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_pg.check.report.megatron_core_version", lambda: (0, 18, 2))
+    said = as_text([RIGHT], OPTIONS_OF_ONE, 1)
+    assert "known of this megatron-core: in per-token mode the auxiliary" in said
+    assert "issue 1652" in json.loads(as_json([RIGHT], OPTIONS_OF_ONE, 1))["known_mistakes"][0]

@@ -364,7 +364,7 @@ def test_megatrons_flags_have_megatrons_types(monkeypatch):
     megatron.parse_args(extra_args_provider=lambda parser: parsers.append(parser) or parser)
     theirs = parsers[0]._option_string_actions
     (group,) = (g for g in build_parser()._action_groups if g.title == "flags of Megatron")
-    assert len(group._group_actions) == 11
+    assert len(group._group_actions) == 12
     for ours in group._group_actions:
         their = theirs[ours.option_strings[0]]
         assert (ours.dest, ours.nargs, ours.default) == (their.dest, their.nargs, their.default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -282,7 +283,7 @@ ROUTER_Z_LOSS = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.0, moe_z
 EXPERTS_ALONE = SimpleNamespace(num_moe_experts=4)
 
 
-@pytest.mark.parametrize("model_config", (None, MTP, SEVERAL, ROUTER_Z_LOSS))
+@pytest.mark.parametrize("model_config", (None, SEVERAL, ROUTER_Z_LOSS))
 def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
     changes = {} if model_config is None else {"model_config": model_config}
@@ -316,6 +317,18 @@ def test_auxiliary_loss_under_context_parallelism_needs_0_19(
     else:
         with pytest.raises(NotImplementedError, match=r"(?s)context-parallel-size.*0\.19"):
             moe_contract(context_parallel_size=2)
+
+
+def test_multi_token_prediction_is_refused_in_per_token_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
+    with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*mtp-num-layers.*14/12"):
+        moe_contract(model_config=MTP)
+    assert moe_contract(model_config=MTP, calculate_per_token_loss=False).factor == 4
+    # Without labels an older one has no such loss.
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 18, 2))
+    assert num_tokens(moe_contract(model_config=MTP)) == 8
 
 
 @pytest.mark.parametrize("num_microbatches", (0, -1))
@@ -434,7 +447,9 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
-    config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1)
+    config = SimpleNamespace(
+        calculate_per_token_loss=True, num_moe_experts=4, moe_aux_loss_coeff=0.01
+    )
     step = PolicyStep(
         PolicyLossConfig(),
         totals=replace(step_totals(samples), num_tokens=1000),
@@ -460,6 +475,27 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
             num_microbatches=1,
             groups=Groups(context_size=2),
         )
+
+
+def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
+    samples = package_samples(random_step(seed=45))
+    batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
+    for config, is_refused in (
+        (PolicyLossConfig(), True),
+        (PolicyLossConfig(cp_partition_mode="contiguous"), False),
+    ):
+        step = PolicyStep(
+            config,
+            totals=step_totals(samples),
+            num_microbatches=1,
+            groups=Groups(context_size=2),  # type: ignore[arg-type]
+        )
+        with (
+            pytest.raises(ValueError, match="--cp-partition-mode is zigzag")
+            if is_refused
+            else nullcontext()
+        ):
+            step.check_packing(batch)
 
 
 @pytest.mark.parametrize("per_token", (False, True))

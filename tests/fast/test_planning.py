@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_pg import Sample, TokenWindow, step_totals
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
-from megatron_pg.step import assign_to_data_parallel_ranks, plan_bins, plan_step
+from megatron_pg.step import SampleCost, assign_to_data_parallel_ranks, plan_bins, plan_step
 
 Bins = list[list[int]]
 
@@ -45,12 +47,17 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
     return best
 
 
-def check_bins(bins: Bins, lengths: list[int], capacity: int) -> None:
+def check_bins(
+    bins: Bins,
+    lengths: list[int],
+    capacity: int,
+    cost: Callable[[int], float] = lambda length: length,
+) -> None:
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     for members in bins:
         assert members == sorted(members)
         assert len(members) == 1 or sum(lengths[i] for i in members) <= capacity
-    loads = [sum(lengths[i] for i in members) for members in bins]
+    loads = [sum(cost(lengths[i]) for i in members) for members in bins]
     assert loads == sorted(loads, reverse=True)
 
 
@@ -74,6 +81,75 @@ def test_every_sequence_is_in_one_bin_within_its_capacity(
     check_bins(bins, lengths, 40)
     assert len(bins) % multiple == 0 and bins
     assert bins == planned(lengths, 40, multiple=multiple, seed=seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=60),
+    multiple=st.integers(1, 4),
+    capacity=st.sampled_from((40, 57, 400)),
+)
+def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(
+    lengths: list[int], multiple: int, capacity: int
+) -> None:
+    """Integers, so that costs add up without rounding."""
+    cost = SampleCost(3.0, 2.0)
+    bins = planned(lengths, capacity, multiple=multiple, cost=cost)
+    check_bins(bins, lengths, capacity, lambda length: 3 * length + 2 * length * length)
+    assert len(bins) == len(planned(lengths, capacity, multiple=multiple))
+
+
+def dealt_to_the_cheapest(lengths: list[int], num_bins: int, capacity: int) -> Bins | None:
+    """Longest first, each to the bin of least cost that has room; by looking at every bin."""
+    bins: Bins = [[] for _ in range(num_bins)]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        room = [b for b in bins if sum(lengths[i] for i in b) + lengths[index] <= capacity]
+        if not room:
+            return None
+        min(room, key=lambda b: sum(lengths[i] + lengths[i] ** 2 for i in b)).append(index)
+    return bins
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40))
+def test_bins_are_those_of_the_plain_rule(lengths: list[int]) -> None:
+    found = planned(lengths, 60, cost=SampleCost(1.0, 1.0))
+    plain = dealt_to_the_cheapest(lengths, len(found), 60)
+    if plain is not None:
+        as_lengths = [
+            sorted(sorted(lengths[i] for i in b) for b in bins) for bins in (found, plain)
+        ]
+        assert as_lengths[0] == as_lengths[1]
+
+
+def test_one_long_sequence_weighs_as_many_short_ones() -> None:
+    """81 against five times 16: by tokens the long one has company."""
+    lengths, square = [9, 4, 4, 4, 4, 4], SampleCost(0.0, 1.0)
+    assert planned(lengths, 100, multiple=2) == [[1, 2, 3, 5], [0, 4]]
+    assert planned(lengths, 100, multiple=2, cost=square) == [[0], [1, 2, 3, 4, 5]]
+    by_rank = assign_to_data_parallel_ranks(samples_of(lengths), 2, cost=square)
+    assert by_rank == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_cost_of_a_model_is_its_operations() -> None:
+    """By hand: 2 layers of hidden 8, 4 heads of 2, 2 key-value groups, gated 16; vocabulary 10."""
+    shape = SimpleNamespace(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=2,
+        ffn_hidden_size=16,
+        gated_linear_unit=True,
+    )
+    layer = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
+    cost = SampleCost.of_model(shape, 10)
+    assert cost == SampleCost(2.0 * (2 * layer + 80), 2.0 * 2 * 8)
+    assert cost.of_lengths([3]) == [3 * cost.per_token + 9 * cost.per_square]
+    shape.num_moe_experts, shape.moe_router_topk, shape.moe_ffn_hidden_size = 8, 2, 4
+    experts = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 4 * 2
+    assert SampleCost.of_model(shape, 0).per_token == 2.0 * 2 * experts
+    assert SampleCost.balancing("tokens", shape, 10).per_square == 0
 
 
 @settings(max_examples=60, deadline=None)

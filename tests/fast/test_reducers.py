@@ -96,6 +96,8 @@ def test_positional_signature_of_custom_reducers() -> None:
         "cp_rank": None,
         "cp_size": None,
         "qkv_format": "thd",
+        "cp_partition_mode": "zigzag",
+        "pad_to_multiple": 1,
     }
 
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
@@ -294,6 +296,26 @@ def test_the_count_would_notice_a_loop_over_samples() -> None:
 # --------------------------------------------------------------------------------------------------
 # Refusals
 # --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad_to_multiple", (1, 8, 30))
+def test_a_contiguous_slice_is_that_of_the_padded_pack(pad_to_multiple: int) -> None:
+    totals, responses = [9, 5], [6, 3]
+    masks, x = [torch.ones(6), torch.ones(3)], torch.arange(9.0)
+    layout = token_layout(totals, responses, 2, pad_to_multiple, "contiguous")
+    for cp_rank, rows in enumerate(layout):
+        held = [row.response for row in rows if row.response is not None]
+        reducer = get_pg_loss_reducer(
+            totals,
+            responses,
+            masks,
+            aggregation="token_mean",
+            cp_rank=cp_rank,
+            cp_size=2,
+            cp_partition_mode="contiguous",
+            pad_to_multiple=pad_to_multiple,
+        )
+        assert reducer(x[held]).item() == sum(held)
 
 
 @pytest.mark.parametrize("cp_rank", (0, 1))

@@ -24,6 +24,8 @@ def mean_of_each_sample(
     *,
     cp_rank: int,
     cp_size: int,
+    cp_partition_mode: str,
+    pad_to_multiple: int,
 ) -> Reducer:
     """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
     return get_pg_loss_reducer(
@@ -33,7 +35,12 @@ def mean_of_each_sample(
         calculate_per_token_loss,
         cp_rank=cp_rank,
         cp_size=cp_size,
+        cp_partition_mode=cp_partition_mode,
+        pad_to_multiple=pad_to_multiple,
     )
+
+
+def mean_by_rank_alone(total, response, masks, per_token, *, cp_rank, cp_size): ...
 
 
 def custom_config(per_token: bool) -> PolicyLossConfig:
@@ -45,8 +52,9 @@ def custom_config(per_token: bool) -> PolicyLossConfig:
 
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
+@pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
 def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
-    cp_size: int, per_token: bool
+    mode: str, cp_size: int, per_token: bool
 ) -> None:
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
@@ -56,7 +64,13 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
     for members in (range(4), range(4, len(step))):
         flat = torch.cat([losses[index] for index in members])
         for cp_rank in range(cp_size):
-            batch = pack([samples[index] for index in members], cp_rank=cp_rank, cp_size=cp_size)
+            batch = pack(
+                [samples[index] for index in members],
+                cp_rank=cp_rank,
+                cp_size=cp_size,
+                pad_to_multiple=3 * cp_size,
+                cp_partition_mode=mode,
+            )
             weights = MicroBatchWeights.build(custom_config(per_token), batch, totals, 1.0)
             found = found + weights.loss(flat[batch.window.response_indices])
 
@@ -114,3 +128,11 @@ def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     objective = weights.loss(losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None
+
+
+def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
+    step = package_samples(random_step(seed=50))
+    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
+    batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
+    with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
+        MicroBatchWeights.build(config, batch, step_totals(step), 1.0)

@@ -1,16 +1,19 @@
-"""The zigzag token window against the oracle's literal simulation of it."""
+"""The token window against the oracle's literal simulation of its layouts."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pg.step import token_window
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
@@ -19,6 +22,7 @@ from tests.random_steps import package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout
 
 CP_SIZES = (1, 2, 4, 8)
+MODES = ("zigzag", "contiguous")
 
 # (total_lengths, response_lengths) of one micro-batch, by what is special about it.
 MICRO_BATCHES = {
@@ -43,11 +47,15 @@ def or_minus_one(value: int | None) -> int:
 
 
 def check_window(
-    total_lengths: list[int], response_lengths: list[int], cp_size: int, pad_to_multiple: int
+    total_lengths: list[int],
+    response_lengths: list[int],
+    cp_size: int,
+    pad_to_multiple: int,
+    mode: str,
 ) -> None:
     """Every field of every rank's window equals the oracle's."""
-    layout = token_layout(total_lengths, response_lengths, cp_size, pad_to_multiple)
-    segments = segment_lengths(total_lengths, cp_size, pad_to_multiple)
+    layout = token_layout(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
+    segments = segment_lengths(total_lengths, cp_size, pad_to_multiple, mode)
     for cp_rank, rows in enumerate(layout):
         window = TokenWindow.build(
             total_lengths,
@@ -55,12 +63,14 @@ def check_window(
             cp_rank=cp_rank,
             cp_size=cp_size,
             pad_to_multiple=pad_to_multiple,
+            cp_partition_mode=mode,
         )
         scored = [(index, row) for index, row in enumerate(rows) if row.response is not None]
 
         assert window.total_lengths == tuple(total_lengths)
         assert window.response_lengths == tuple(response_lengths)
         assert (window.cp_rank, window.cp_size) == (cp_rank, cp_size)
+        assert window.cp_partition_mode == mode
         assert window.cu_seqlens.dtype == torch.int32
         assert window.cu_seqlens.diff().tolist() == segments
         assert window.cu_seqlens[0] == 0
@@ -77,16 +87,19 @@ def check_window(
         assert len(window) == len(scored)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 4, 9, 1000])
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_parts_of_whole_samples_fit_every_rank(name: str, cp_size: int, size: int) -> None:
+def test_parts_of_whole_samples_fit_every_rank(
+    name: str, cp_size: int, size: int, mode: str
+) -> None:
     """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
     totals, responses = MICRO_BATCHES[name]
     rng = random.Random(size)
     mask = [[rng.random() < 0.7 for _ in range(length)] for length in responses]
     flat = [value for each in mask for value in each]
-    layout = token_layout(totals, responses, cp_size, 1)
+    layout = token_layout(totals, responses, cp_size, 1, mode)
     active = [
         [
             sum(row.segment == sample and row.response is not None and flat[row.response] for row in rows)
@@ -95,7 +108,7 @@ def test_parts_of_whole_samples_fit_every_rank(name: str, cp_size: int, size: in
         for rows in layout
     ]  # fmt: skip
     windows = [
-        TokenWindow.build(totals, responses, cp_rank=rank, cp_size=cp_size)
+        TokenWindow.build(totals, responses, cp_rank=rank, cp_size=cp_size, cp_partition_mode=mode)
         for rank in range(cp_size)
     ]
     found = [each.sample_borders(torch.tensor(flat, dtype=torch.bool), size) for each in windows]
@@ -103,7 +116,10 @@ def test_parts_of_whole_samples_fit_every_rank(name: str, cp_size: int, size: in
     assert all(each == borders for each in found), "ranks would wait for one another"
     assert borders[0] == 0 and borders[-1] == len(totals) and borders == sorted(set(borders))
     bounds = [
-        min(sum(of_sample), 2 * -(-total // (2 * cp_size)) if cp_size > 1 else total)
+        min(
+            sum(of_sample),
+            2 * -(-total // (2 * cp_size)) if cp_size > 1 and mode == "zigzag" else total,
+        )
         for of_sample, total in zip(mask, totals, strict=True)
     ]
     for begin, end in itertools.pairwise(borders):
@@ -111,12 +127,13 @@ def test_parts_of_whole_samples_fit_every_rank(name: str, cp_size: int, size: in
         assert end == len(totals) or sum(bounds[begin : end + 1]) > size
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_window_equals_simulation(name: str, cp_size: int) -> None:
+def test_window_equals_simulation(name: str, cp_size: int, mode: str) -> None:
     total_lengths, response_lengths = MICRO_BATCHES[name]
-    for pad_to_multiple in (1, cp_size, 4 * cp_size, 64):
-        check_window(total_lengths, response_lengths, cp_size, pad_to_multiple)
+    for pad_to_multiple in (1, 3, cp_size, 4 * cp_size, 64):
+        check_window(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
 
 
 @settings(max_examples=100)
@@ -129,13 +146,97 @@ def test_window_equals_simulation(name: str, cp_size: int) -> None:
     ),
     cp_size=st.sampled_from(CP_SIZES),
     tp_size=st.sampled_from((1, 2, 3, 4)),
+    mode=st.sampled_from(MODES),
 )
 def test_random_windows_equal_simulation(
-    lengths: list[tuple[int, int]], cp_size: int, tp_size: int
+    lengths: list[tuple[int, int]], cp_size: int, tp_size: int, mode: str
 ) -> None:
     totals = [total for total, _ in lengths]
     responses = [response for _, response in lengths]
-    check_window(totals, responses, cp_size, cp_size * tp_size)
+    check_window(totals, responses, cp_size, cp_size * tp_size, mode)
+
+
+MICRO_BATCH = st.lists(
+    st.integers(1, 30).flatmap(lambda total: st.tuples(st.just(total), st.integers(0, total - 1))),
+    max_size=5,
+)
+
+
+@settings(max_examples=100)
+@given(
+    step=st.lists(
+        st.tuples(MICRO_BATCH, st.integers(1, 9), st.sampled_from(MODES)), min_size=1, max_size=4
+    )
+)
+def test_the_union_over_ranks_is_every_response_token_once(
+    step: list[tuple[list[tuple[int, int]], int, str]],
+) -> None:
+    """Whatever the layout and the group size, and where every micro-batch has its own of both."""
+    for lengths, cp_size, mode in step:
+        totals, responses = [total for total, _ in lengths], [response for _, response in lengths]
+        windows = [
+            TokenWindow.build(
+                totals, responses, cp_rank=rank, cp_size=cp_size, cp_partition_mode=mode
+            )
+            for rank in range(cp_size)
+        ]
+        scored = sorted(index for each in windows for index in each.response_indices.tolist())
+        assert scored == list(range(sum(responses)))
+        held = sorted(index for each in windows for index in each.token_indices.tolist())
+        assert [index for index in held if index >= 0] == list(range(sum(totals)))
+        assert len({each.local_tokens for each in windows}) == 1
+
+
+def _a_token_late(segment: torch.Tensor, position: torch.Tensor, padded: torch.Tensor) -> tuple:
+    place = (padded.cumsum(0) - padded)[segment] + position
+    late = (place + 1).clamp(max=int(padded.sum()) - 1)
+    segment = torch.searchsorted(padded.cumsum(0), late, right=True)
+    return segment, late - (padded.cumsum(0) - padded)[segment]
+
+
+WRONG_POSITIONS = {
+    "a slice that begins a token late": _a_token_late,
+    "positions from the slice's beginning": lambda s, p, padded: (s, p - p[:1]),
+    "positions in the pack": lambda s, p, padded: (s, p + (padded.cumsum(0) - padded)[s]),
+    "a sequence begins with its slice": lambda s, p, padded: (
+        s,
+        p - torch.where(s == s[0], p[0], 0),
+    ),
+    "a sequence ends a token early": lambda s, p, padded: ((s + (p + 1 == padded[s])), p),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_POSITIONS)
+def test_a_wrong_offset_of_a_contiguous_slice_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = token_window._local_positions
+
+    def wrong(padded: Any, *place: Any) -> tuple:
+        found = map(torch.from_numpy, right(padded, *place))
+        segment, position = WRONG_POSITIONS[name](*found, torch.from_numpy(padded))
+        return segment.clamp(max=len(padded) - 1).numpy(), position.numpy()
+
+    monkeypatch.setattr(token_window, "_local_positions", wrong)
+    with pytest.raises((AssertionError, IndexError)):
+        check_window(*MICRO_BATCHES["ragged"], 2, 1, "contiguous")
+
+
+def test_written_out_example_of_contiguous_slices_at_cp_2() -> None:
+    """Totals 5 and 2, a token of padding: |0 1 2 3|4 0 1 .|, the first sequence on both ranks."""
+    build = functools.partial(
+        TokenWindow.build, [5, 2], [3, 1], cp_size=2, cp_partition_mode="contiguous"
+    )
+    first, second = build(cp_rank=0), build(cp_rank=1)
+
+    assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 5, 7, 8]
+    assert first.position_ids.tolist() == [0, 1, 2, 3]
+    assert second.position_ids.tolist() == [4, 0, 1, 0]
+    assert second.segment_ids.tolist() == [0, 1, 1, 2]
+    # Tokens 2 to 4 are scored at positions 1 to 3, all on the first rank; of the second, token 1 at 0.
+    assert first.target_indices.tolist() == [-1, 2, 3, 4]
+    assert second.target_indices.tolist() == [-1, 6, -1, -1]
+    assert second.response_indices.tolist() == [3]
 
 
 def test_written_out_example_at_cp_2() -> None:
@@ -191,6 +292,7 @@ BAD_WINDOWS = {
     "negative_rank": (([4], [2], {"cp_rank": -1, "cp_size": 2}), r"cp_rank"),
     "size_zero": (([4], [2], {"cp_size": 0}), r"cp_size"),
     "multiple_zero": (([4], [2], {"pad_to_multiple": 0}), r"pad_to_multiple"),
+    "unknown_mode": (([4], [2], {"cp_partition_mode": "zig"}), r"cp_partition_mode.*contiguous"),
 }
 
 

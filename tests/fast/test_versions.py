@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import megatron_pg.megatron
 from megatron_pg.config.versions import (
+    KNOWN_MISTAKES,
+    SUPPORTED_RANGE,
     UnsupportedMegatronError,
+    mistakes_of,
     parse_version,
     require_supported_version,
 )
 from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_supported_versions_are_accepted(version: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("version", [(0, 14, 9), (0, 21, 0), (1, 0, 0)])
 def test_other_versions_are_refused_with_the_range(version: tuple[int, int, int]) -> None:
     found = ".".join(map(str, version))
-    with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>= 0\.15, < 0\.21"):
+    with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>=0\.15,<0\.21"):
         require_supported_version(version)
 
 
@@ -62,3 +68,28 @@ def test_without_megatron_an_import_says_what_to_install() -> None:
     said = done.stdout.splitlines()
     assert len(said) == len(megatron_pg.megatron.__all__)
     assert all("pip install 'megatron-core>=0.15,<0.21'" in line for line in said)
+
+
+def test_every_page_says_the_same_range() -> None:
+    pages = [
+        "setup.py",
+        "README.md",
+        *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    ]
+    texts = {page: (ROOT / page).read_text() for page in pages}
+    ranges = {page: set(re.findall(r"megatron-core ?>=[^`'\"* ]*", texts[page])) for page in texts}
+    assert {page: found for page, found in ranges.items() if found - {SUPPORTED_RANGE}} == {}
+    named = {page for page, found in ranges.items() if found}
+    assert {"setup.py", "README.md", "docs/megatron_versions.md"} <= named
+
+
+def test_known_mistakes_of_a_version() -> None:
+    said = {
+        version: " ".join(map(str, mistakes_of(version)))
+        for version in ((0, 15, 3), (0, 18, 2), (0, 19, 2))
+    }
+    assert "auxiliary loss" in said[0, 15, 3] and "right from 0.16" in said[0, 15, 3]
+    assert "issue 1652" in said[0, 18, 2] and "issue 2417" not in said[0, 18, 2]
+    assert "issue 1652" not in said[0, 19, 2] and "issue 2417" in said[0, 19, 2]
+    for mistake in KNOWN_MISTAKES:
+        assert mistake.first < mistake.fixed and mistake.reference

@@ -31,7 +31,11 @@ def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
         "PYTHON": sys.executable,
     }
     subprocess.run(
-        ["bash", "examples/launch/smollm2.sh", "--device", "cpu", "--train-iters", "2"],
+        [
+            "bash",
+            "examples/launch/smollm2.sh",
+            *"--device cpu --train-iters 2 --lr-warmup-iters 1".split(),
+        ],
         cwd=ROOT,
         env=environment,
         check=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.token_window import local_positions
 
 
@@ -52,26 +53,31 @@ class _Layout:
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
-        row_per_segment = segments * longest**2 <= (local_tokens * size) ** 2
+        mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
+        positions = [local_positions(cu_seqlens.diff(), each, size, mode) for each in range(size)]
+        segment, place = positions[rank]
+        held = torch.bincount(segment, minlength=segments)  # of each sequence, by this rank
+        most = int(held.max())
+        row_per_segment = segments * longest * most <= local_tokens**2 * size
         self.rows = segments if row_per_segment else 1
         self.width = longest if row_per_segment else local_tokens * size
-        self.query_width = self.width // size
+        self.query_width = most if row_per_segment else local_tokens
 
-        positions = [local_positions(cu_seqlens.diff(), owner, size) for owner in range(size)]
-        segment = positions[rank][0]  # the same on every rank
-        start = torch.zeros_like(segment) if row_per_segment else cu_seqlens[segment]
-        row = segment if row_per_segment else torch.zeros_like(segment)
-        self.key_slots = torch.cat([row * self.width + start + place for _, place in positions])
-        offset = torch.arange(local_tokens, device=row.device) - cu_seqlens[segment] // size
-        self.query_slots = row * self.query_width + start // size + offset
+        # Of a sequence, the row and the first column.
+        row = torch.arange(segments, device=segment.device) * row_per_segment
+        start = cu_seqlens[:-1] * (not row_per_segment)
+        self.key_slots = torch.cat([(row * self.width + start)[s] + p for s, p in positions])
+        self.query_slots = torch.arange(local_tokens, device=segment.device)
+        if row_per_segment:  # a rank holds the tokens of a sequence one after the other
+            self.query_slots += (row * self.query_width - held.cumsum(0) + held)[segment]
 
         # Slots that hold no query see everything: their output is dropped, and no softmax is empty.
         grid = self.rows * self.query_width
-        first = start.new_zeros(grid).index_copy(0, self.query_slots, start)
-        last = start.new_full((grid,), self.width).index_copy(
-            0, self.query_slots, start + positions[rank][1]
+        first = place.new_zeros(grid).index_copy(0, self.query_slots, start[segment])
+        last = place.new_full((grid,), self.width).index_copy(
+            0, self.query_slots, start[segment] + place
         )
-        column = torch.arange(self.width, device=row.device)
+        column = torch.arange(self.width, device=segment.device)
         mask = (column >= first.unsqueeze(1)) & (column <= last.unsqueeze(1))
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 
@@ -91,6 +97,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     Raises:
         NotImplementedError: `config` asks for something that this attention does not do.
     """
+
+    cp_partition_modes = get_args(CpPartitionMode)
+    """The cuts of a pack over context-parallel ranks that it takes: `packed_seq_params.cp_partition_mode`, where set."""
 
     def __init__(
         self,

@@ -15,12 +15,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
-LAYERS = "*-*-"
-"""Attention, MLP, attention, MLP: four layers, as the GPT model of the tests has."""
-
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
-    """The layers of the GPT model's spec, each cut in its attention and its MLP."""
+    """A HybridModel of as many layers as the config has, attention and MLP by turns, from GPTModel's keyword arguments."""
     del keywords["transformer_layer_spec"]
     # The stack builds its last norm from Transformer Engine without asking.
     hybrid_block.TENorm = TorchNorm
@@ -41,9 +38,10 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
             ),
         ),
     )
-    return HybridModel(
+    model: torch.nn.Module = HybridModel(
         config=config,
         hybrid_stack_spec=ModuleSpec(module=HybridStack, submodules=stack),
-        hybrid_layer_pattern=LAYERS,
+        hybrid_layer_pattern=("*-" * config.num_layers)[: config.num_layers],
         **keywords,
     )
+    return model

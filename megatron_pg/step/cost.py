@@ -1,0 +1,66 @@
+"""What a sample costs in time: `a l + b l^2` of its length l, from the shape of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_pg.config.planning import Balance
+
+
+@dataclass(frozen=True)
+class SampleCost:
+    """Operations of a forward pass over one sequence of l tokens, `per_token * l + per_square * l**2`.
+
+    Backward, recomputation and context parallelism multiply both alike, so that they do not change which of two
+    micro-batches takes longer.
+    """
+
+    per_token: float
+    per_square: float = 0.0
+
+    @classmethod
+    def of_model(cls, config: Any, vocab_size: int) -> SampleCost:
+        """The cost under a transformer of this shape.
+
+        Of a layer 2 operations a token for each weight that it meets, the experts that it is routed to among them, and
+        2 d for each earlier token that attention over d = heads * head size channels looks at, half of l on average,
+        for scores and for values; and the output layer.
+
+        Args:
+            config: Megatron's `TransformerConfig`, or its parsed arguments.
+            vocab_size: columns of the output layer; 0 leaves it out.
+        """
+
+        def setting(name: str) -> Any:
+            return getattr(config, name, None)
+
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_size = setting("kv_channels") or hidden // heads
+        groups = setting("num_query_groups") or heads
+        channels = heads * head_size
+        attention = hidden * (2 * channels + 2 * groups * head_size)
+        matrices = 3 if setting("gated_linear_unit") or setting("swiglu") else 2
+        width = setting("ffn_hidden_size") or 4 * hidden
+        if setting("num_moe_experts") or setting("num_experts"):
+            width = (setting("moe_ffn_hidden_size") or width) * (setting("moe_router_topk") or 1)
+            width += setting("moe_shared_expert_intermediate_size") or 0
+        weights = config.num_layers * (attention + matrices * hidden * width) + hidden * vocab_size
+        return cls(2.0 * weights, 2.0 * config.num_layers * channels)
+
+    @classmethod
+    def balancing(cls, balance: Balance, config: Any, vocab_size: int) -> SampleCost:
+        """What `--balance` evens out, under the model of these settings (`of_model`)."""
+        return cls.of_model(config, vocab_size) if balance == "time" else TOKENS
+
+    def of_lengths(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """The cost [sequences] of sequences of these lengths."""
+        found = np.asarray(lengths, dtype=np.float64)
+        return found * (self.per_token + self.per_square * found)
+
+
+TOKENS = SampleCost(1.0)
+"""Every token costs the same."""

@@ -538,7 +538,7 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
 def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.reader")
-    with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[tools\]'"):
         importlib.import_module("megatron_pg.rollout_files.reader")
 
 

@@ -63,7 +63,9 @@ def plan_step(
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
             included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size, pad_to_multiple, cp_partition_mode: as given to `pack`.
+        cp_size: as given to `pack`.
+        pad_to_multiple: as given to `pack`.
+        cp_partition_mode: as given to `pack`.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
@@ -146,7 +148,8 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size, cp_partition_mode: as given to `pack`.
+        cp_size: as given to `pack`.
+        cp_partition_mode: as given to `pack`.
         cost: what is evened out; by default tokens.
 
     Returns:

@@ -119,6 +119,7 @@ def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
         PolicyLossConfig(kl_loss_coef=0.1, entropy_coef=0.1, pg_metrics="with_entropy"),
         PolicyLossConfig(use_tis=True, use_geometric_rejection=True, use_opsm=True),
         PolicyLossConfig(policy_loss="gspo"),
+        PolicyLossConfig(distill_coef=0.1, distill_teacher="top_k"),
     )
     names = {name for config in settings for name in metric_names(config)}
     table = (ROOT / "docs/metrics.md").read_text().split("## Of the loss")[1].split("##")[0]

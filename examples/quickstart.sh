@@ -13,7 +13,7 @@ make_environment examples
 export OMP_NUM_THREADS=1              # two processes on a small machine: more threads get in each other's way
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits a model
 # Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
-export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning
+export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning
 
 exec "$VENV_PYTHON" examples/launch/torchrun.py --standalone --nproc-per-node 2 examples/train_grpo.py \
     --context-parallel-size 2 --loss-aggregation prompt_mean --run-dir runs/quickstart "$@"

@@ -13,7 +13,7 @@ RUN_DIR="${RUN_DIR:-runs/$(basename "$0" | cut -d. -f1)}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it where it splits a model: communication before computation
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Megatron warns at length of optional packages that are not there.
-export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning}"
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning}"
 # Packs differ in length from one micro-batch to the next; without this the allocator keeps a block for each size.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 

@@ -25,6 +25,7 @@ TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "spmd-types>=0.3.1,<0.4",  # tests/fast/typed_ranks.py; torch and nothing else
     # Pinned: another version formats and judges otherwise.
     "mypy==2.4.1",
     "ruff==0.17.5",

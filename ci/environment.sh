@@ -3,17 +3,19 @@
 #   source ci/environment.sh
 #   make_environment test        # or examples, docs: afterwards $VENV_PYTHON runs with the package and what these need
 #
-# PYTHON= chooses the interpreter; VENV_PYTHON= names one that has everything, and nothing is made. The environment is
-# .venv-<version> in the project's root; it is installed again only when what it is made of changes.
+# PYTHON= chooses the interpreter, TORCH= another torch; VENV_PYTHON= names an interpreter that has everything, and nothing
+# is made. The environment is .venv-<version> in the project's root (with TORCH=, .venv-<version>-torch-<version>); it is
+# installed again only when what it is made of changes.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 GIVEN="${VENV_PYTHON:-}"
 
 # The versions that the tests are run with. 0.16.1 is the newest megatron-core that has a wheel for Python 3.11.
 constraints() {
+    echo "torch==${TORCH:-2.13.0}"
     case "$1" in
-        3.11) printf 'torch==2.13.0\nmegatron-core==0.16.1\n' ;;
-        *) printf 'torch==2.13.0\nmegatron-core==0.19.2\n' ;;
+        3.11) echo "megatron-core==0.16.1" ;;
+        *) echo "megatron-core==0.19.2" ;;
     esac
 }
 
@@ -62,7 +64,7 @@ make_environment() {
     esac
     python="$(find_python)" || return 1
     version="$(version_of "$python")"
-    venv="$ROOT/.venv-$version"
+    venv="$ROOT/.venv-$version${TORCH:+-torch-$TORCH}"
     VENV_PYTHON="$venv/bin/python"
     wanted="$(cd "$ROOT" && cat setup.py pyproject.toml ci/environment.sh examples/requirements.txt examples/trainer/requirements.txt | cksum)"
     if [ "$(cat "$venv/installed-$for" 2>/dev/null)" = "$wanted" ] && version_of "$VENV_PYTHON" >/dev/null; then

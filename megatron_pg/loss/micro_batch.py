@@ -103,19 +103,19 @@ class MicroBatchLoss:
         pg_loss = inner_sum / outer_count
         reported = {"pg_loss": pg_loss}
         loss = pg_loss if config.grad_divisor is None else inner_sum / gradient_divisor
-        penalty: Tensor | float = 0.0
+        penalties: list[Tensor] = []
         if config.kl_loss_coef:
             reported["kl_loss"] = self._weights.sample_mean(kl_penalty(config, batch, log_probs))
-            penalty = penalty + config.kl_loss_coef * reported["kl_loss"]
+            penalties.append(config.kl_loss_coef * reported["kl_loss"])
         if config.entropy_coef and entropy is not None:
             reported["entropy_loss"] = self._weights.sample_mean(entropy)
-            penalty = penalty - config.entropy_coef * reported["entropy_loss"]
+            penalties.append(-config.entropy_coef * reported["entropy_loss"])
         if config.distill_coef:
             of_teacher = self._weights.inner_sum(given_divergence(batch))
             reported["distill_loss"] = of_teacher / outer_count
-            penalty = penalty + config.distill_coef * reported["distill_loss"]
-        reported["loss"] = pg_loss + penalty
-        loss = loss + penalty
+            penalties.append(config.distill_coef * reported["distill_loss"])
+        reported["loss"] = sum(penalties, start=pg_loss)
+        loss = sum(penalties, start=loss)
         if config.divide_gradient_twice:
             loss = loss / outer_count
         return loss, reported, replace(scored, corrected=corrected)

@@ -22,7 +22,8 @@ from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 
@@ -218,6 +219,53 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(
     monkeypatch.setattr(SequenceReduction, "over_group", over_group)
     torch.testing.assert_close(found(), expected, rtol=1e-5, atol=1e-7)
     assert (alone - expected).abs() > 1e-3
+
+
+def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[torch.Size]]:
+    """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of them has no response token."""
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(compiled, "MAX_PROGRAMS", programs)
+    sample = Sample(
+        tokens=[1] * 12,
+        response_length=2,
+        loss_mask=[1, 1],
+        advantages=[1.0] * 2,
+        old_log_probs=[-1.0] * 2,
+    )
+    found: list[list[torch.Size]] = [[], []]
+    for rank, sizes in enumerate(found):
+
+        def over_group(
+            self: SequenceReduction, sums: Tensor, sizes: list[torch.Size] = sizes
+        ) -> Tensor:
+            sizes.append(sums.shape)
+            return sums
+
+        monkeypatch.setattr(SequenceReduction, "over_group", over_group)
+        part = pack([sample], cp_rank=rank, cp_size=2)
+        assert len(part.window) == (2, 0)[rank]
+        log_probs = torch.full((len(part.window),), -1.0, requires_grad=True)
+        config = PolicyLossConfig(policy_loss="gspo")
+        policy_loss_from_log_probs(config, part, log_probs, None, totals=step_totals([sample]))
+    return found
+
+
+def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
+    for programs in range(3):
+        ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
+        assert of_first == of_second
+
+    def of_own_size(self: MicroBatchLoss, log_probs: Tensor) -> Tensor:
+        whole = PER_RANK(self, log_probs)
+        return whole if len(log_probs) else whole[:, :1]
+
+    monkeypatch.setattr(MicroBatchLoss, "_sums_of_rank", of_own_size)
+    ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=2)
+    assert of_first != of_second
+
+
+PER_RANK = MicroBatchLoss._sums_of_rank
 
 
 def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:

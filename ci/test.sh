@@ -3,6 +3,7 @@
 #
 #   bash ci/test.sh                        # Python 3.12 where there is one
 #   PYTHON=python3.11 bash ci/test.sh      # the other lane
+#   TORCH=2.15.0 bash ci/test.sh           # another torch than the one of ci/environment.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/environment.sh

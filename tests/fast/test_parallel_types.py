@@ -6,6 +6,7 @@ gradients up over data- and context-parallel ranks, and tensor-parallel ranks co
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -70,7 +71,7 @@ def types_of_step(mesh, **settings: object) -> Seen:
         with spmd.local():
             brought = typed_ranks.contributed(found)
             seen["metrics"] = types_of(brought.table)
-            head.metrics([brought])
+            assert math.isfinite(head.metrics([brought])["loss"])
     return seen
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.fields import refuse
+from megatron_pg.config.validation import output_layer_violations
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import (
     HeadOptions,
@@ -303,7 +305,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
 
 
 def require_output_processor(model: Any) -> None:
-    """Refuses a Megatron-Core or a model that has no place for the fused head.
+    """Refuses a Megatron-Core or a model that has no place for the fused head, or whose settings it would not follow.
 
     Args:
         model: wrapped or not, or a list of chunks; None is not looked at.
@@ -321,6 +323,9 @@ def require_output_processor(model: Any) -> None:
             f"the fused head needs a model whose forward takes output_processor, as GPTModel's; found "
             f"{type(module).__name__}: drop --fused-lm-head"
         )
+    refuse(
+        output_layer_violations("--fused-lm-head", vars(module.config)), error=NotImplementedError
+    )
 
 
 def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:

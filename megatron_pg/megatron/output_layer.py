@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_pg.config.fields import refuse
-from megatron_pg.config.validation import fp32_lm_head_violations
+from megatron_pg.config.validation import output_layer_violations
 from megatron_pg.head.plain_layer import float32_logits
 from megatron_pg.megatron.groups import unwrapped
 
@@ -42,7 +42,8 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     """
     chunks = model if isinstance(model, (list, tuple)) else [model]
     if is_on:
-        refuse(fp32_lm_head_violations(vars(chunks[0].config)), error=NotImplementedError)
+        found = output_layer_violations("--fp32-lm-head", vars(chunks[0].config))
+        refuse(found, error=NotImplementedError)
     layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
     was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
     for layer, has_ours in zip(layers, was_on, strict=True):

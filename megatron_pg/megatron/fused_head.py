@@ -93,6 +93,7 @@ class OutputRows:
 
         Args and errors are those of `FusedHead.output_processor`.
         """
+        _run_forward_pre_hooks(output_layer)
         weight = _plain_weight(output_layer, output_weight, config)
         vocab_size = self.options.vocab_size
         check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
@@ -326,6 +327,16 @@ def require_output_processor(model: Any) -> None:
     refuse(
         output_layer_violations("--fused-lm-head", vars(module.config)), error=NotImplementedError
     )
+
+
+def _run_forward_pre_hooks(output_layer: Any) -> None:
+    """Runs what else its call would: under `--overlap-param-gather` DDP waits there until the weight is whole.
+
+    As Megatron does for layers that it does not call (transformer/moe/shared_experts.py of 0.19.2).
+    """
+    for number, hook in list(getattr(output_layer, "_forward_pre_hooks", {}).items()):
+        takes_keywords = number in output_layer._forward_pre_hooks_with_kwargs
+        hook(output_layer, (), *[{}] * takes_keywords)
 
 
 def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:

@@ -40,10 +40,12 @@ class MultiTokenScale:
         return torch.as_tensor(one if scale is None else scale(one)) * self.factor
 
 
-def scale_multi_token_loss(model_config: Any, factor: float, device: torch.device) -> bool:
-    """Sets the scale of a step's multi-token prediction on the model's config; whether it has any that is trained."""
+def scale_multi_token_loss(chunk: Any, factor: float) -> bool:
+    """Sets the scale of a step's multi-token prediction on the config of a model's chunk; whether it has any that is trained."""
+    model_config = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
+    device = next(chunk.parameters()).device
     before = model_config.mtp_grad_scale_func
     if isinstance(before, MultiTokenScale):
         before = before.of_trainer

@@ -344,8 +344,10 @@ def test_the_scale_of_multi_token_prediction_stays_on_the_models_device(
         config.grad_scale_func = lambda loss: loss_scale * loss
     if scaled_by == "trainer":
         config.mtp_grad_scale_func = lambda: loss_scale / 2
+    model = torch.nn.Linear(2, 2, device=device)
+    model.config = config
     for factor in (3.0, 6.0):  # the second step's takes the place of the first's
-        assert multi_token.scale_multi_token_loss(config, factor, torch.device(device))
+        assert multi_token.scale_multi_token_loss(model, factor)
     found = config.mtp_grad_scale_func()
     assert found.device.type == device and found.numel() == 1
     if device == "cpu":

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel
 
+from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss.policy_loss import gradient_scope
@@ -196,20 +196,21 @@ def steps_after_the_optimizer(
 
     if not has_hooks:  # the mutant
         module._run_forward_pre_hooks = lambda output_layer: None
+    builder.DistributedDataParallelConfig = functools.partial(
+        builder.DistributedDataParallelConfig,
+        overlap_param_gather=True,
+        align_param_gather=True,
+        bucket_size=1,
+    )
     options = replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True)
     (chunk,) = build(sharding, options)
-    overlapped = replace(
-        chunk.ddp_config, overlap_param_gather=True, align_param_gather=True, bucket_size=1
-    )
-    wrapped = DistributedDataParallel(chunk.config, overlapped, chunk.module)
-    chunk.config.no_sync_func = wrapped.no_sync
     outcomes = []
     for run in RUNS[:2]:
-        for bucket in (bucket for buffer in wrapped.buffers for bucket in buffer.buckets):
+        for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
             parts = bucket.param_data.chunk(sharding.data)
             for rank in {*range(sharding.data)} - {torch.distributed.get_rank()}:
                 parts[rank].fill_(0.5)
-        outcomes.append(fused_step([wrapped], sharding, run))
+        outcomes.append(fused_step([chunk], sharding, run))
     return outcomes
 
 

@@ -44,6 +44,8 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     if is_on:
         found = output_layer_violations("--fp32-lm-head", vars(chunks[0].config))
         refuse(found, error=NotImplementedError)
+        for chunk in chunks:
+            _share_main_grad(unwrapped(chunk))
     layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
     was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
     for layer, has_ours in zip(layers, was_on, strict=True):
@@ -95,6 +97,16 @@ def _linear(
     """What `_forward_impl` is called for, with float32 logits [sequence, batch, v/tp]; a frozen weight gets no gradient."""
     hidden = whole_hidden(input, tp_group, is_gathered=sequence_parallel, is_summed=allreduce_dgrad)
     return float32_logits(hidden, weight, bias)
+
+
+def _share_main_grad(module: Any) -> None:
+    """Has DDP add to a tied weight's `main_grad` what multi-token prediction, which looks tokens up in it, has for it.
+
+    Megatron says so of models on one pipeline stage alone (models/common/language_module/language_module.py of 0.19.2).
+    """
+    is_tied = getattr(module, "share_embeddings_and_output_weights", False)
+    if is_tied and getattr(module, "mtp_process", False):
+        module.shared_embedding_or_output_weight().zero_out_wgrad = True
 
 
 def _output_layers(module: Any, is_required: bool) -> Iterator[Any]:

@@ -42,7 +42,7 @@ class MultiTokenScale:
 
 def scale_multi_token_loss(chunk: Any, factor: float) -> bool:
     """Sets the scale of a step's multi-token prediction on the config of a model's chunk; whether it has any that is trained."""
-    model_config = getattr(chunk, "config", None)
+    model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
     device = next(chunk.parameters()).device

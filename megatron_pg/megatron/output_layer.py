@@ -44,9 +44,9 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     if is_on:
         found = output_layer_violations("--fp32-lm-head", vars(chunks[0].config))
         refuse(found, error=NotImplementedError)
-        for chunk in chunks:
-            _share_main_grad(unwrapped(chunk))
     layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
+    for chunk in chunks if is_on else ():
+        _share_main_grad(unwrapped(chunk))
     was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
     for layer, has_ours in zip(layers, was_on, strict=True):
         if is_on:

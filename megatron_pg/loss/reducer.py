@@ -152,7 +152,7 @@ def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
         return torch.sum
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
-    loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
+    loss_masks = list(torch.split(to_device(all_masks, batch.loss_mask.device), lengths))
     place = {
         "cp_rank": window.cp_rank,
         "cp_size": window.cp_size,

@@ -555,6 +555,26 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
+@pytest.mark.parametrize("log_prob", (-400.0, -9999.0, -math.inf))
+def test_a_ratio_beyond_any_number_ends_no_run(log_prob: float) -> None:
+    """A token that one of the policies, or its engine, holds to be impossible: its metrics are not finite, the others are."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[1] * 3,
+        advantages=1.0,
+        old_log_probs=[-1.0, -1.0, log_prob],
+        rollout_log_probs=[-1.0, log_prob, -1.0],
+    )
+    log_probs = torch.full((3,), -1.0)
+    found = reduced(
+        PolicyLossConfig(), [micro_batch_metrics(PolicyLossConfig(), pack([sample]), log_probs)]
+    )
+    assert math.isfinite(found["loss"]) and found["aggregation_checksum"] == 1.0
+    assert not math.isfinite(found["effective_sample_size"])
+    assert not math.isfinite(found["rollout_effective_sample_size"])
+
+
 def test_custom_reducers_have_no_checksum() -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:plain_sum")
     sequences = random_sequences(8)

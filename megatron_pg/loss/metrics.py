@@ -50,7 +50,8 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name such a token, and samples that the checksum is about."""
+    """The micro-batch, to name such a token, and samples that the checksum is about; without its side channels, as a teacher's
+    logits would stay on the device until the end of the step."""
     totals: StepTotals | None = None
     """The totals of its step, for the same."""
     table: Tensor | None = None

@@ -550,6 +550,30 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFix
     assert "response token 2 of sample 0" in record.getMessage()
 
 
+def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first active token that has one: the KL term is as much of the loss as the objective."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[0, 1, 1],
+        old_log_probs=[-1.0] * 3,
+        ref_log_probs=[math.nan, -1.0, math.nan],
+        name="third",
+    )
+    config = PolicyLossConfig(kl_loss_coef=0.1)
+    metrics = micro_batch_metrics(config, pack([sample]), torch.full((3,), -1.0))
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        assert math.isnan(reduced(config, [metrics])["loss"])
+    (record,) = caplog.records
+    assert "the first is response token 2 of sample 0 (third)" in record.getMessage()
+    caplog.clear()
+    reduced(
+        PolicyLossConfig(),
+        [micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), -1.0))],
+    )
+    assert not caplog.records
+
+
 def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
     sequences = random_sequences(7)
     config = PolicyLossConfig()

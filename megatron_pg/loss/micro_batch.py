@@ -37,8 +37,10 @@ from megatron_pg.step.totals import StepTotals
 logger = logging.getLogger("megatron_pg")
 
 SET_FIELDS = ("kept_set_size", "kept_set_mass")
-TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients")
+TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients", "divergence")
 """The fields of a packed micro-batch that the loss is a function of."""
+DIFFERENTIATED = ("log_probs", "entropy", "divergence")
+"""What it has a gradient to."""
 CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
 
 
@@ -170,8 +172,9 @@ class MicroBatchLoss:
             traced = functools.partial(self._traced, compute)
             program = compiled.program((compute, *self._settings()), traced, inputs)
             if program is not None:
+                call = functools.partial(program, *inputs.tensors.values())
                 outputs: compiled.Outputs = compiled.Differentiated.apply(  # type: ignore[no-untyped-call]
-                    log_probs, entropy, functools.partial(program, *inputs.tensors.values())
+                    call, log_probs, entropy, self.batch.divergence
                 )
                 return outputs
         return compute(self._with_sums(sums), log_probs, entropy)
@@ -222,7 +225,6 @@ class MicroBatchLoss:
             and len(log_probs) >= 2  # sizes of 0 and 1 would be graphs of their own
             and log_probs.shape == self.batch.loss_mask.shape
             and not torch.is_inference_mode_enabled()
-            and not self.config.distills  # a third input with a gradient
             and not _calls_custom_functions(self.config)
         )
 
@@ -231,10 +233,9 @@ class MicroBatchLoss:
     ) -> compiled.Inputs:
         """All tensors that the loss is a function of."""
         tokens = {name: getattr(self.batch, name) for name in TOKEN_FIELDS}
-        tokens["log_probs"] = log_probs.detach()
-        tokens["entropy"] = None if entropy is None else entropy.detach()
+        tokens |= {"log_probs": log_probs, "entropy": entropy}
         return compiled.Inputs(
-            tokens,
+            {name: None if each is None else each.detach() for name, each in tokens.items()},
             samples={"per_sample": self._weights.per_sample, "sums": sums},
             fixed={"scalars": self._weights.scalars},
         )
@@ -257,17 +258,18 @@ class MicroBatchLoss:
         return (self._of_tensors(tensors)._sums_of_rank(tensors["log_probs"]),)
 
     def _traced(self, compute: Compute, tensors: Mapping[str, Tensor]) -> compiled.Outputs:
-        """The outputs of `compute`, with the gradients to log-probs and entropy after the first."""
+        """The outputs of `compute`, with the gradients to `DIFFERENTIATED` after the first."""
         with torch.enable_grad():
             leaves = {
                 name: tensors[name].detach().requires_grad_()
-                for name in ("log_probs", "entropy")
+                for name in DIFFERENTIATED
                 if name in tensors
             }
-            entropy = leaves.get("entropy")
-            loss, *others = compute(self._of_tensors(tensors), leaves["log_probs"], entropy)
+            other = self._of_tensors({**tensors, **leaves})
+            loss, *others = compute(other, leaves["log_probs"], leaves.get("entropy"))
             found = torch.autograd.grad(given(loss), list(leaves.values()), allow_unused=True)
-        return given(loss).detach(), *found, *[None] * (entropy is None), *others
+        gradients = dict(zip(leaves, found, strict=True))
+        return given(loss).detach(), *map(gradients.get, DIFFERENTIATED), *others
 
 
 Compute = Callable[[MicroBatchLoss, Tensor, Tensor | None], compiled.Outputs]

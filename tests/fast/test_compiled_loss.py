@@ -128,6 +128,38 @@ def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
     assert compiled._programs and None not in compiled._programs.values()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "distill"},
+        {"policy_loss": "gspo", "distill_coef": 0.5, **CORRECTIONS},
+        {"distill_coef": 0.5, "loss_aggregation": "token_mean", "grad_divisor": 3.0},
+    ],
+    ids=str,
+)
+def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
+    config = PolicyLossConfig(distill_teacher="logits", **settings)
+    found = []
+    for devices in ({"cpu"}, set[str]()):
+        compiled.DEVICES = devices
+        sequences = random_sequences(1, spread=0.5)
+        batch = package_batch(sequences)
+        channels = {"teacher_logits": torch.zeros(len(batch.window), 2)}
+        batch = replace(batch, side_channels=channels)
+        log_probs = flat_log_probs(sequences).detach()[batch.window.response_indices]
+        inputs = [f(log_probs).requires_grad_() for f in (torch.clone, torch.square, torch.exp)]
+        loss, metrics = MicroBatchLoss(config, batch, step_totals(batch.samples))(*inputs)
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        assert metrics.table is not None
+        found.append((loss, *gradients, metrics.table))
+    assert found[0][3] is not None and found[0][3].abs().sum() > 0
+    assert len(compiled._programs) == 1 + (settings.get("policy_loss") == "gspo")
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_float32_stays_within_float32_of_float64() -> None:
     config = PolicyLossConfig(**CORRECTIONS)
     (loss, gradient, _, _), (exact, wanted, _, _) = (

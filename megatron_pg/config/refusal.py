@@ -6,8 +6,6 @@ import os
 import time
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 GRACE_SECONDS = 1.0
 """What a rank that has nothing to say leaves the one that speaks, before its own end ends the job."""
 STORE_TIMEOUT = timedelta(seconds=10)
@@ -23,6 +21,8 @@ def is_to_speak() -> bool:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get("LOCAL_RANK", "0") == "0"
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not of every build of torch
+
     key = "megatron_pg/refused/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -28,6 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SMOOTHED_STEPS = 8
 LEARNED = 0.8
 """A reward at which a run counts as having learned."""
+CURVES = {
+    "reward": "reward (share of right answers)",
+    "response_length_right": "length of right answers (tokens)",
+    "response_length_wrong": "length of wrong answers (tokens)",
+    "grad_norm": "gradient norm, before clipping",
+}
 
 
 @dataclass(frozen=True)
@@ -61,29 +67,33 @@ class StudyRun:
         return next(reached, len(self.steps) + 1)
 
 
+QUANTITIES: dict[str, Callable[[StudyRun], float]] = {
+    "reward, all steps": lambda run: run.mean("reward"),
+    "reward, last tenth": lambda run: run.mean("reward", 0.1),
+    "held out, after": lambda run: float(run.summary["held_out_after"]),
+    f"steps to {LEARNED}": lambda run: run.steps_to(LEARNED),
+    "length right, last tenth": lambda run: run.mean("response_length_right", 0.1),
+    "length wrong, last tenth": lambda run: run.mean("response_length_wrong", 0.1),
+    "length wrong, all steps": lambda run: run.mean("response_length_wrong"),
+    "gradient norm, all steps": lambda run: run.mean("grad_norm"),
+}
+"""What the table has of each run."""
+
+
 @dataclass(frozen=True)
 class Study:
-    """Ways to train, of which one is what the others are compared with, and what is told of them."""
+    """Ways to train; the others are compared with the one that is the baseline."""
 
     modes: dict[str, str]
     """Flags of each, in the order in which they run with a seed; {out} is the folder and {seed} the seed."""
     baseline: str
     flags: str
     """Of all of them."""
-    curves: dict[str, str]
-    quantities: dict[str, Callable[[StudyRun], float]]
-    """What the table has of each run; the first one also seed by seed."""
 
 
-REWARD = "reward (share of right answers)"
-REWARDS: dict[str, Callable[[StudyRun], float]] = {
-    "reward, all steps": lambda run: run.mean("reward"),
-    "reward, last tenth": lambda run: run.mean("reward", 0.1),
-    "held out, after": lambda run: float(run.summary["held_out_after"]),
-}
 STUDIES = {
     "aggregations": Study(
-        modes={
+        {
             "sample_mean": "--loss-aggregation sample_mean",
             "prompt_mean": "--loss-aggregation prompt_mean",
             "token_mean": "--loss-aggregation token_mean",
@@ -93,30 +103,15 @@ STUDIES = {
         # Half of the wrong answers that the warm start teaches are too long, and a response may be twice as long as the
         # longest answer: otherwise right and wrong answers of a prompt would all have the same length.
         flags="--warm-start-corruption 0.25 --warm-start-stutter 0.25 --max-response-len 16",
-        curves={
-            "reward": REWARD,
-            "response_length_right": "length of right answers (tokens)",
-            "response_length_wrong": "length of wrong answers (tokens)",
-            "grad_norm": "gradient norm, before clipping",
-        },
-        quantities=REWARDS
-        | {
-            "length right, last tenth": lambda run: run.mean("response_length_right", 0.1),
-            "length wrong, last tenth": lambda run: run.mean("response_length_wrong", 0.1),
-            "length wrong, all steps": lambda run: run.mean("response_length_wrong"),
-            "gradient norm, all steps": lambda run: run.mean("grad_norm"),
-        },
     ),
     "distillation": Study(
-        modes={
+        {
             "teacher": "--num-layers 3 --hidden-size 160 --train-iters 48",
             "rewards": "",
             "distilled": "--policy-loss distill --distill-teacher hidden --teacher {out}/teacher-seed-{seed}",
         },
         baseline="rewards",
         flags="--train-iters 32",
-        curves={"reward": REWARD, "grad_norm": "gradient norm, before clipping"},
-        quantities={f"steps to {LEARNED}": lambda run: run.steps_to(LEARNED)} | REWARDS,
     ),
 }
 
@@ -148,13 +143,10 @@ def launch(study: Study, mode: str, seed: int, folder: Path) -> str | None:
     return None if status.returncode == 0 else f"{mode}, seed {seed} failed: see {log}"
 
 
-def draw(study: Study, runs: dict[str, list[StudyRun]], path: Path) -> None:
-    """The curves against the step: mean over the seeds, and its 95 % confidence band."""
-    rows = len(study.curves) // 2
-    figure, axes = plt.subplots(
-        rows, 2, figsize=(11, 3.75 * rows), layout="constrained", sharex=True, squeeze=False
-    )
-    for axis, (name, label) in zip(axes.flat, study.curves.items(), strict=True):
+def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
+    """CURVES against the step: mean over the seeds, and its 95 % confidence band."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained", sharex=True)
+    for axis, (name, label) in zip(axes.flat, CURVES.items(), strict=True):
         for mode, group in runs.items():
             points = zip(*(run.curve(name) for run in group), strict=True)
             centre, width = zip(*(interval(values) for values in points), strict=True)
@@ -165,7 +157,7 @@ def draw(study: Study, runs: dict[str, list[StudyRun]], path: Path) -> None:
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
-    for axis in axes[-1]:
+    for axis in axes[1]:
         axis.set_xlabel("step")
     axes[0, 0].legend()
     seeds = len(next(iter(runs.values())))
@@ -175,13 +167,12 @@ def draw(study: Study, runs: dict[str, list[StudyRun]], path: Path) -> None:
 
 
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
-    """Three markdown tables: every way, its difference from the baseline seed by seed, and the first quantity of each seed."""
+    """Three markdown tables: every way, its difference from the baseline, and how soon each seed learned."""
     values = {
-        mode: {name: [read(run) for run in group] for name, read in study.quantities.items()}
+        mode: {name: [read(run) for run in group] for name, read in QUANTITIES.items()}
         for mode, group in runs.items()
     }
-    names = [*study.quantities]
-    header = f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
+    header = f"| | {' | '.join(QUANTITIES)} |\n|---|{'---|' * len(QUANTITIES)}\n"
     lines = [
         _row(mode, [interval(each) for each in columns.values()])
         for mode, columns in values.items()
@@ -198,12 +189,10 @@ def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
         for mode, columns in values.items()
         if mode != study.baseline
     ]
-    seeds = [
-        f"| `{mode}` | {' | '.join(f'{value:.4g}' for value in columns[names[0]])} |\n"
-        for mode, columns in values.items()
-    ]
-    of_seeds = f"| {names[0]}, seed by seed |{' |' * len(runs[study.baseline])}\n"
-    of_seeds += f"|---|{'---|' * len(runs[study.baseline])}\n{''.join(seeds)}"
+    of_seeds = f"| steps to {LEARNED}, seed by seed |{' |' * len(runs[study.baseline])}\n"
+    of_seeds += f"|---|{'---|' * len(runs[study.baseline])}\n"
+    for mode, group in runs.items():
+        of_seeds += f"| `{mode}` | {' | '.join(str(run.steps_to(LEARNED)) for run in group)} |\n"
     return f"{header}{''.join(lines)}\n{header}{''.join(differences)}\n{of_seeds}"
 
 
@@ -238,7 +227,7 @@ def main() -> None:
     runs = {
         mode: [StudyRun.read(folder_of(mode, seed)) for seed in args.seeds] for mode in study.modes
     }
-    draw(study, runs, out / "study.png")
+    draw(runs, out / "study.png")
     (out / "study.md").write_text(tables(study, runs))
     print(f"{tables(study, runs)}\nsee {out}/study.png and study.md")
 

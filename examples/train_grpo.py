@@ -123,6 +123,7 @@ class Run:
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
         self.teacher: Teacher | None = None
+        self.of_output: dict[str, Any] = {"vocab_size": self.tasks.vocabulary_size}
         self.start_optimizer()
         self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
@@ -183,11 +184,7 @@ class Run:
             for indices in plan.microbatches
         )
         batches = [batch.to(self.device) for batch in packed]
-        weight = self.teacher and self.teacher.weight
-        vocab_size = self.tasks.vocabulary_size
-        step = PolicyStep(
-            config, plan, model=self.model, vocab_size=vocab_size, teacher_weight=weight
-        )
+        step = PolicyStep(config, plan, model=self.model, **self.of_output)
 
         def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
             head = step.head(next(batch_iterator))
@@ -222,6 +219,7 @@ class Run:
             self.critic = self.worker.critic = Critic(self.args, model, self.groups)
         if self.args.teacher:
             self.teacher = Teacher(self.args, self._build_model)
+            self.of_output["teacher_weight"] = self.teacher.weight
 
     def with_other_models(self, samples: list[pg.Sample]) -> list[pg.Sample]:
         """The samples with what the teacher says, and with the reference's log-probs where the loss has a KL term."""

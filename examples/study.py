@@ -108,7 +108,8 @@ STUDIES = {
         {
             "teacher": "--num-layers 3 --hidden-size 160 --train-iters 48",
             "rewards": "",
-            "distilled": "--policy-loss distill --distill-teacher hidden --teacher {out}/teacher-seed-{seed}",
+            "rewards_2e-3": "--lr 2e-3",
+            "distilled": "--lr 2e-3 --policy-loss distill --distill-teacher hidden --teacher {out}/teacher-seed-{seed}",
         },
         baseline="rewards",
         flags="--train-iters 32",

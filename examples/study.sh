@@ -4,7 +4,7 @@
 #
 #   bash examples/study.sh                                  # 20 runs, one at a time, a minute or two each
 #   bash examples/study.sh --parallel 4                     # four seeds at a time (two processes each)
-#   bash examples/study.sh --study distillation             # 15 runs
+#   bash examples/study.sh --study distillation             # 20 runs
 #   bash examples/study.sh --seeds 1 2 3 --out runs/other   # started again, it does only what is not done yet
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -12,7 +12,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,39 +168,41 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
 
 
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
-    """Three markdown tables: every way, its difference from the baseline, and how soon each seed learned."""
+    """Markdown: every way, its difference from the baseline, the curve of the mean reward, and how soon each seed learned."""
     values = {
-        mode: {name: [read(run) for run in group] for name, read in QUANTITIES.items()}
+        mode: [[read(run) for run in group] for read in QUANTITIES.values()]
         for mode, group in runs.items()
     }
-    header = f"| | {' | '.join(QUANTITIES)} |\n|---|{'---|' * len(QUANTITIES)}\n"
-    lines = [
-        _row(mode, [interval(each) for each in columns.values()])
-        for mode, columns in values.items()
-    ]
-    differences = [
-        _row(
-            f"{mode} - {study.baseline}",
-            [
-                interval([a - b for a, b in zip(each, values[study.baseline][name], strict=True)])
-                for name, each in columns.items()
-            ],
-            signed=True,
-        )
-        for mode, columns in values.items()
-        if mode != study.baseline
-    ]
-    of_seeds = f"| steps to {LEARNED}, seed by seed |{' |' * len(runs[study.baseline])}\n"
-    of_seeds += f"|---|{'---|' * len(runs[study.baseline])}\n"
+    base = values[study.baseline]
+    steps = range(4, len(runs[study.baseline][0].steps) + 1, 4)
+    whole, paired, by_step, by_seed = {}, {}, {}, {}
     for mode, group in runs.items():
-        of_seeds += f"| `{mode}` | {' | '.join(str(run.steps_to(LEARNED)) for run in group)} |\n"
-    return f"{header}{''.join(lines)}\n{header}{''.join(differences)}\n{of_seeds}"
+        whole[mode] = ["{:.3f} ± {:.3f}".format(*interval(each)) for each in values[mode]]
+        if mode != study.baseline:
+            both = (zip(*each, strict=True) for each in zip(values[mode], base, strict=True))
+            apart = ([a - b for a, b in each] for each in both)
+            paired[f"{mode} - {study.baseline}"] = [
+                "{:+.3f} ± {:.3f}".format(*interval(each)) for each in apart
+            ]
+        curve = [
+            statistics.fmean(each)
+            for each in zip(*(run.curve("reward") for run in group), strict=True)
+        ]
+        by_step[mode] = [f"{curve[step - 1]:.2f}" for step in steps]
+        by_seed[mode] = [str(run.steps_to(LEARNED)) for run in group]
+    found = [
+        _table("", QUANTITIES, whole),
+        _table("", QUANTITIES, paired),
+        _table("reward by step", steps, by_step),
+        _table(f"steps to {LEARNED}, by seed", range(1, len(base[0]) + 1), by_seed),
+    ]
+    return "\n".join(found)
 
 
-def _row(name: str, cells: Sequence[tuple[float, float]], signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    texts = [f"{mean:{sign}.3f} ± {width:.3f}" for mean, width in cells]
-    return f"| `{name}` | {' | '.join(texts)} |\n"
+def _table(corner: str, columns: Iterable[object], rows: Mapping[str, Sequence[str]]) -> str:
+    lines = [[corner, *map(str, columns)]] + [[f"`{name}`", *cells] for name, cells in rows.items()]
+    header, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{header}{'|---' * len(lines[0])}|\n{''.join(rest)}"
 
 
 def main() -> None:

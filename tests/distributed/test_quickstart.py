@@ -203,7 +203,7 @@ def test_a_finished_run_teaches_another_model(
     codes, output = run_without_launcher(project, tmp_path / "run", *flags, *sizes)
     assert codes == [0, 0], output
     first, second = steps_of(tmp_path / "run")
-    assert first["pg_loss"] == first["loss"] > 0.01
+    assert first["pg_loss"] == first["loss"] > 1e-3
     assert second["teacher_divergence"] < first["teacher_divergence"]
     weight = torch.load(checkpoints(uninterrupted)[-1] / "rank_0.pt")["model"]
     assert weight["output_layer.weight"].shape[1] == 128, "the teacher is wider"

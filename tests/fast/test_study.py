@@ -53,9 +53,11 @@ def test_finished_runs_are_read_and_not_repeated(
     monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "3", "--out", str(tmp_path)])
     study.main()
     table = (tmp_path / "study.md").read_text()
-    assert "seed by seed | | | |\n|---|---|---|---|\n| `sample_mean` | 21 | 21 | 21 |" in table
+    assert "by seed | 1 | 2 | 3 |\n|---|---|---|---|\n| `sample_mean` | 21 | 21 | 21 |" in table
     width = 4.302652729911275 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
     assert f"| `sample_mean` | 0.200 ± {width:.3f} |" in table
+    assert "| reward by step | 4 | 8 | 12 | 16 | 20 |" in table
+    assert "| `sample_mean` | 0.20 | 0.20 | 0.20 | 0.20 | 0.20 |" in table
     assert f"| 8.200 ± {width:.3f} |" in table, "the mean over the steps that have wrong answers"
     assert "| `constant - sample_mean` | +0.030 ± 0.000 |" in table, "paired: the seeds fall out"
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")

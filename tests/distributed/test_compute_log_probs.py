@@ -409,7 +409,11 @@ def refusals(sharding: Sharding) -> list[str]:
 
     messages = [message_of(chunks, [fine, each] if rank == 1 else [fine]) for each in wrong]
     away = [unwrapped(chunk).to_empty(device="meta") for chunk in chunks]
-    return [*messages, message_of(away, [fine])]
+    messages.append(message_of(away, [fine]))
+    biased = build(sharding, ModelOptions(output_bias=True))
+    with pytest.raises(NotImplementedError) as refusal:
+        compute_hidden_states(biased, [fine], max_tokens_per_microbatch=8)
+    return [*messages, str(refusal.value)]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -424,6 +428,7 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert told.startswith("data-parallel rank 1: ") and part in told
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
+        assert rank[4].startswith("compute_hidden_states of a model whose output layer has a bias")
 
 
 def entropy_of_nothing() -> tuple[int, int]:

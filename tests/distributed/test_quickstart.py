@@ -193,6 +193,7 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
     assert first == pytest.approx(0.0, abs=1e-7) and last > 1e-7
 
 
+@in_one_lane
 def test_a_finished_run_teaches_another_model(
     project: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

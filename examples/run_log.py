@@ -80,12 +80,22 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     return state
 
 
-def claim_folder(args: argparse.Namespace, world_size: int) -> FileLock:
+def claim_folder(args: argparse.Namespace, world_size: int, rank: int = 0) -> FileLock | None:
     """The lock of the run's folder, for rank 0; an earlier run in it is moved aside, or is the one to be resumed.
 
     Raises:
-        ValueError: another run is writing to it, it holds something else, or a run of other settings.
+        ValueError: another run is writing to it, it holds something else, or a run of other settings, or it cannot be
+            written.
     """
+    if rank > 0:
+        return None
+    try:
+        return _claimed(args, world_size)
+    except OSError as error:
+        raise ValueError(f"--run-dir {args.run_dir} cannot be written: {error}") from error
+
+
+def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
     folder: Path = args.run_dir.resolve()  # a symbolic link stays one
     settings = folder / "settings.json"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +168,9 @@ class Log:
         self._events = SummaryWriter(events, purge_step=progress["step"] + 1)
         for phase, name in LOGS.items():
             kept = [line for line in self._lines(phase) if line["step"] <= progress[phase]]
-            (args.run_dir / name).write_text("".join(json.dumps(each) + "\n" for each in kept))
+            partial = args.run_dir / f"{name}.partial"  # a kill leaves the one or the other
+            partial.write_text("".join(json.dumps(each) + "\n" for each in kept))
+            partial.replace(args.run_dir / name)
 
     def write(
         self, phase: str, values: Mapping[str, float | None], answers: Iterable[str] = ()

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
+from megatron_pg.config.refusal import is_to_speak
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
@@ -42,6 +43,7 @@ from megatron_pg.megatron import (
     enable_cpu_runtime,
     torch_block_spec,
 )
+from megatron_pg.step.agreement import compute_and_gather
 
 SIZES = {
     "tensor-model-parallel-size": (1, "TP"),
@@ -330,10 +332,10 @@ def main() -> None:
     try:
         args = parse_arguments()
         start_megatron(args)
-        lock = claim_folder(args, dist.get_world_size()) if dist.get_rank() == 0 else None
+        place = dist.get_world_size(), dist.get_rank()
+        lock, _ = compute_and_gather(lambda: claim_folder(args, *place), id, dist.group.WORLD)
     except (ValueError, NotImplementedError) as error:
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
-    dist.barrier()
+        sys.exit(f"error: {error}" if is_to_speak() else 1)
     run = Run(args)
     if args.resume and (found := checkpoints(args.run_dir)):
         run.restore(found[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pg.config.refusal import is_to_speak
 from megatron_pg.step.agreement import OtherRankError, gather
 
 REMEDY = "pip install -r examples/trainer/requirements.txt"
@@ -78,12 +78,11 @@ def alone(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the process with the message of a `RunError`, which rank 0 says; any other error is a fault, and is traced."""
+    """End the process with the message of a `RunError`, said by one rank; any other error is a fault, and is traced."""
     try:
         yield
     except RunError as error:
-        speaks = isinstance(error, RankError) or os.environ.get("RANK", "0") == "0"
-        sys.exit(f"error: {error}" if speaks else 1)
+        sys.exit(f"error: {error}" if isinstance(error, RankError) or is_to_speak() else 1)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -51,6 +51,15 @@ REASONS = {
 FLAGS = {name: reason for reason, names in REASONS.items() for name in names.split()}
 """Further flags, by the attribute that they store to, and what to do."""
 
+LEAST = {
+    "prompts_per_step": 1,
+    "samples_per_prompt": 1,
+    "max_response_tokens": 1,
+    "held_out_tasks": 0,
+    "prompt_examples": 0,
+}
+"""Numbers of --task, and the smallest that each may be."""
+
 POSITIONS = ("learned_absolute", "rope", "none")
 
 
@@ -142,6 +151,9 @@ def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         "--task needs --hf-model: its tokenizer and chat template make the prompts",
     )
     yield args.docs_per_step is not None, "--docs-per-step with --task: give --prompts-per-step"
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        yield value < least, f"--{name.replace('_', '-')} is {value}: give {least} or more"
     yield (
         args.distinct_ids is not None,
         "--distinct-ids with --task: tasks are numbered over all ranks; drop it",

@@ -43,8 +43,12 @@ class TaskSteps:
 
         self._args, self._config, self._groups = args, config, groups
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
-        settings = {"size": MOST_TASKS, "seed": args.seed} | (args.task_settings or {})
-        self._dataset = reasoning_gym.create_dataset(args.task, **settings)
+        given = args.task_settings or {}
+        try:
+            settings = {"size": MOST_TASKS, "seed": args.seed} | given
+            self._dataset = reasoning_gym.create_dataset(args.task, **settings)
+        except (TypeError, AssertionError) as error:  # what its generators refuse with
+            raise ValueError(f"--task-settings {given} of --task {args.task}: {error}") from error
         distinct = {entry["question"]: entry for entry in self._dataset}
         entries = list(distinct.values())
         self._examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]

@@ -151,7 +151,7 @@ class Run:
         return result
 
     def _score_held_out(self, iteration: int) -> None:
-        if isinstance(self._rollouts, FileSteps):
+        if isinstance(self._rollouts, FileSteps) or not self._args.held_out_tasks:
             return
         score, answers = self._rollouts.held_out()
         self._log.held_out(iteration, score, answers)

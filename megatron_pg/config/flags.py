@@ -9,11 +9,13 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import textwrap
 from dataclasses import MISSING
 from typing import Any, NoReturn, TypeVar
 
 from megatron_pg.config.fields import Field, fields_of, flag_of
+from megatron_pg.config.refusal import is_to_speak
 from megatron_pg.config.rows import TABLES, did_you_mean
 
 Settings = TypeVar("Settings")
@@ -137,10 +139,10 @@ def _word(field: Field, text: str) -> str:
 
 
 def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser refuse in one line that names the nearest flag that it has, and speak on one rank of a node.
+    """Lets the parser refuse in one line that names the nearest flag that it has, said by one rank, as --help is by one
+    of each node.
 
-    Megatron's usage is 700 lines long, and every rank would print it, and --help. Launch lines may differ from node to
-    node.
+    Megatron's usage is 700 lines long, and every rank would print it.
     """
     if getattr(parser.error, "names_the_nearest", False):
         return
@@ -150,7 +152,9 @@ def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
         if message.startswith("unrecognized arguments"):
             for flag in re.findall(r"(?<!\S)--[\w-]+", message):
                 message += did_you_mean(flag, parser._option_string_actions)
-        parser.exit(2, f"{parser.prog}: error: {message}\n")
+        if is_to_speak():
+            write(f"{parser.prog}: error: {message}\n", sys.stderr)
+        parser.exit(2)
 
     def write_once(message: str, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":

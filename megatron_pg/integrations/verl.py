@@ -59,8 +59,8 @@ PREFIX = "megatron_pg_"
 PROVEN_VERSIONS = ("0.9.1",)
 """The versions of verl whose source the derivation was read in and whose functions the tests ran."""
 
-NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
-"""Estimators that verl hands further inputs to by their own name, and so not by ours."""
+NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
+"""Estimators that verl makes or hands further inputs for by their own name, and so not by ours."""
 
 TAG, TAG_BITS = 0b01, 0b11
 """The last bits of an advantage that carries its prompt group's weight."""

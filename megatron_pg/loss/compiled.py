@@ -8,6 +8,7 @@ that a call checks nothing but their types. What cannot be traced or compiled ru
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -84,14 +85,20 @@ def program(
     """
     key = (settings, inputs.key)
     if key not in _programs:
-        if len(_programs) == MAX_PROGRAMS:
-            logger.warning(
-                "the policy loss was compiled for %d settings in this process: further ones run operator by operator, with "
-                "more launches (said once)",
-                MAX_PROGRAMS,
-            )
-        _programs[key] = _compiled(function, inputs) if len(_programs) < MAX_PROGRAMS else None
+        if len(_programs) >= MAX_PROGRAMS:  # nothing is kept of settings that every step may change
+            _say_that_no_more_are_compiled()
+            return None
+        _programs[key] = _compiled(function, inputs)
     return _programs[key]
+
+
+@functools.cache
+def _say_that_no_more_are_compiled() -> None:
+    logger.warning(
+        "the policy loss was compiled for %d settings in this process: further ones run operator by operator, with more launches "
+        "(said once)",
+        MAX_PROGRAMS,
+    )
 
 
 def _compiled(

@@ -206,18 +206,19 @@ METRICS = [
 """What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
 is old_log_prob - rollout_log_prob."""
 
+# A square is a product here: `**` raises on a Python number whose square no float holds, which a ratio of one token may be.
 DERIVED = [
     Derived(
         EFFECTIVE_SAMPLE_SIZE,
         "(sum r)^2 / sum r^2, Kish's: at most the number of tokens, equal to it where all ratios are equal",
         ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
-        lambda total, of_squares: total**2 / of_squares if of_squares else math.nan,
+        lambda total, of_squares: total * total / of_squares if of_squares else math.nan,
     ),
     Derived(
         "rollout_abs_difference_std",
         "standard deviation of |d|, under the weights of its mean",
         ("rollout_abs_difference", "rollout_abs_difference_squared"),
-        lambda mean, of_squares: math.sqrt(max(of_squares - mean**2, 0.0)),
+        lambda mean, of_squares: math.sqrt(max(of_squares - mean * mean, 0.0)),
     ),
     Derived(
         "rollout_ppl_ratio",
@@ -229,7 +230,7 @@ DERIVED = [
         "rollout_effective_sample_size",
         "(sum w)^2 / (T sum w^2), Kish's over the number of tokens: from 1 / T to 1, where all w are equal",
         ("rollout_ratio_of_tokens", "rollout_ratio_squared_of_tokens"),
-        lambda mean, of_squares: mean**2 / of_squares if of_squares else math.nan,
+        lambda mean, of_squares: mean * mean / of_squares if of_squares else math.nan,
     ),
     Derived(
         "staleness",

@@ -50,7 +50,8 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name such a token, and samples that the checksum is about."""
+    """The micro-batch, to name such a token, and samples that the checksum is about; without its side channels, as a teacher's
+    logits would stay on the device until the end of the step."""
     totals: StepTotals | None = None
     """The totals of its step, for the same."""
     table: Tensor | None = None
@@ -124,6 +125,10 @@ def token_metrics(scored: Scored) -> TokenMetrics:
         extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
     )
     is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
+    if scored.config.kl_loss_coef:
+        is_nan = is_nan | (loss_mask & given(batch.ref_log_probs).isnan())
+    if scored.config.distill_coef:
+        is_nan = is_nan | (loss_mask & given(batch.divergence).isnan())
     return TokenMetrics(torch.stack(values), maxima, is_nan)
 
 
@@ -196,7 +201,9 @@ def reduce_metrics(
     pairs, of_critic = pairs.tensor_split([len(metric_names(config))])
     reduced = _by_name(config, pairs, maxima)
     if contributes and reduced["loss"] != reduced["loss"]:
-        report_nan_tokens(micro_batches, "its logits, old_log_probs and rollout_log_probs")
+        report_nan_tokens(
+            micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
+        )
     check_checksum(config, reduced, micro_batches)
     if CHECKSUM in reduced:
         reduced[CHECKSUM], _ = checksum_of(reduced)

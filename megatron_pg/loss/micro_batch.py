@@ -141,7 +141,7 @@ class MicroBatchLoss:
         pairs = self._table.pairs(self._weights, map(given, parts))
         metrics = MicroBatchMetrics.of(self._table.names, pairs)
         metrics.maxima, metrics.is_nan = maxima, is_nan
-        metrics.batch, metrics.totals = self.batch, self._totals
+        metrics.batch, metrics.totals = replace(self.batch, side_channels={}), self._totals
         return given(loss), metrics
 
     def loss(

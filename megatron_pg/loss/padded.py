@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megatron_pg.loss.aggregation import checked_aggregation
 from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import to_device
 from megatron_pg.step.sample import as_integer, check_mask, checked_integer
-from megatron_pg.step.totals import BareSample, StepTotals, step_totals
+from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 
 
 def padded_totals(
@@ -51,16 +52,19 @@ def padded_totals(
         data_parallel_group: the group that gradients are averaged over; None for a step on one rank.
 
     Raises:
-        ValueError: a mask that is no matrix or has other values, ids that are not one per row, or a rollout in two
-            prompt groups or on two ranks.
+        ValueError: on all ranks, where one has it: a mask that is no matrix or has other values, ids that are not one per
+            row, or a rollout in two prompt groups or on two ranks.
     """
-    _check_mask(mask)
-    counts = mask.sum(dim=1, dtype=torch.int64).tolist()
-    rows = [
-        dataclasses.replace(row, id_source=id_source)
-        for row in _counted_rows(counts, group_index, rollout_id)
-    ]
-    return step_totals(rows, data_parallel_group=data_parallel_group)
+
+    def rows() -> list[BareSample]:
+        _check_mask(mask)
+        counts = mask.sum(dim=1, dtype=torch.int64).tolist()
+        counted = _counted_rows(counts, group_index, rollout_id)
+        return [dataclasses.replace(row, id_source=id_source) for row in counted]
+
+    _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
+    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
+    return totals_of_counts(everyone, rank)
 
 
 def reduce_padded(

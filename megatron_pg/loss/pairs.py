@@ -14,9 +14,12 @@ from megatron_pg.loss.weights import SCALARS, MicroBatchWeights
 from megatron_pg.step.batch import to_device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MetricTable:
-    """How the pairs of a micro-batch are made of sums over its tokens: sums of all at once, and one gather."""
+    """How the pairs of a micro-batch are made of sums over its tokens: sums of all at once, and one gather.
+
+    Equal by value: settings of which a coefficient alone differs, from step to step, share one.
+    """
 
     reported: tuple[str, ...]
     """Numbers of the whole micro-batch, such as the loss, whose denominators add up to 1 over the step."""

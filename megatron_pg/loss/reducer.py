@@ -139,6 +139,8 @@ def token_weights(
 def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
     """The user's reducer of one micro-batch, of `--custom-pg-loss-reducer-function-path`.
 
+    An empty micro-batch, which a plan has and other trainers do not, has the sum 0: a loop over samples would make an int.
+
     Raises:
         ValueError: what the function returned is no function, or its sum is no number with a gradient.
     """
@@ -146,9 +148,11 @@ def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
     path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
+    if not batch.samples:
+        return torch.sum
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
-    loss_masks = list(torch.split(all_masks.to(batch.loss_mask.device), lengths))
+    loss_masks = list(torch.split(to_device(all_masks, batch.loss_mask.device), lengths))
     place = {
         "cp_rank": window.cp_rank,
         "cp_size": window.cp_size,

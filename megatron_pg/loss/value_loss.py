@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,7 +95,8 @@ class MicroBatchValueLoss:
         of_metrics = self._of_metrics(of_tokens, values) if table.rows else None
         parts = table.parts(self._weights, {"value_loss": loss}, of_metrics)
         metrics = MicroBatchMetrics.of(table.names, table.pairs(self._weights, parts))
-        metrics.batch, metrics.totals, metrics.is_nan = self.batch, self._totals, of_tokens.isnan()
+        metrics.batch, metrics.totals = replace(self.batch, side_channels={}), self._totals
+        metrics.is_nan = of_tokens.isnan()
         return loss, metrics
 
     @torch.no_grad()

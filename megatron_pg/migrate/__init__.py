@@ -99,7 +99,9 @@ def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    lengths = tuple(int(each) for each in text.split(","))
-    if min(lengths) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected active tokens, 1 or more of each")
-    return lengths
+    lengths = text.split(",")
+    if not all(each.isdecimal() and int(each) for each in lengths):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected whole numbers of active tokens above 0, such as 200,4000"
+        )
+    return tuple(map(int, lengths))

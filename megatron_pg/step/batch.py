@@ -295,7 +295,10 @@ def _channel_of_window(
         if all(isinstance(part, Ragged) for part in parts):
             rows = Ragged.concatenate([*parts, _NO_ROW])  # type: ignore[list-item]
             return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
-        whole = torch.cat([part for part in parts if isinstance(part, Tensor)])
+        dtypes = {part.dtype for part in parts if isinstance(part, Tensor)}
+        if len(dtypes) > 1:  # what they become together would depend on the packing
+            raise TypeError(f"dtypes {' and '.join(sorted(map(str, dtypes)))}")
+        whole = torch.cat(parts)  # type: ignore[arg-type]
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"{where} differs from sample to sample in more than its rows: {error}"

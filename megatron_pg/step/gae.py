@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.critic import CriticConfig
-from megatron_pg.step.agreement import gather
+from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values, check_mask, refuse_values
 
 WHITEN_EPSILON = 1e-8
@@ -107,15 +107,24 @@ def whiten(
         data_parallel_group: the data-parallel group *without* context parallelism; None at size 1.
 
     Raises:
-        ValueError: lengths that differ.
+        ValueError: lengths that differ, on all ranks where they do on one.
     """
-    masks = _vectors("loss_mask", loss_mask)
-    lengths = [mask.numel() for mask in masks]
-    flat_mask, values = _joined(masks), _joined(_vectors("advantages", advantages, lengths))
-    active = flat_mask.nonzero().squeeze(1)
-    mine = values[active]
-    sums = (mine.numel(), float(mine.sum()), float(mine.square().sum()))
-    count, total, of_squares = map(sum, zip(*gather(sums, data_parallel_group), strict=True))
+
+    def of_rank() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        masks = _vectors("loss_mask", loss_mask)
+        lengths = [mask.numel() for mask in masks]
+        flat_mask, values = _joined(masks), _joined(_vectors("advantages", advantages, lengths))
+        active = flat_mask.nonzero().squeeze(1)
+        return flat_mask, active, values[active], lengths
+
+    def sums(found: tuple[Tensor, Tensor, Tensor, list[int]]) -> tuple[int, float, float]:
+        values = found[2]
+        return values.numel(), float(values.sum()), float(values.square().sum())
+
+    (flat_mask, active, mine, lengths), everyone = compute_and_gather(
+        of_rank, sums, data_parallel_group
+    )
+    count, total, of_squares = map(sum, zip(*everyone, strict=True))
     mean = total / max(count, 1)
     variance = max(of_squares - count * mean**2, 0.0) / max(count - 1, 1)
     scaled = (mine - mean) / math.sqrt(variance + WHITEN_EPSILON)

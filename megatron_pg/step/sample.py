@@ -181,7 +181,11 @@ class Sample:
         """A one-dimensional host tensor of the field, with an error that names it where there is none to be had."""
         where = f"{self.name}: {field}"
         try:
-            vector = torch.as_tensor(getattr(self, field))
+            given = getattr(self, field)
+            vector = torch.as_tensor(given)
+            if vector.dtype in (torch.bfloat16, torch.float16) and not isinstance(given, Tensor):
+                # Rounded to torch's default dtype, which a trainer may have set to its model's.
+                vector = torch.as_tensor(given, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
@@ -220,7 +224,7 @@ class Sample:
         given: object = self.advantages
         if isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.dim() == 0):
             try:
-                advantages = torch.full((self.response_length,), float(given))
+                advantages = torch.full((self.response_length,), float(given), dtype=torch.float32)
             except (RuntimeError, OverflowError) as error:
                 raise ValueError(
                     f"{self.name}: advantages is {given!r}, expected a number that float32 holds"

@@ -372,6 +372,40 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds no run"):
         claim(tmp_path)
+    with pytest.raises(ValueError, match="--run-dir .*run cannot be written: .*notes.txt"):
+        claim(tmp_path / "notes.txt" / "run")
+
+
+@in_one_lane
+def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path: Path) -> None:
+    """Rank 0 alone looks at it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    flags = ["--context-parallel-size", "2", "--run-dir", str(tmp_path / "run")]
+    ranks = start_script(flags, tmp_path / "run")
+    for rank in ranks:  # nobody ends the other
+        rank.join(TIMEOUT_SECONDS)
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    said = output_of(tmp_path / "run").read_text()
+    assert said.startswith("error: --run-dir") and "Traceback" not in said
+
+
+def test_a_log_that_is_cut_back_is_never_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as it writes, a resumed run leaves the steps that were there."""
+    steps = "".join(f'{{"step": {number}}}\n' for number in range(1, 4))
+    (tmp_path / "metrics.jsonl").write_text(steps)
+
+    def die(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", die)
+    with pytest.raises(KeyboardInterrupt):
+        Log(parse_for_two_ranks(f"--run-dir {tmp_path}"), {"warm_start": 0, "step": 2})
+    assert (tmp_path / "metrics.jsonl").read_text() == steps
 
 
 def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:

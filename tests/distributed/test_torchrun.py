@@ -23,6 +23,10 @@ def main():
     how, rank = sys.argv[1], os.environ["RANK"]
     if how == "refused":
         sys.exit("error: --flag" if rank == "0" else 2)
+    if how == "refused at once by rank 1":
+        from megatron_pg.config.refusal import is_to_speak
+        time.sleep(3 if rank == "0" else 0)  # it has not imported all of its packages
+        sys.exit("error: --flag" if is_to_speak() else 1)
     if how == "fault" and rank == "1":
         raise ValueError("a fault")
     if how == "killed" and rank == "1":
@@ -63,6 +67,13 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     """With the status of the rank that torchrun saw first."""
     status, said = end(start(tmp_path, "refused"))
     assert status in (1, 2) and said == "error: --flag\n"
+
+
+def test_the_first_rank_that_is_refused_says_why(tmp_path: Path) -> None:
+    """Its end is the end of rank 0, which may not have come to its flags."""
+    status, said = end(start(tmp_path, "refused at once by rank 1"))
+    said = "".join(line for line in said.splitlines(True) if "cpp_extension" not in line)
+    assert status == 1 and said == "error: --flag\n"
 
 
 def test_a_fault_is_traced_once(tmp_path: Path) -> None:

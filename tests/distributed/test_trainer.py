@@ -224,6 +224,8 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Pa
         ("--norm-epsilon 0.5", "layernorm_epsilon 1e-05 and this run has 0.5"),
         ("--eps-clip 0.1", "eps_clip 0.2 and this run has 0.1"),
         ("--docs-per-step 12", "docs_per_step 10 and this run has 12"),
+        # Those after it are trained on.
+        ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
     ],
 )
 def test_a_run_with_other_settings_does_not_go_on(

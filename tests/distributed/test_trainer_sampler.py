@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -158,6 +159,11 @@ def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
         ("--rollout-files x.jsonl", "give one of --rollout-files and --task"),
         ("--max-response-tokens 300", "need more than --max-position-embeddings 256"),
         ("--prompts-per-step 20000", "distinct tasks: too few"),
+        ("--held-out-tasks -1", "--held-out-tasks is -1: give 0 or more"),
+        ("--samples-per-prompt 0", "--samples-per-prompt is 0: give 1 or more"),
+        ('--task-settings {"min_terms":5,"max_terms":2}', "max_terms must be >= min_terms"),
+        ('--task-settings {"terms":5}', "unexpected keyword argument 'terms'"),
+        ("--task-settings 3", "--task-settings 3 of --task chain_sum: "),
     ],
 )
 def test_what_the_sampler_cannot_do_is_refused(
@@ -165,6 +171,18 @@ def test_what_the_sampler_cannot_do_is_refused(
 ) -> None:
     given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
+
+
+def test_without_held_out_tasks_there_is_no_score() -> None:
+    assert run_ranks(score_no_tasks, 1) == [None]
+
+
+def score_no_tasks() -> None:
+    from trainer.train import Run
+
+    run = object.__new__(Run)
+    run._args, run._rollouts = argparse.Namespace(held_out_tasks=0), None
+    run._score_held_out(0)
 
 
 def run_task(folder: Path, flags: str) -> str:

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pg import whiten
 from megatron_pg.loss.aggregation import AGGREGATIONS, checked_aggregation
+from megatron_pg.loss.padded import padded_totals
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
@@ -273,6 +275,14 @@ def count_on_rank() -> None:
     # A group missing on one rank is missing for all.
     first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
     assert step_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
+
+    # An error of one rank leaves no other waiting.
+    mask = torch.tensor([[1.0, 1.0 + rank]])
+    where = "" if rank == 1 else "data-parallel rank 1: "
+    with pytest.raises(ValueError, match=rf"^{where}mask\[0, 1\] is 2"):
+        padded_totals(mask, data_parallel_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=rf"^{where}advantages has 1 responses and loss_mask 2"):
+        whiten([torch.ones(1)], [[1]] * (1 + rank), data_parallel_group=dist.group.WORLD)
 
 
 def test_totals_span_data_parallel_ranks() -> None:

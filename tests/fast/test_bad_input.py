@@ -7,6 +7,7 @@ the settings, the loss. An error that a user cannot act on counts as a failure h
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,30 @@ def test_a_sample_keeps_its_values_when_the_buffer_they_came_from_changes() -> N
     kept = sample(old_log_probs=buffer)
     buffer.fill_(0.0)
     assert kept.old_log_probs is not None and kept.old_log_probs.tolist() == [-1.0, -2.0, -0.5]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype: torch.dtype) -> None:
+    """A trainer may have set it to its model's, which would take 0.4 % off a ratio."""
+    numbers = [-0.1234567, -2.7182817, -9.8765432]
+
+    def made() -> Sample:
+        per_token = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "returns", "old_values")
+        fields: dict[str, Any] = dict.fromkeys(per_token, numbers)
+        weights = [-each for each in numbers]
+        return Sample([1] * 4, 3, [1] * 3, advantages=numbers[0], loss_weights=weights, **fields)
+
+    expected = made()
+    torch.set_default_dtype(dtype)
+    try:
+        found = made()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for field in dataclasses.fields(Sample):
+        value = getattr(expected, field.name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(found, field.name), value), field.name
+            assert getattr(found, field.name).dtype == value.dtype
 
 
 def test_numpy_integers_and_scalars_are_numbers() -> None:

@@ -20,6 +20,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import compiled
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.pairs import _layout
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
 from megatron_pg.step.batch import PackedBatch, pack
@@ -339,10 +340,14 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(
         assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
     assert caplog.text.count("(RuntimeError: no compiler here)") == 1
     monkeypatch.setattr(compiled, "MAX_PROGRAMS", 1)
-    for coefficient in (0.1, 0.2, 0.1):
+    compiled._say_that_no_more_are_compiled.cache_clear()
+    _layout.cache_clear()
+    for coefficient in (0.1, 0.2, 0.1, 0.3):
         config = PolicyLossConfig(kl_loss_coef=coefficient)
         assert_same(evaluated(config), by_operators(config), rtol=0.0, atol=0.0)
+        assert len(compiled._programs) == 1
     assert caplog.text.count("compiled for 1 settings") == 1
+    assert _layout.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("tokens", (0, 1))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.critic import CriticConfig
 from megatron_pg.loss.corrections import Scored, accepted_samples
 from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
 from megatron_pg.loss.metrics import (
@@ -27,6 +30,7 @@ from megatron_pg.loss.metrics import (
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.loss.value_loss import MicroBatchValueLoss
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -546,6 +550,30 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFix
     assert "response token 2 of sample 0" in record.getMessage()
 
 
+def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first active token that has one: the KL term is as much of the loss as the objective."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[0, 1, 1],
+        old_log_probs=[-1.0] * 3,
+        ref_log_probs=[math.nan, -1.0, math.nan],
+        name="third",
+    )
+    config = PolicyLossConfig(kl_loss_coef=0.1)
+    metrics = micro_batch_metrics(config, pack([sample]), torch.full((3,), -1.0))
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        assert math.isnan(reduced(config, [metrics])["loss"])
+    (record,) = caplog.records
+    assert "the first is response token 2 of sample 0 (third)" in record.getMessage()
+    caplog.clear()
+    reduced(
+        PolicyLossConfig(),
+        [micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), -1.0))],
+    )
+    assert not caplog.records
+
+
 def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
     sequences = random_sequences(7)
     config = PolicyLossConfig()
@@ -553,6 +581,54 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
     assert metrics.is_nan is not None and not metrics.is_nan.any()
     reduced(config, [metrics])
     assert not caplog.records
+
+
+@pytest.mark.parametrize("log_prob", (-400.0, -9999.0, -math.inf))
+def test_a_ratio_beyond_any_number_ends_no_run(log_prob: float) -> None:
+    """A token that one of the policies, or its engine, holds to be impossible: its metrics are not finite, the others are."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[1] * 3,
+        advantages=1.0,
+        old_log_probs=[-1.0, -1.0, log_prob],
+        rollout_log_probs=[-1.0, log_prob, -1.0],
+    )
+    log_probs = torch.full((3,), -1.0)
+    found = reduced(
+        PolicyLossConfig(), [micro_batch_metrics(PolicyLossConfig(), pack([sample]), log_probs)]
+    )
+    assert math.isfinite(found["loss"]) and found["aggregation_checksum"] == 1.0
+    assert not math.isfinite(found["effective_sample_size"])
+    assert not math.isfinite(found["rollout_effective_sample_size"])
+
+
+def test_metrics_keep_no_side_channel_alive() -> None:
+    """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[1] * 3,
+        old_log_probs=[-1.0] * 3,
+        old_values=[0.0] * 3,
+        returns=[0.0] * 3,
+        side_channels={"teacher_logits": torch.zeros(3, 8)},
+    )
+    config, totals, numbers = PolicyLossConfig(), step_totals([sample]), torch.full((3,), -1.0)
+    losses = {
+        "policy": lambda batch: policy_loss_from_log_probs(
+            config, batch, numbers, None, totals=totals
+        ),
+        "value": lambda batch: MicroBatchValueLoss(config, CriticConfig(), batch, totals)(numbers),
+    }
+    for loss_of in losses.values():
+        batch = pack([sample])
+        channel = weakref.ref(batch.side_channels["teacher_logits"])
+        _, metrics = loss_of(batch)
+        assert metrics.batch is not None and metrics.batch.samples == batch.samples
+        del batch
+        gc.collect()
+        assert channel() is None
 
 
 def test_custom_reducers_have_no_checksum() -> None:

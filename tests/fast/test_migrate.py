@@ -424,6 +424,7 @@ SAME = {
     VERL_KL + "mse+": "--kl-loss-type k2",
     VERL + f"{MODE}=gspo": "--policy-loss gspo",
     VERL + f"{MODE}=cispo": "--policy-loss cispo --cispo-lower-bound",
+    SLIME + "--advantage-estimator cispo": "--policy-loss cispo --cispo-lower-bound",
     VERL + f"{MODE}=gpg": "--policy-loss reinforce",
     VERL + f"{MODE}=sapo {ACTOR}tau_neg=1.5": "--policy-loss sapo --sapo-tau-neg 1.5",
     VERL + "algorithm.rollout_correction.bypass_mode=true": "--ratio-anchor rollout",
@@ -478,6 +479,21 @@ def test_what_has_no_counterpart_is_said(line: str, capsys: pytest.CaptureFixtur
     assert which == "nearest" and LOST[line] in lost
     taken(flags)
     assert "--use-tis" not in flags or "--custom-tis-function-path" not in line
+
+
+def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step."""
+    line = VERL_KL + f"k3 {MODE}=geo_mean"
+    assert terms(line)[:2] == [("unknown", 1.0, None), ("token_mean", 0.001, None)]
+    main(["--", *shlex.split(line)])
+    assert "M times the mean over rollouts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["200,,", "", "0", "2.5", "200,-1", "x"])
+def test_lengths_are_whole_numbers(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--lengths", given, "--", *shlex.split(VERL)])
+    assert f"--lengths: {given!r}: expected whole numbers" in capsys.readouterr().err
 
 
 def test_likelihood_is_not_printed_as_ppo(capsys: pytest.CaptureFixture[str]) -> None:

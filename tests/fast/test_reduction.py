@@ -107,8 +107,25 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
         weights.inner_sum(x.requires_grad_())
 
 
+def sum_over_samples(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
+    """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the int 0."""
+    torch.stack([mask.sum() for mask in loss_masks])
+    return lambda x: sum(  # type: ignore[return-value]
+        (part * mask).sum()
+        for part, mask in zip(x.split(response_lengths), loss_masks, strict=True)
+    )
+
+
 CONFIGS = {
     "custom": custom_config(per_token=False),
+    "custom_over_samples": PolicyLossConfig(
+        custom_pg_loss_reducer_function_path=f"{__name__}:sum_over_samples"
+    ),
     "custom_per_token": custom_config(per_token=True),
     **{
         name: PolicyLossConfig(

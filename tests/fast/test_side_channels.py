@@ -85,6 +85,22 @@ def test_wrong_channels_are_named(value: Any, words: str) -> None:
     assert str(error.value).startswith(f"a: side_channels['experts'] {words}")
 
 
+@pytest.mark.parametrize("cp_rank", (0, 1))
+@pytest.mark.parametrize(
+    "other",
+    (
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3, 1),
+        Ragged(torch.ones(3), torch.tensor([0, 1, 2, 3])),
+    ),
+)
+def test_channels_that_differ_are_refused(other: Any, cp_rank: int) -> None:
+    """Whoever is packed together: other rows, or a dtype that depends on the packing, would come of it."""
+    samples = [sample(None, side_channels={"x": each}) for each in (other, torch.ones(3))]
+    with pytest.raises(ValueError, match=r"side_channels\['x'\] differs from sample to sample"):
+        pack(samples, cp_rank=cp_rank, cp_size=2)
+
+
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_every_rank_gets_its_own(cp_size: int) -> None:
     """Of random samples, one of them without response, against the layout simulated row by row."""

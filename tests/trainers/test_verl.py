@@ -190,6 +190,23 @@ def test_refusals(monkeypatch):
     assert "policy_loss.loss_mode=megatron_pg_prompt_mean" in message
 
 
+def test_every_estimator_runs_on_what_verl_hands_to_it():
+    """By our name: ReMax, say, has baselines only where its own is asked for."""
+    from verl.trainer.ppo import core_algos
+
+    from megatron_pg.integrations.verl import PREFIX, register
+
+    register()
+    names = [name for name in core_algos.ADV_ESTIMATOR_REGISTRY if str(name).startswith(PREFIX)]
+    assert f"{PREFIX}prompt_mean_rloo" in names
+    for name in names:
+
+        class Ours(Case):
+            estimator = name
+
+        assert verl_advantages(step_of(STEP), Ours("megatron_pg_prompt_mean")).isfinite().all()
+
+
 def test_the_vocabulary_is_one_row_per_token():
     step = step_of(STEP)
     tokens = [token for sample in step for token in sample.tokens]

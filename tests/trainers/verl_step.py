@@ -62,7 +62,7 @@ def verl_advantages(samples: list[PlainSample], case: Case) -> Tensor:
     rewards[:, 0] = torch.rand(len(samples), generator=torch.Generator().manual_seed(5))
     config = OmegaConf.create(
         {
-            "algorithm": {"adv_estimator": case.estimator},
+            "algorithm": {"adv_estimator": case.estimator, "gamma": 1.0, "lam": 1.0},
             "actor_rollout_ref": {
                 "actor": {
                     "policy_loss": {"loss_mode": case.loss_mode},

@@ -4,6 +4,7 @@
 #   bash examples/quickstart.sh                                     # under two minutes after installation
 #   bash examples/quickstart.sh --loss-aggregation token_mean       # any flag of train_grpo.py; a later one wins
 #   bash examples/quickstart.sh --resume                            # go on where a stopped run was
+#   PROCESSES=1 bash examples/quickstart.sh                         # on one core
 #   PYTHON=python3.11 bash examples/quickstart.sh                   # another interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,5 +16,5 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron wants it set wherever it splits
 # Megatron warns at length that Transformer Engine and Apex are absent, and uses names that torch is renaming.
 export PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning,ignore::SyntaxWarning
 
-exec "$VENV_PYTHON" examples/launch/torchrun.py --standalone --nproc-per-node 2 examples/train_grpo.py \
-    --context-parallel-size 2 --loss-aggregation prompt_mean --run-dir runs/quickstart "$@"
+exec "$VENV_PYTHON" examples/launch/torchrun.py --standalone --nproc-per-node "${PROCESSES:-2}" examples/train_grpo.py \
+    --context-parallel-size "${PROCESSES:-2}" --loss-aggregation prompt_mean --run-dir runs/quickstart "$@"

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
+from teacher import Teacher, check_teacher_args
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -82,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in --run-dir")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--seed", type=int, default=1)
+    add("--teacher", type=Path, help="folder of a finished run, to be distilled from its model")
     args = pg.add_policy_loss_args(add_advantage_args(parser)).parse_args()
     least = dict.fromkeys(SIZES, 1) | dict.fromkeys(NUMBERS, 0)
     for name, lowest in least.items():
@@ -89,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
             raise ValueError(f"--{name} is {value}: give a finite number from {lowest} on")
     check_task_args(args)
     check_advantage_args(args)
+    check_teacher_args(args)
     fields = ["old_log_probs", "rollout_log_probs", "ref_log_probs", "group_index"]
     pg.validate_policy_loss_args(args, sample_fields=fields)
     model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
@@ -121,17 +124,21 @@ class Run:
         self.model = self._build_model()
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
+        self.teacher: Teacher | None = None
+        self.of_output: dict[str, Any] = {"vocab_size": self.tasks.vocabulary_size}
         self.start_optimizer()
         self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
-    def _build_model(self, critic: bool = False) -> megatron_ddp.DistributedDataParallel:
+    def _build_model(
+        self, sizes: argparse.Namespace | None = None, critic: bool = False
+    ) -> megatron_ddp.DistributedDataParallel:
         """A GPT with learned positions; a critic is one that begins as the model, with a value head."""
-        size = self.groups.tensor_size
+        size, sizes = self.groups.tensor_size, sizes or self.args
         config = TransformerConfig(
-            num_layers=self.args.num_layers,
-            hidden_size=self.args.hidden_size,
-            num_attention_heads=self.args.num_attention_heads,
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_attention_heads,
             attention_dropout=0.0,
             hidden_dropout=0.0,
             tensor_model_parallel_size=size,
@@ -179,7 +186,7 @@ class Run:
             for indices in plan.microbatches
         )
         batches = [batch.to(self.device) for batch in packed]
-        step = PolicyStep(config, plan, model=self.model, vocab_size=self.tasks.vocabulary_size)
+        step = PolicyStep(config, plan, model=self.model, **self.of_output)
 
         def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
             head = step.head(next(batch_iterator))
@@ -212,9 +219,14 @@ class Run:
         if self.args.advantage == "gae":
             model = self._build_model(critic=True)
             self.critic = self.worker.critic = Critic(self.args, model, self.groups)
+        if self.args.teacher:
+            self.teacher = Teacher(self.args, self._build_model)
+            self.of_output["teacher_weight"] = self.teacher.weight
 
-    def with_reference(self, samples: list[pg.Sample]) -> list[pg.Sample]:
-        """The samples with the reference's log-probs, where the loss has a KL term."""
+    def with_other_models(self, samples: list[pg.Sample]) -> list[pg.Sample]:
+        """The samples with what the teacher says, and with the reference's log-probs where the loss has a KL term."""
+        if self.teacher is not None:
+            samples = self.teacher.taught(samples)
         if self.reference is None:
             return samples
         budget = self.args.max_tokens_per_microbatch
@@ -305,7 +317,7 @@ def train(run: Run, log: Log | None) -> None:
             progress["step"] += 1
             share = min(10 * progress["step"], args.train_iters - progress["step"] + 1)
             lr = args.lr * share / args.train_iters
-            metrics |= run.train_step(config, run.with_reference(samples), lr)
+            metrics |= run.train_step(config, run.with_other_models(samples), lr)
             if log:
                 log.write("step", metrics, map(run.tasks.shown, samples[:3]))
         is_last = progress["step"] == args.train_iters

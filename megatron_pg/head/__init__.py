@@ -9,11 +9,7 @@ second then multiplies the kept columns alone (`sparse_layer`, by `pairs_torch` 
 """
 
 from megatron_pg.head.divergence import Divergence
-from megatron_pg.head.from_hidden import (
-    linear_log_probs_and_divergence,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head.from_hidden import linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.from_logits import log_probs_and_divergence, log_probs_and_entropy
 from megatron_pg.head.output_layer import HeadOptions
 from megatron_pg.head.plain_layer import float32_logits
@@ -29,7 +25,6 @@ __all__ = [
     "VocabularyShard",
     "WholeTeacher",
     "float32_logits",
-    "linear_log_probs_and_divergence",
     "linear_log_probs_and_entropy",
     "linear_token_loss",
     "log_probs_and_divergence",

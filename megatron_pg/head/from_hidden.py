@@ -86,29 +86,6 @@ def linear_log_probs_and_entropy(
     return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
 
 
-def linear_log_probs_and_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    teacher: Teacher,
-    options: HeadOptions | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with the divergence from a teacher, for any loss downstream; backward makes both models' logits again.
-
-    Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
-        teacher: on the same tokens; it gets no gradient.
-
-    Returns:
-        log_probs, entropy and divergence [tokens] in nats, float32, all differentiable.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
-    """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
-    return LinearLogProbs.apply(hidden, weight, layer, False)  # type: ignore
-
-
 def _of_both_layers(
     hidden: Tensor,
     weight: Tensor,
@@ -205,20 +182,13 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         logits = layer.new_logits(layer.chunks())
         passes = row_passes(logits)
-        parts, divergences = [], [layer.temperature.new_empty(0)]
-        for rows in layer.chunks():
-            chunk = layer.chunk(rows, logits)
-            parts.append(passes.row_statistics(chunk))
-            if layer.teacher is not None:
-                divergences.append(layer.teacher.on(chunk, parts[-1], rows).value)
+        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
-        ctx.teacher = layer.teacher
         ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
         ctx.kept = layer.kept
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
-        found = statistics.log_probs, statistics.entropy
-        return found if layer.teacher is None else (*found, torch.cat(divergences))
+        return statistics.log_probs, statistics.entropy
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -226,7 +196,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept, ctx.teacher)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept)
         logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
@@ -236,11 +206,7 @@ class LinearLogProbs(torch.autograd.Function):
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if each is None else each[rows] for each in incoming)
-            own, more = statistics.rows(rows), None
-            if layer.teacher is not None and coefficients[2] is not None:
-                found = layer.teacher.on(chunk, own, rows)
-                more = found.gradient(coefficients[2], hidden.dtype)
-            gradients.add(rows, hidden, chunk, own, coefficients[:2], more)
+            gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
         return (*gradients.finish(), None, None)

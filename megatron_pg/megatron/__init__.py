@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.groups import ParallelGroups
+    from megatron_pg.megatron.hidden_states import compute_hidden_states
     from megatron_pg.megatron.log_probs import ScoredSamples, compute_log_probs
     from megatron_pg.megatron.output_layer import set_fp32_lm_head
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
@@ -28,6 +29,7 @@ __all__ = [
     "ValueHead",
     "ValueStep",
     "add_value_head",
+    "compute_hidden_states",
     "compute_log_probs",
     "compute_values",
     "enable_cpu_runtime",
@@ -43,6 +45,7 @@ _PLACES = {
     "ValueHead": "value_head",
     "ValueStep": "value_step",
     "add_value_head": "value_head",
+    "compute_hidden_states": "hidden_states",
     "compute_log_probs": "log_probs",
     "compute_values": "value_step",
     "enable_cpu_runtime": "cpu.runtime",

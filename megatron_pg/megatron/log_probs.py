@@ -83,11 +83,11 @@ def compute_log_probs(
     if config.fused_lm_head:
         require_output_processor(model)
     with fp32_lm_head(model, config.changes_output_layer):
-        log_probs, entropy = score_samples(
+        scores = score_samples(
             model,
             samples,
             lambda groups, batch: _head(config, groups, vocab_size, batch),
-            num_scores=2,
+            of_no_token=torch.empty(2, 0),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
             groups=groups,
@@ -95,6 +95,7 @@ def compute_log_probs(
             takes_sets=config.replay_sampling_set,
             cp_partition_mode=config.cp_partition_mode,
         )
+    log_probs, entropy = ([each[row].clone() for each in scores] for row in range(2))
     return ScoredSamples(log_probs, entropy)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's output layer: the hidden states that enter it, and float32 logits out of it (`--fp32-lm-head`).
+"""Megatron's output layer: the hidden states that enter it, with nothing after them, and float32 logits (`--fp32-lm-head`).
 
 `ColumnParallelLinear.forward` (core/tensor_parallel/layers.py of megatron-core 0.15.3 to 0.19.2) does everything but the
 product in `self._forward_impl`, with the weight, the bias and how gradients are summed as arguments: that one is exchanged.
@@ -44,7 +44,8 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     if is_on:
         found = output_layer_violations("--fp32-lm-head", vars(chunks[0].config))
         refuse(found, error=NotImplementedError)
-    layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
+    asks = "--fp32-lm-head" if is_on else None
+    layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), asks)]
     for chunk in chunks if is_on else ():
         _share_main_grad(unwrapped(chunk))
     was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
@@ -64,6 +65,34 @@ def fp32_lm_head(model: Any, is_on: bool) -> Iterator[None]:
         yield
     finally:
         set_fp32_lm_head(model, was_on)
+
+
+@contextlib.contextmanager
+def without_output_layer(model: Any) -> Iterator[None]:
+    """Meanwhile the model's output is what would enter its output layer: [b, s, hidden] on every tensor-parallel rank.
+
+    Raises:
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, or has a bias, which would be lost.
+    """
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    asks = "compute_hidden_states"
+    layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), asks)]
+    if any(layer.bias is not None for layer in layers):
+        raise NotImplementedError(
+            f"{asks} of a model whose output layer has a bias: its logits are more than a product with its weight; give "
+            "them by --distill-teacher logits or top_k"
+        )
+    before = [vars(layer).get("_forward_impl") for layer in layers]
+    for layer in layers:
+        layer._forward_impl = _identity
+    try:
+        yield
+    finally:
+        for layer, product in zip(layers, before, strict=True):
+            if product is None:
+                del layer._forward_impl
+            else:
+                layer._forward_impl = product
 
 
 def whole_hidden(
@@ -109,17 +138,22 @@ def _share_main_grad(module: Any) -> None:
         module.shared_embedding_or_output_weight().zero_out_wgrad = True
 
 
-def _output_layers(module: Any, is_required: bool) -> Iterator[Any]:
-    """The output layer of an unwrapped chunk; none on an earlier pipeline stage."""
+def _identity(*, input: Tensor, sequence_parallel: bool, tp_group: Any, **_: Any) -> Tensor:
+    """What `_forward_impl` is called for, with no product."""
+    return whole_hidden(input, tp_group, is_gathered=sequence_parallel, is_summed=False)
+
+
+def _output_layers(module: Any, asks: str | None) -> Iterator[Any]:
+    """The output layer of an unwrapped chunk; none on an earlier pipeline stage, and none of another kind if nobody asks."""
     whole = module
     while not hasattr(module, "output_layer") and hasattr(module, "language_model"):
         module = module.language_model  # of a model of several modalities
     layer = getattr(module, "output_layer", None)
     if isinstance(layer, ColumnParallelLinear):
         yield layer
-    elif is_required and getattr(module, "post_process", True):
+    elif asks is not None and getattr(module, "post_process", True):
         found = "none" if layer is None else type(layer).__name__
         raise NotImplementedError(
-            "--fp32-lm-head takes a model whose output_layer is Megatron's ColumnParallelLinear; that of "
-            f"{type(whole).__name__} is {found}: drop --fp32-lm-head"
+            f"{asks} takes a model whose output_layer is Megatron's ColumnParallelLinear; that of "
+            f"{type(whole).__name__} is {found}: drop {asks}"
         )

@@ -30,23 +30,23 @@ def score_samples(
     samples: Sequence[Sample],
     head: Callable[[ParallelGroups, PackedBatch], MicroBatchHead],
     *,
-    num_scores: int,
+    of_no_token: Tensor,
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples,
     groups: ParallelGroups | None,
     vocab_size: int | None,
     cp_partition_mode: CpPartitionMode,
     takes_sets: bool = False,
-) -> list[list[Tensor]]:
+) -> list[Tensor]:
     """Numbers of every response token of samples under a model, forward only; see `compute_log_probs` for the arguments.
 
     Args:
-        head: of a micro-batch the head that reports `scores` [num_scores, window] (`report_scores`) and has no loss.
-        num_scores: numbers of a token.
+        head: of a micro-batch the head that reports `scores` [numbers, window] (`report_scores`) and has no loss.
+        of_no_token: [numbers, 0]: how many numbers a token has, and the dtype in which they are returned.
         takes_sets: whether the head reads the kept sets, which every sample has then.
 
     Returns:
-        Of each number and each sample [response_length] float32 on the host.
+        Of each sample [numbers, response_length] on the host.
     """
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     groups = ParallelGroups.from_model(model) if groups is None else groups
@@ -80,7 +80,7 @@ def score_samples(
             lambda batch: head(groups, batch), batches, chunks, forward_only=True
         )
     scores = [output["scores"] for output in outputs]
-    values = _exchange(scores, batches, groups, device, num_scores)
+    values = _exchange(scores, batches, groups, of_no_token.to(device))
     return _in_order(plan, bare, values)
 
 
@@ -162,20 +162,19 @@ def _exchange(
     scores: Sequence[Tensor],
     batches: Sequence[PackedBatch],
     groups: ParallelGroups,
-    device: torch.device,
-    num_scores: int,
+    of_no_token: Tensor,
 ) -> Tensor:
-    """The numbers [num_scores, response tokens of all micro-batches] float32 on the host of every rank of the model.
+    """The numbers [numbers, response tokens of all micro-batches] on the host of every rank of the model.
 
     Each number comes from one context-parallel rank of the last stage: beside the zeros of the others, a sum is exact.
     """
     windows = [batch.window for batch in batches]
     if groups.is_last_pipeline_stage:
-        parts = [
-            window.in_responses(each.float()) for window, each in zip(windows, scores, strict=True)
-        ]
+        found = zip(windows, scores, strict=True)
+        parts = [window.in_responses(each.to(of_no_token.dtype)) for window, each in found]
     else:
-        parts = [torch.zeros(num_scores, sum(w.response_lengths), device=device) for w in windows]
+        numbers = len(of_no_token)
+        parts = [of_no_token.new_zeros(numbers, sum(w.response_lengths)) for w in windows]
     values = torch.cat(parts, dim=1)
     for group in (groups.context, groups.pipeline):
         if dist.get_world_size(group) > 1:
@@ -183,14 +182,10 @@ def _exchange(
     return values.cpu()
 
 
-def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> list[list[Tensor]]:
+def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> list[Tensor]:
     """The samples' own parts of what `_exchange` returned, which has them in the order of the plan."""
     planned = [index for indices in plan.microbatches for index in indices]
     lengths = [samples[index].response_length for index in planned]
-    parts = torch.split(values, lengths, dim=1)
-    of_sample = dict(zip(planned, parts, strict=True))
+    of_sample = dict(zip(planned, torch.split(values, lengths, dim=1), strict=True))
     # Clones: a part would keep all others alive, and be saved with them.
-    return [
-        [of_sample[index][row].clone() for index in range(len(samples))]
-        for row in range(values.shape[0])
-    ]
+    return [of_sample[index].clone() for index in range(len(samples))]

@@ -168,17 +168,18 @@ def compute_values(
         )
         for sample, longer in zip(samples, cut, strict=True)
     ]
-    (values,) = score_samples(
+    scores = score_samples(
         model,
         scored,
         _values_head,
-        num_scores=1,
+        of_no_token=torch.empty(1, 0),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
         vocab_size=None,
         cp_partition_mode=cp_partition_mode,
     )
+    values = [each[0] for each in scores]
     return ScoredValues(
         values=[
             value[: sample.response_length] for value, sample in zip(values, samples, strict=True)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of samples at every kind of sharding, against one process and the oracle's loops."""
+"""Log-probs, entropy and hidden states of samples at every kind of sharding, against one process and the oracle's loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, plan_step
 from megatron_pg.config.versions import supports_output_processor
-from megatron_pg.megatron import ParallelGroups, PolicyStep, ScoredSamples, compute_log_probs
+from megatron_pg.megatron import (
+    ParallelGroups,
+    PolicyStep,
+    ScoredSamples,
+    compute_hidden_states,
+    compute_log_probs,
+)
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import OtherRankError
@@ -87,21 +93,31 @@ SETTINGS = [
 RUNNABLE = [s for s in SETTINGS if supports_output_processor() or not s.fused]
 Scores = list[tuple[Tensor, Tensor]]
 """Of each sample its log-probs and its entropy."""
+Found = tuple[list[Scores], list[Tensor]]
+"""Of every setting the scores; and of each sample the hidden states [response_length, hidden]."""
 
 
-def oracle_scores(options: ModelOptions) -> list[Scores]:
-    """Of every setting: Megatron's model in one process on each sample alone, and plain loops over its logits."""
+def oracle_scores(options: ModelOptions) -> Found:
+    """Megatron's model in one process on each sample alone, and plain loops over its logits."""
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), options)
+    entered: list[Tensor] = []
+    layer = unwrapped(model).output_layer
+    hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0][:, 0]))
     with torch.no_grad():
         logits = [logits_alone(model, sample) for sample in SAMPLES]
+    hook.remove()
     found = []
     for setting in RUNNABLE:
         columns = [each[:, : setting.vocab_size] for each in logits]
         objective = Objective(rollout_temperature=setting.temperature)
         result = oracle.policy_loss(SAMPLES, columns, objective)
         found.append(list(zip(result.log_probs, result.entropies, strict=True)))
-    return found
+    hidden = [
+        states[sample.prompt_length - 1 : len(sample.tokens) - 1]
+        for sample, states in zip(SAMPLES, entered, strict=True)
+    ]
+    return found, hidden
 
 
 def score(chunks: Any, setting: Setting, samples: Sequence[Sample]) -> ScoredSamples:
@@ -114,8 +130,8 @@ def score(chunks: Any, setting: Setting, samples: Sequence[Sample]) -> ScoredSam
     )
 
 
-def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, list[Scores]]:
-    """This rank's data-parallel rank, and what it gets under every setting."""
+def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Found]:
+    """This rank's data-parallel rank, and what it gets."""
     chunks = build(sharding, options)
     groups = ParallelGroups.from_model(chunks)
     everything = package_samples(SAMPLES)
@@ -125,7 +141,9 @@ def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, list
         mine = [everything[i] for i in setting.indices(groups.data_rank, groups.data_size)]
         scored = score(chunks, setting, mine)
         found.append(list(zip(scored.log_probs, scored.entropy, strict=True)))
-    return groups.data_rank, found
+    mine = [everything[i] for i in RUNNABLE[0].indices(groups.data_rank, groups.data_size)]
+    hidden = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
+    return groups.data_rank, (found, hidden)
 
 
 def largest_error(found: Scores, expected: Scores) -> float:
@@ -143,8 +161,8 @@ def largest_error(found: Scores, expected: Scores) -> float:
 FLOAT32 = 1.01 * 2.0**-24
 """The relative error of rounding to float32, and a little for what was rounded."""
 
-Reference = dict[tuple[bool, bool], list[Scores]]
-"""Of every setting, by whether the model has experts and whether its embeddings are tied."""
+Reference = dict[tuple[bool, bool], Found]
+"""By whether the model has experts and whether its embeddings are tied."""
 
 
 def all_oracle_scores() -> Reference:
@@ -160,21 +178,25 @@ def references() -> Reference:
 
 
 def errors(
-    ranks: list[tuple[int, list[Scores]]],
-    sharding: Sharding,
-    options: ModelOptions,
-    references: Reference,
-) -> list[float]:
-    """The largest error of every setting, over all ranks."""
-    expected = references[(options.mixture_of_experts, options.tied_embeddings)]
+    ranks: list[tuple[int, Found]], sharding: Sharding, options: ModelOptions, references: Reference
+) -> tuple[list[float], float]:
+    """The largest error of every setting, and that of hidden states, over all ranks."""
+    expected, expected_hidden = references[(options.mixture_of_experts, options.tied_embeddings)]
     worst = []
     for number, setting in enumerate(RUNNABLE):
         worst.append(0.0)
-        for data_rank, found in ranks:
+        for data_rank, (found, _) in ranks:
             indices = setting.indices(data_rank, sharding.data)
             wanted = [expected[number][index] for index in indices]
             worst[-1] = max(worst[-1], largest_error(found[number], wanted))
-    return worst
+    of_hidden = 0.0
+    for data_rank, (_, hidden) in ranks:
+        indices = RUNNABLE[0].indices(data_rank, sharding.data)
+        for index, states in zip(indices, hidden, strict=True):
+            reference = expected_hidden[index]
+            assert states.shape == reference.shape and states.dtype == torch.float64
+            of_hidden = max([of_hidden, *(states - reference).abs().flatten().tolist()])
+    return worst, of_hidden
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -184,25 +206,26 @@ def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
     sharding, options = CASES[case]
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
-    found = errors(ranks, sharding, options, references)
+    found, of_hidden = errors(ranks, sharding, options, references)
     assert max(found) < FLOAT32, dict(zip(RUNNABLE, found, strict=True))
+    assert of_hidden < 1e-13  # of numbers around 1
 
 
-def scores_in_the_order_of_the_plan(sharding: Sharding) -> tuple[int, list[Scores]]:
+def scores_in_the_order_of_the_plan(sharding: Sharding) -> tuple[int, Found]:
     """Mutant: what was scored first is taken for the first sample's."""
     from megatron_pg.megatron import scoring
 
     right = scoring._in_order
 
-    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> list[list[Tensor]]:
-        planned = [index for indices in plan.microbatches for index in indices]
-        return [[of[index] for index in planned] for of in right(plan, samples, values)]
+    def in_the_order_of_the_plan(plan: Any, samples: Any, values: Tensor) -> list[Tensor]:
+        found = right(plan, samples, values)
+        return [found[index] for indices in plan.microbatches for index in indices]
 
     scoring._in_order = in_the_order_of_the_plan
     return scores_of_rank(sharding, DENSE)
 
 
-def scores_of_own_window(sharding: Sharding) -> tuple[int, list[Scores]]:
+def scores_of_own_window(sharding: Sharding) -> tuple[int, Found]:
     """Mutant: nothing is gathered over context parallelism."""
     from megatron_pg.megatron import scoring
 
@@ -214,7 +237,7 @@ def scores_of_own_window(sharding: Sharding) -> tuple[int, list[Scores]]:
     return scores_of_rank(sharding, DENSE)
 
 
-def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, list[Scores]]:
+def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, Found]:
     """Mutant: a rank's tokens are taken to follow each other, from its first one on."""
     from megatron_pg.step.token_window import TokenWindow
 
@@ -231,10 +254,10 @@ def scores_without_the_zigzag(sharding: Sharding) -> tuple[int, list[Scores]]:
 def assert_seen(ranks: Any, sharding: Sharding, references: Reference) -> None:
     """Wrong shapes, or wrong numbers under every setting."""
     try:
-        found = errors(ranks, sharding, DENSE, references)
+        found, of_hidden = errors(ranks, sharding, DENSE, references)
     except AssertionError:
         return
-    assert min(found) > 1e-3
+    assert min(*found, of_hidden) > 1e-3
 
 
 @in_one_lane
@@ -386,7 +409,11 @@ def refusals(sharding: Sharding) -> list[str]:
 
     messages = [message_of(chunks, [fine, each] if rank == 1 else [fine]) for each in wrong]
     away = [unwrapped(chunk).to_empty(device="meta") for chunk in chunks]
-    return [*messages, message_of(away, [fine])]
+    messages.append(message_of(away, [fine]))
+    biased = build(sharding, ModelOptions(output_bias=True))
+    with pytest.raises(NotImplementedError) as refusal:
+        compute_hidden_states(biased, [fine], max_tokens_per_microbatch=8)
+    return [*messages, str(refusal.value)]
 
 
 def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
@@ -401,6 +428,7 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert told.startswith("data-parallel rank 1: ") and part in told
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
+        assert rank[4].startswith("compute_hidden_states of a model whose output layer has a bias")
 
 
 def entropy_of_nothing() -> tuple[int, int]:

@@ -44,7 +44,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/launch").mkdir()
-    for name in ("train_grpo.py", "critic.py", "tasks.py", "run_log.py", "launch/torchrun.py"):
+    scripts = ("train_grpo", "critic", "tasks", "run_log", "teacher", "launch/torchrun")
+    for name in (f"{script}.py" for script in scripts):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()
     stub = f"make_environment() {{ VENV_PYTHON=${{STARTED:-{sys.executable}}}; }}\n"
@@ -192,6 +193,23 @@ def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path
     assert first == pytest.approx(0.0, abs=1e-7) and last > 1e-7
 
 
+@in_one_lane
+def test_a_finished_run_teaches_another_model(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
+    taught = ("--policy-loss", "distill", "--distill-teacher", "hidden", "--entropy-coef", "0")
+    flags = (*taught, "--teacher", str(uninterrupted), "--train-iters", "2")
+    sizes = ("--num-layers", "1", "--hidden-size", "32", "--lr", "1e-2")
+    codes, output = run_without_launcher(project, tmp_path / "run", *flags, *sizes)
+    assert codes == [0, 0], output
+    first, second = steps_of(tmp_path / "run")
+    assert first["pg_loss"] == first["loss"] > 1e-3
+    assert second["teacher_divergence"] < first["teacher_divergence"]
+    weight = torch.load(checkpoints(uninterrupted)[-1] / "rank_0.pt")["model"]
+    assert weight["output_layer.weight"].shape[1] == 128, "the teacher is wider"
+
+
 def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     flags = ("--resume", "--loss-aggregation", "token_mean")
@@ -304,6 +322,11 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--advantage gae --value-clip 0 --lam 2", "--value-clip must be a finite number > 0"),
         ("--whiten-advantages --gamma 0.9", "--gamma and --whiten-advantages: about the critic"),
         ("--critic-lr nan", "--critic-lr is nan"),
+        ("--teacher runs", "--teacher runs and --distill-teacher None"),
+        (
+            "--teacher runs --policy-loss distill --distill-teacher hidden",
+            "--teacher runs is not the folder of a finished run",
+        ),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:

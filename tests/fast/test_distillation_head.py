@@ -14,7 +14,6 @@ from megatron_pg.head import (
     HeadOptions,
     TopKTeacher,
     WholeTeacher,
-    linear_log_probs_and_divergence,
     linear_token_loss,
     log_probs_and_divergence,
 )
@@ -133,14 +132,6 @@ class Problem:
         weight = self.weight[columns].clone().requires_grad_()
         return self.hidden.clone().requires_grad_(), weight
 
-    def downstream(self, rank: int = 0, size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
-        factors = self.factors(rank, size)
-        found = linear_log_probs_and_divergence(
-            *factors, self.targets, self.teacher(rank, size), self.options(size, chunk_tokens=4)
-        )
-        self.loss(*found, slice(None)).backward()
-        return [each.detach() for each in found], [each.grad for each in factors]
-
     def one_pass(
         self, rank: int = 0, size: int = 1, piece_sizes: list[int] | None = None, **changes: object
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -157,6 +148,10 @@ class Problem:
         loss.backward()
         return found, [each.grad for each in factors]
 
+    def one_piece(self, rank: int = 0, size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+        """As for a loss that may look at all rows."""
+        return self.one_pass(rank, size, [TOKENS])
+
     def in_pieces(self, rank: int = 0, size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
         """Of no row, of one chunk, and of seven chunks of a row that are multiplied again."""
         return self.one_pass(rank, size, [0, 2, 7], chunk_tokens=1)
@@ -169,8 +164,8 @@ def close(found: Tensor, wanted: Tensor, rounding: float) -> None:
 
 WAYS = {
     "logits": Problem.from_logits,
-    "downstream": Problem.downstream,
     "one pass": Problem.one_pass,
+    "one piece": Problem.one_piece,
     "in pieces": Problem.in_pieces,
 }
 Way = Callable[..., tuple[list[Tensor], list[Tensor]]]
@@ -301,4 +296,4 @@ def test_a_teacher_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"the teacher's logits are \[4, 20\] and the student's \[4, 24\]"
     ):
-        problem.downstream()
+        problem.one_pass()

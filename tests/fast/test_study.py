@@ -1,4 +1,4 @@
-"""The study of the aggregations: its statistics against plain integration, its tables and its figure, what it runs again."""
+"""The studies of the quickstart: their statistics against plain integration, their tables and figures, what they run again."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_an_interval_by_hand() -> None:
         study.interval([1.0])
 
 
-def write_run(folder: Path, offset: float) -> None:
-    """20 steps; wrong answers are missing in every third, as where all answers are right."""
+def write_run(folder: Path, offset: float, learns_at: int | None = None) -> None:
+    """20 steps; the reward is 1 from one of them on where that is given, else the offset. Wrong answers are missing in every third, as where all answers are right."""
     folder.mkdir(parents=True)
     lines = [
         {
             "step": step,
-            "reward": offset,
+            "reward": offset if learns_at is None else float(step >= learns_at),
             "response_length_right": 7.0,
             "response_length_wrong": None if step % 3 == 0 else 8.0 + offset,
             "grad_norm": 1.0,
@@ -45,7 +45,7 @@ def write_run(folder: Path, offset: float) -> None:
 def test_finished_runs_are_read_and_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, mode in enumerate(study.MODES):
+    for number, mode in enumerate(study.STUDIES["aggregations"].modes):
         for seed in (1, 2, 3):
             # Seeds differ by 0.1, modes by 0.01 whatever the seed.
             write_run(tmp_path / f"{mode}-seed-{seed}", 0.1 * seed + 0.01 * number)
@@ -53,12 +53,41 @@ def test_finished_runs_are_read_and_not_repeated(
     monkeypatch.setattr(sys, "argv", ["study.py", "--seeds", "1", "2", "3", "--out", str(tmp_path)])
     study.main()
     table = (tmp_path / "study.md").read_text()
+    assert "by seed | 1 | 2 | 3 |\n|---|---|---|---|\n| `sample_mean` | 21 | 21 | 21 |" in table
     width = 4.302652729911275 * statistics.stdev([0.1, 0.2, 0.3]) / math.sqrt(3)
     assert f"| `sample_mean` | 0.200 ± {width:.3f} |" in table
+    assert "| reward by step | 4 | 8 | 12 | 16 | 20 |" in table
+    assert "| `sample_mean` | 0.20 | 0.20 | 0.20 | 0.20 | 0.20 |" in table
     assert f"| 8.200 ± {width:.3f} |" in table, "the mean over the steps that have wrong answers"
     assert "| `constant - sample_mean` | +0.030 ± 0.000 |" in table, "paired: the seeds fall out"
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
     assert table in capsys.readouterr().out
+
+
+def test_a_student_is_run_after_its_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = []
+
+    def run(command: list[str], **kwargs: object) -> object:
+        commands.append(command)
+        folder = Path(command[command.index("--run-dir") + 1])
+        way = folder.name.split("-seed-")[0]
+        write_run(folder, 0.5, {"teacher": 9, "distilled": 12}.get(way, 99))
+        return study.subprocess.CompletedProcess(command, returncode=0)
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+    flags = ["--study", "distillation", "--seeds", "1", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["study.py", *flags])
+    study.main()
+    of_seed = [command for command in commands if command[command.index("--seed") + 1] == "2"]
+    teacher, *_, distilled = (Path(each[each.index("--run-dir") + 1]) for each in of_seed)
+    assert of_seed[-1][of_seed[-1].index("--teacher") + 1] == str(teacher)
+    assert distilled.name == "distilled-seed-2"
+    # The mean of the 4 steps before, the step and 3 after is 0.8 when 7 of 8 have it; never is one more than there are.
+    shown = capsys.readouterr().out
+    for row in ("`teacher` | 12 | 12", "`rewards` | 21 | 21", "`distilled` | 15 | 15"):
+        assert f"| {row} |\n" in shown
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by `plan_step`."""
+    """How one data-parallel rank runs a step. Built by `plan_step` and `plan_hybrid_cp_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending; the dearest micro-batch first. An empty one is legal: pack()
@@ -27,7 +27,9 @@ class StepPlan:
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
-    """The totals of the step over all data-parallel ranks, `num_tokens` included."""
+    """The totals of the step over all data-parallel ranks; with the `num_tokens` of `plan_step`."""
+    cp_sizes: tuple[int, ...]
+    """Per micro-batch the context-parallel ranks that hold it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -128,6 +130,7 @@ def plan_step(
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
         ),
+        cp_sizes=(cp_size,) * (len(microbatches) + num_added),
     )
 
 

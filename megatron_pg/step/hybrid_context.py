@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
@@ -70,16 +69,9 @@ def plan_hybrid_cp_step(
     def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
         _check_sizes(samples, num_ranks, max_tokens_per_rank, cp_partition_mode)
         lengths = [sample.total_length for sample in samples]
-        microbatches = []
-        for size, members in context_groups_of_rank(
+        return micro_batches_of_rank(
             lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
-        ):
-            padded = [padded_length(lengths[i], size, cp_partition_mode) for i in members]
-            multiple = checked_multiple(size, 1, cp_partition_mode)
-            for chosen in plan_bins(padded, size * max_tokens_per_rank, cost=cost):
-                tokens = packed_length(sum(padded[i] for i in chosen), multiple)
-                microbatches.append((tuple(members[chosen].tolist()), tokens, size))
-        return microbatches
+        )
 
     planned, hashes = compute_and_gather(plan_rank, lambda _: [s.identity for s in samples], group)
     for other, found in enumerate(hashes):
@@ -101,8 +93,29 @@ def plan_hybrid_cp_step(
     )
 
 
-def context_groups_of_rank(
-    lengths: ArrayLike,
+def micro_batches_of_rank(
+    lengths: Sequence[int],
+    rank: int,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    cp_partition_mode: CpPartitionMode,
+    cost: SampleCost,
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """The indices of the samples, the packed tokens and the ranks of each micro-batch of one rank; at least one."""
+    microbatches = []
+    for size, members in _groups_of_rank(
+        lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
+    ):
+        padded = [padded_length(lengths[i], size, cp_partition_mode) for i in members]
+        multiple = checked_multiple(size, 1, cp_partition_mode)
+        for chosen in plan_bins(padded, size * max_tokens_per_rank, cost=cost):
+            tokens = packed_length(sum(padded[i] for i in chosen), multiple)
+            microbatches.append((tuple(members[chosen].tolist()), tokens, size))
+    return microbatches
+
+
+def _groups_of_rank(
+    lengths: Sequence[int],
     rank: int,
     num_ranks: int,
     max_tokens_per_rank: int,
@@ -115,7 +128,7 @@ def context_groups_of_rank(
     are too long for one; then, one at a time while the dearer half would end later than both together by more than the
     slack, the sample of it whose cost is nearest to the difference.
     """
-    found = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    found = np.array(lengths, dtype=np.int64)
     costs, everything = cost.of_lengths(found), max(int(found.sum()), 1)
     # The ranks are halved log2(num_ranks) times, and each time the latest end may grow by the same factor.
     slack = (1 + SLACK) ** (1 / max(num_ranks.bit_length() - 1, 1)) - 1

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
-from megatron_pg.step.identity import coefficient_of_rank
+from megatron_pg.step.identity import coefficient_of_rank, tell_apart
 from megatron_pg.step.ids import HasIds, SampleIds, check_ids, ids_of
+from megatron_pg.step.sample import Sample
 
 
 class CountedSample(HasIds, Protocol):
@@ -204,6 +205,7 @@ def step_totals(
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """The ids, counts and hashes of one rank's samples."""
+    tell_apart([s for s in samples if isinstance(s, Sample) and "identity" not in vars(s)])
     return [
         SampleCount(
             ids,

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_pg.step.sample import Sample
+from megatron_pg.head.ragged import Ragged
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -30,7 +29,22 @@ CHUNK = 128
 """Samples that are hashed at a time."""
 
 
-def tell_apart(samples: Sequence[Sample]) -> None:
+class HashedSample(Protocol):
+    """What is hashed of a `Sample`, which has the shapes and the meaning."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def response_length(self) -> int: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
+    @property
+    def loss_weights(self) -> Tensor | None: ...
+    @property
+    def kept_tokens(self) -> Ragged | None: ...
+
+
+def tell_apart(samples: Sequence[HashedSample]) -> None:
     """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample` for them.
 
     The tokens of many samples are one vector, as a call for each sample takes longer than its tokens do.
@@ -45,50 +59,59 @@ def tell_apart(samples: Sequence[Sample]) -> None:
         totals = np.array([each.numel() for each in tokens])
         responses = np.array([each.response_length for each in chunk])
         prompts = totals - responses
-        parts = _sums(tokens, np.stack([prompts, responses], axis=1).reshape(-1), _keys)
+        (parts,) = _sums(tokens, np.stack([prompts, responses], axis=1).reshape(-1), _keys)
         of_prompts, of_responses = parts.reshape(-1, 2).T
-        of_masks = _mask_part(_sums(masks, responses, _keys), responses)
+        of_masks, active = _sums(masks, responses, _keys, np.ones)
+        (of_positions,) = _sums(weights, responses, _position_coefficients)
+        hashed = _token_part(of_prompts + of_responses, totals) + _mask_part(of_masks, responses)
         columns = (
-            mixed(_token_part(of_prompts + of_responses, totals) + of_masks),
+            mixed(hashed),
             mixed(_token_part(of_prompts, prompts)),
-            _sums(weights, responses, _position_coefficients),
-            _sums(masks, responses, np.ones).astype(np.int64),
+            of_positions,
+            active.astype(np.int64),
         )
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for each, (identity, prompt_hash, of_positions, active) in zip(chunk, rows, strict=True):
+        for each, (identity, prompt_hash, coefficients, count) in zip(chunk, rows, strict=True):
             identity = _with_other_parts(identity, each)
             vars(each).update(
                 identity=identity,
                 prompt_hash=prompt_hash,
-                active_coefficients=coefficient_of(identity) * of_positions,
-                num_active_tokens=active,
+                active_coefficients=coefficient_of(identity) * coefficients,
+                num_active_tokens=count,
             )
 
 
 def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
     """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool of the last of them."""
     counts = np.array([tokens.numel()])
-    hashed = _token_part(_sums([tokens], counts, _keys), counts)
+    (sums,) = _sums([tokens], counts, _keys)
+    hashed = _token_part(sums, counts)
     if loss_mask is not None:
-        responses = np.array([loss_mask.numel()])
-        hashed = hashed + _mask_part(_sums([loss_mask], responses, _keys), responses)
+        counts = np.array([loss_mask.numel()])
+        (sums,) = _sums([loss_mask], counts, _keys)
+        hashed = hashed + _mask_part(sums, counts)
     return int(mixed(hashed)[0])
 
 
 def _sums(
-    vectors: Sequence[Tensor], lengths: Integers, table: Callable[[int], NDArray[Any]]
-) -> NDArray[Any]:
-    """`sum_i t_i x_i` of each vector x [vectors], modulo 2^64 where the table t is of integers; of parts of vectors, whose
-    lengths they are, where there are more of these."""
+    vectors: Sequence[Tensor], lengths: Integers, *tables: Callable[[int], NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """Of each table t `sum_i t_i x_i` of each vector x, modulo 2^64 where the table is of integers; of the parts of vectors
+    whose lengths are given, where these are more than the vectors."""
     values = torch.cat(list(vectors)).numpy()
     counts = [vector.numel() for vector in vectors]
-    of_positions = table(_table_size(max(counts)))
-    products = values * np.concatenate([of_positions[:count] for count in counts])
     filled = lengths > 0  # reduceat has no empty sum
-    sums = np.zeros(len(lengths), dtype=products.dtype)
-    if filled.any():
-        sums[filled] = np.add.reduceat(products, (np.cumsum(lengths) - lengths)[filled])
-    return sums
+    starts = (np.cumsum(lengths) - lengths)[filled]
+    found = []
+    for table in tables:
+        of_positions = table(_table_size(max(counts)))
+        products = np.concatenate([of_positions[:count] for count in counts])
+        products *= values
+        sums = np.zeros(len(lengths), dtype=products.dtype)
+        if starts.size:
+            sums[filled] = np.add.reduceat(products, starts)
+        found.append(sums)
+    return found
 
 
 def _token_part(sums: Integers, counts: Integers) -> Words:
@@ -100,7 +123,7 @@ def _mask_part(sums: Integers, counts: Integers) -> Words:
     return np.uint64(GOLDEN) * sums.view(np.uint64) + mixed(counts.astype(np.uint64))
 
 
-def _with_other_parts(number: int, sample: Sample) -> int:
+def _with_other_parts(number: int, sample: HashedSample) -> int:
     """The hash of tokens and mask, and of the loss weights and kept sets of a sample that has them."""
     vectors: list[tuple[Integers, int]] = []
     if sample.loss_weights is not None:

@@ -52,15 +52,15 @@ def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan,
     return StepPlan(dealt, (), step_totals(samples), sizes), [held_by[place] for place in mine]
 
 
-COST = SampleCost(1.0, 0.1)
+COST, BUDGET = SampleCost(1.0, 0.1), 8
 DEALT = functools.partial(in_turn, GROUPS)
 
 
 def planned(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
-    """Ten tokens of a rank: some samples fit one, some need two or four."""
+    """Eight tokens of a rank: some samples fit one, some need two or four."""
     plan = plan_hybrid_cp_step(
         samples,
-        max_tokens_per_rank=10,
+        max_tokens_per_rank=BUDGET,
         data_with_context_group=dist.group.WORLD,
         cp_partition_mode=run.config.cp_partition_mode,
         cost=COST,
@@ -155,7 +155,7 @@ def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -
     assert len(GROUPS) < NUM_SAMPLES and {len(ranks) for ranks in GROUPS} == {1, 2, 3, 4}
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
     lengths = [len(sample.tokens) for sample in RUNS[0].samples]
-    plans = [micro_batches_of_rank(lengths, rank, 4, 10, "zigzag", COST) for rank in range(4)]
+    plans = [micro_batches_of_rank(lengths, rank, 4, BUDGET, "zigzag", COST) for rank in range(4)]
     assert {size for plan in plans for *_, size in plan} == {1, 2, 4}
     by_deal = run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]
     for outcomes in by_deal:

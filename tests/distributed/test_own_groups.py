@@ -113,9 +113,6 @@ def steps(
     """Of every way to deal the samples every run, on four ranks."""
     chunks = build(GRID, OPTIONS)
     group_of = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(GROUPS))}
-    # Those of a plan, as the documentation makes them.
-    for ranks in map(aligned, (1, 2, 4)):
-        group_of[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return [
         [one_step(chunks, group_of, head, run, deal, policy_loss) for run in runs] for deal in deals
     ]

@@ -121,7 +121,7 @@ def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]
 class RandomSample(Sample):
     """A sample whose prompt is random, within its prompt group too, and whose rollout may lie on several ranks."""
 
-    prompt_hash = None  # type: ignore[assignment]
+    prompt_hash = property(lambda self: None)  # type: ignore[assignment]
 
 
 def package_sample(sample: PlainSample) -> Sample:

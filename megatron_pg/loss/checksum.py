@@ -99,7 +99,7 @@ def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dic
     for samples in of_windows:
         trained |= Counter(sample.identity for sample in samples)
         names |= {sample.identity: sample.name for sample in samples}
-    names |= {count.identity: count.ids.name for count in mine}
+    names |= {count.identity: count.name for count in mine}
     expected = Counter(count.identity for count in mine)
     strangers = [each for each in trained if each not in expected]
     return {

@@ -62,7 +62,7 @@ class _Place(NamedTuple):
 
     rank: int
     number: int
-    ids: SampleIds
+    ids: HasIds
 
     @property
     def source(self) -> str | int:
@@ -81,7 +81,7 @@ def ids_of(samples: Iterable[HasIds]) -> list[SampleIds]:
 
 
 def check_ids(
-    everyone: Sequence[Sequence[SampleIds]],
+    everyone: Sequence[Sequence[HasIds]],
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,

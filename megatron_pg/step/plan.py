@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,18 +17,23 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
+Ordered = TypeVar("Ordered")
+
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by `plan_step`."""
+    """How one data-parallel rank runs a step. Built by `plan_step` and `plan_hybrid_cp_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending; the dearest micro-batch first. An empty one is legal: pack()
-    makes a dummy of it that no objective counts."""
+    """Per micro-batch the indices of its samples, ascending; micro-batches in the order in which they are run
+    (`pipeline_order`, in a plan of `plan_step`). An empty one is legal: pack() makes a dummy of it that no objective
+    counts."""
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
-    """The totals of the step over all data-parallel ranks, `num_tokens` included."""
+    """The totals of the step over all data-parallel ranks; with the `num_tokens` of `plan_step`."""
+    cp_sizes: tuple[int, ...]
+    """Per micro-batch the context-parallel ranks that hold it."""
 
     @property
     def num_microbatches(self) -> int:
@@ -69,7 +75,7 @@ def plan_step(
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
-            ones at the end, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
+            ones, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
             data-parallel ranks.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         cost: what is evened out between micro-batches and orders them; by default tokens.
@@ -119,8 +125,8 @@ def plan_step(
     num_tokens = sum(tokens_of_ranks) + multiple * added_by_all
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
-        microbatches=microbatches + ((),) * num_added,
-        microbatch_tokens=tokens + (multiple,) * num_added,
+        microbatches=pipeline_order(microbatches + ((),) * num_added),
+        microbatch_tokens=pipeline_order(tokens + (multiple,) * num_added),
         totals=totals_of_counts(
             counts,
             rank,
@@ -128,7 +134,14 @@ def plan_step(
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
         ),
+        cp_sizes=(cp_size,) * (len(microbatches) + num_added),
     )
+
+
+def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
+    """Micro-batches with the cheap ones at both ends: a pipeline fills with the first and drains with the last, while its
+    stages wait. The dearest of all ranks are run at the same place, as experts need it."""
+    return dearest_first[::2][::-1] + dearest_first[1::2]
 
 
 def assign_to_data_parallel_ranks(

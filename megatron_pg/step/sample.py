@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.identity import coefficient_of, coefficients_of_positions, hash_of
+from megatron_pg.step.identity import tell_apart
 from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_channels
 
 Values = Tensor | Sequence[float] | Sequence[int]
@@ -156,23 +156,21 @@ class Sample:
     @functools.cached_property
     def identity(self) -> int:
         """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets."""
-        kept = (
-            () if self.kept_tokens is None else (self.kept_tokens.values, self.kept_tokens.offsets)
-        )
-        return hash_of(self.tokens, self.loss_mask, self.loss_weights, *kept)
+        tell_apart([self])
+        return self.identity
 
     @functools.cached_property
     def prompt_hash(self) -> int:
         """A 64-bit hash of the prompt's tokens."""
-        return hash_of(self.tokens[: self.prompt_length])
+        tell_apart([self])
+        return self.prompt_hash
 
     @functools.cached_property
     def active_coefficients(self) -> float:
         """What the active tokens count in the sums that tell samples apart, times their loss weights: each by the identity and its
         position."""
-        of_positions = coefficients_of_positions(self.response_length)
-        weights = self.loss_mask if self.loss_weights is None else self.loss_weights
-        return coefficient_of(self.identity) * float(of_positions @ weights.double())
+        tell_apart([self])
+        return self.active_coefficients
 
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

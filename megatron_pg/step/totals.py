@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
-from megatron_pg.step.identity import coefficient_of_rank
-from megatron_pg.step.ids import HasIds, SampleIds, check_ids, ids_of
+from megatron_pg.step.identity import coefficient_of_rank, tell_apart
+from megatron_pg.step.ids import HasIds, check_ids
+from megatron_pg.step.sample import Sample
 
 
 class CountedSample(HasIds, Protocol):
@@ -73,9 +74,13 @@ class ActiveCounts:
 
 
 class SampleCount(NamedTuple):
-    """What one data-parallel rank tells the others of one of its samples."""
+    """What one data-parallel rank tells the others of one of its samples: its ids and counts, by the names of `Sample`."""
 
-    ids: SampleIds
+    group_index: int | None
+    rollout_id: int | None
+    prompt_hash: int | None
+    id_source: str | None
+    name: str
     num_active_tokens: int
     loss_weight: float | None
     identity: int | None
@@ -204,15 +209,20 @@ def step_totals(
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """The ids, counts and hashes of one rank's samples."""
+    tell_apart([s for s in samples if isinstance(s, Sample) and "identity" not in vars(s)])
     return [
         SampleCount(
-            ids,
+            sample.group_index,
+            sample.rollout_id,
+            sample.prompt_hash,
+            sample.id_source,
+            sample.name,
             sample.num_active_tokens,
             sample.loss_weight,
             sample.identity,
             sample.active_coefficients,
         )
-        for ids, sample in zip(ids_of(samples), samples, strict=True)
+        for sample in samples
     ]
 
 
@@ -230,7 +240,7 @@ def totals_of_counts(
         ValueError: see `step_totals`.
     """
     check_ids(
-        [[count.ids for count in of_rank] for of_rank in everyone],
+        everyone,
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
     )
@@ -254,11 +264,14 @@ def _totals(
     for rank, of_rank in enumerate(everyone):
         for number, count in enumerate(of_rank):
             size: Any = _loss_weight(count) if in_loss_weights else count.num_active_tokens
-            groups[count.ids.group_index] += size
+            groups[count.group_index] += size
             rollouts[_rollout_of(count, rank, number)] += size
     is_grouped = None not in groups
-    mine = [count.ids for count in everyone[data_parallel_rank]]
-    own_rollouts, own_groups = {ids.rollout_id for ids in mine}, {ids.group_index for ids in mine}
+    mine = everyone[data_parallel_rank]
+    own_rollouts, own_groups = (
+        {each.rollout_id for each in mine},
+        {each.group_index for each in mine},
+    )
     has_weights = any(count.loss_weight is not None for of_rank in everyone for count in of_rank)
     of_weights = _active_counts(everyone, rollouts, groups, _loss_weight) if has_weights else None
     return StepTotals(
@@ -282,7 +295,7 @@ def _totals(
 
 def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
     """The rollout of a sample: by its id, or the sample itself."""
-    return (rank, number) if count.ids.rollout_id is None else count.ids.rollout_id
+    return (rank, number) if count.rollout_id is None else count.rollout_id
 
 
 def _active_counts(
@@ -300,7 +313,7 @@ def _active_counts(
             value = value_of(count)
             if value is None:
                 return None
-            divisors = rollouts[_rollout_of(count, rank, number)], groups[count.ids.group_index]
+            divisors = rollouts[_rollout_of(count, rank, number)], groups[count.group_index]
             rows.append([value / (d or 1) for d in (*divisors, 1)])
         of_this_rank = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).sum(0)
         sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])

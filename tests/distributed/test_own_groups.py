@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.cost import SampleCost
+from megatron_pg.step.hybrid_context import micro_batches_of_rank, plan_hybrid_cp_step
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.random_steps import package_samples
 
@@ -35,6 +40,44 @@ RUNS = [
 ]
 
 Change = Callable[[PackedBatch, Any, PolicyStep], Any]
+Groups = list[tuple[int, ...]]
+Deal = Callable[[Run, list[Sample]], tuple[StepPlan, Groups]]
+"""What gives this rank's micro-batches of a step, and the ranks that hold each."""
+
+
+def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
+    mine = [place for place, ranks in enumerate(held_by) if dist.get_rank() in ranks]
+    dealt = tuple(tuple(range(place, len(samples), len(held_by))) for place in mine)
+    sizes = tuple(len(held_by[place]) for place in mine)
+    return StepPlan(dealt, (), step_totals(samples), sizes), [held_by[place] for place in mine]
+
+
+COST, BUDGET = SampleCost(1.0, 0.1), 8
+DEALT = functools.partial(in_turn, GROUPS)
+
+
+def planned(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
+    """Eight tokens of a rank: some samples fit one, some need two or four."""
+    plan = plan_hybrid_cp_step(
+        samples,
+        max_tokens_per_rank=BUDGET,
+        data_with_context_group=dist.group.WORLD,
+        cp_partition_mode=run.config.cp_partition_mode,
+        cost=COST,
+    )
+    return plan, [aligned(size) for size in plan.cp_sizes]
+
+
+def aligned(size: int) -> tuple[int, ...]:
+    start = dist.get_rank() // size * size
+    return tuple(range(start, start + size))
+
+
+def planned_of_rank_0(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
+    """Mutant: both halves of the ranks take the same half of the samples."""
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, planned(run, samples)[0])
+    return plans[0], [aligned(size) for size in plans[0].cp_sizes]
 
 
 def own_loss(batch: PackedBatch, group: Any, step: PolicyStep) -> Any:
@@ -65,63 +108,79 @@ def tokens_of_the_group(batch: PackedBatch, group: Any, step: PolicyStep) -> Any
 
 
 def steps(
-    head: Change, runs: list[Run], held_by: list[tuple[int, ...]] = GROUPS, policy_loss: str = "ppo"
-) -> list[Outcome | None]:
-    """Every run on four ranks; the samples dealt to the micro-batches in turn."""
+    head: Change, runs: list[Run], deals: Sequence[Deal], policy_loss: str = "ppo"
+) -> list[list[Outcome | None]]:
+    """Of every way to deal the samples every run, on four ranks."""
     chunks = build(GRID, OPTIONS)
-    groups = [dist.new_group(list(ranks)) for ranks in held_by]
-    mine = [place for place, ranks in enumerate(held_by) if dist.get_rank() in ranks]
-    outcomes = []
-    for run in runs:
-        samples = package_samples(run.samples)
-        totals = step_totals(samples)
-        batches, group_of = [], {}
-        for place in mine:
-            batch = pack(
-                samples[place :: len(held_by)],
-                cp_rank=dist.get_rank(groups[place]),
-                cp_size=groups[place].size(),
-                cp_partition_mode=run.cp_partition_mode,
-            )
-            batches.append(batch)
-            group_of[id(batch)] = groups[place]
-        config = replace(run.config, policy_loss=policy_loss)
-        step = PolicyStep(config, totals=totals, num_microbatches=len(mine), model=chunks)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
+    group_of = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(GROUPS))}
+    return [
+        [one_step(chunks, group_of, head, run, deal, policy_loss) for run in runs] for deal in deals
+    ]
 
-        def of_batch(batch: PackedBatch, step: PolicyStep = step, of: Any = group_of) -> Any:
-            return head(batch, of[id(batch)], step)
 
-        metrics = step.metrics(run_micro_batches(of_batch, batches, chunks))
-        gradients = gather_gradients(chunks)
-        outcomes.append(None if gradients is None else Outcome(gradients, metrics))
-    return outcomes
+def one_step(
+    chunks: list[Any],
+    group_of: dict[Any, Any],
+    head: Change,
+    run: Run,
+    deal: Deal,
+    policy_loss: str,
+) -> Outcome | None:
+    samples = package_samples(run.samples)
+    plan, held_by = deal(run, samples)
+    batches, group_of_batch = [], {}
+    for indices, ranks in zip(plan.microbatches, held_by, strict=True):
+        batch = pack(
+            [samples[index] for index in indices],
+            cp_rank=ranks.index(dist.get_rank()),
+            cp_size=len(ranks),
+            cp_partition_mode=run.cp_partition_mode,
+        )
+        batches.append(batch)
+        group_of_batch[id(batch)] = group_of[ranks]
+    step = PolicyStep(replace(run.config, policy_loss=policy_loss), plan, model=chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    output = run_micro_batches(
+        lambda batch: head(batch, group_of_batch[id(batch)], step), batches, chunks
+    )
+    metrics, gradients = step.metrics(output), gather_gradients(chunks)
+    return None if gradients is None else Outcome(gradients, metrics)
 
 
 def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -> None:
     assert len(GROUPS) < NUM_SAMPLES and {len(ranks) for ranks in GROUPS} == {1, 2, 3, 4}
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
-    outcomes = run_ranks(steps, 4, own_loss, RUNS)[0]
-    for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
-        comparison = compare(outcome, expected)
-        assert comparison.passed, f"{run}: {comparison}"
-    for mutant in (times_the_group, tokens_of_the_group):
-        wrong = run_ranks(steps, 4, mutant, RUNS[:1])[0][0]
-        assert compare(wrong, references[0]).gradient_error > 1e-2, mutant.__name__
+    lengths = [len(sample.tokens) for sample in RUNS[0].samples]
+    plans = [micro_batches_of_rank(lengths, rank, 4, BUDGET, "zigzag", COST) for rank in range(4)]
+    assert {size for plan in plans for *_, size in plan} == {1, 2, 4}
+    by_deal = run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]
+    for outcomes in by_deal:
+        for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
+            comparison = compare(outcome, expected)
+            assert comparison.passed, f"{run}: {comparison}"
+    mutants = [
+        (times_the_group, DEALT),
+        (tokens_of_the_group, DEALT),
+        (own_loss, planned_of_rank_0),
+    ]
+    for head, deal in mutants:
+        (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal])[0][0]
+        assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
+    assert abs(wrong.metrics["aggregation_checksum"] - 1) > 1e-3
 
 
 def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:
     """gspo, against every sample whole on one rank."""
     runs = [Run("prompt_mean"), Run("prompt_mean", cp_partition_mode="contiguous")]
-    alone = [(place % 4,) for place in range(NUM_SAMPLES)]
-    expected = run_ranks(steps, 4, own_loss, runs, alone, "gspo")[0]
-    found = run_ranks(steps, 4, own_loss, runs, GROUPS, "gspo")[0]
-    for outcome, whole in zip(found, expected, strict=True):
-        comparison = compare(outcome, whole)
-        assert comparison.passed and len(whole.metrics) > 10, str(comparison)
+    alone = functools.partial(in_turn, [(place % 4,) for place in range(NUM_SAMPLES)])
+    expected, *by_deal = run_ranks(steps, 4, own_loss, runs, [alone, DEALT, planned], "gspo")[0]
+    for found in by_deal:
+        for outcome, whole in zip(found, expected, strict=True):
+            comparison = compare(outcome, whole)
+            assert comparison.passed and len(whole.metrics) > 10, str(comparison)
     # The objective is another one than token by token.
-    (ppo,) = run_ranks(steps, 4, own_loss, runs[:1], GROUPS)[0]
+    ((ppo,),) = run_ranks(steps, 4, own_loss, runs[:1], [DEALT])[0]
     assert compare(ppo, expected[0]).gradient_error > 1e-2
 
 
@@ -162,3 +221,17 @@ def wrong_group() -> None:
         RUNS[0].config, totals=step_totals(batch.samples), num_microbatches=1, model=chunks
     )
     step.head(batch, context_group=dist.group.WORLD)
+
+
+def other_samples() -> str:
+    """What every rank is told where one has another sample."""
+    samples = package_samples(RUNS[0].samples)[:6]
+    mine = samples[dist.get_rank() == 1 :]
+    with pytest.raises(ValueError) as refused:
+        plan_hybrid_cp_step(mine, max_tokens_per_rank=64, data_with_context_group=dist.group.WORLD)
+    return str(refused.value)
+
+
+def test_ranks_that_plan_other_samples_are_told_so() -> None:
+    for said in run_ranks(other_samples, 2):
+        assert "rank 1 of the data-parallel group" in said and "5 samples and rank 0 6" in said

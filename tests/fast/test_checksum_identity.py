@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -260,10 +261,7 @@ def test_of_weights_alone_no_exchange_is_seen() -> None:
 
 MUTANTS = {
     "coefficient_of": (lambda hash_: 1.0, {one_for_another, fed_twice, stale, exchanged}),
-    "coefficients_of_positions": (
-        lambda count: torch.ones(count, dtype=torch.float64),
-        {other_window},
-    ),
+    "_position_coefficients": (np.ones, {other_window}),
     "coefficient_of_rank": (lambda rank: 1.0, {exchanged}),
 }
 """A part of the coefficients that says nothing, and the faults that pass then."""
@@ -276,7 +274,7 @@ def test_without_a_part_of_the_coefficients_some_pass(
     mutant, expected = MUTANTS[part]
     for sample in (*SAMPLES, *STALE):
         vars(sample).pop("active_coefficients", None)
-    for module in ("step.sample", "step.batch", "step.totals", "loss.weights"):
+    for module in ("step.identity", "step.batch", "step.totals", "loss.weights"):
         monkeypatch.setattr(f"megatron_pg.{module}.{part}", mutant, raising=False)
     assert {fault for fault in EXCHANGES if missed(fault, 2)} == expected
     for sample in (*SAMPLES, *STALE):
@@ -320,6 +318,32 @@ def test_the_hash_is_that_of_plain_integers(tokens: list[int], data: st.DataObje
     assert identity.hash_of(vector) == plain_identity(tokens, None)
     found = identity.hash_of(vector, torch.tensor(mask, dtype=torch.bool))
     assert found == plain_identity(tokens, mask)
+
+
+def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plain integers and floats, in chunks of three; without response, and with loss weights and kept sets."""
+    monkeypatch.setattr(identity, "CHUNK", 3)
+    samples = package_samples(random_step(3, num_samples=11))
+    samples += [replace(samples[4]), replace(samples[5], loss_weights=samples[5].loss_mask * 0.5)]
+    samples.append(
+        replace(
+            samples[6],
+            kept_tokens=[[t] for t in samples[6].tokens[samples[6].prompt_length :].tolist()],
+        )
+    )
+    identity.tell_apart(samples)
+    for sample in samples:
+        tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+        if sample.loss_weights is None and sample.kept_tokens is None:
+            assert sample.identity == plain_identity(tokens, mask)
+        assert vars(sample)["prompt_hash"] == plain_identity(tokens[: sample.prompt_length], None)
+        assert sample.num_active_tokens == sum(mask)
+        weights = mask if sample.loss_weights is None else sample.loss_weights.tolist()
+        table = identity.coefficients_of_positions(len(mask)).tolist()
+        expected = sum(t * w for t, w in zip(table, weights, strict=True))
+        expected *= 0.5 + sample.identity / WORD
+        assert sample.active_coefficients == pytest.approx(expected, rel=1e-14)
+    assert len({sample.identity for sample in samples}) == len(samples) - 1
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 5000])
@@ -388,10 +412,9 @@ def test_one_sample_in_the_place_of_another_is_seen(
 
 def test_a_miss_is_as_rare_as_the_docs_say() -> None:
     """Of pairs of n samples of equal weight, those within the tolerance; the bound is 1e-8 n."""
-    coefficients = torch.tensor(
-        [identity.coefficient_of(identity.mixed(number)) for number in range(20_000)],
-        dtype=torch.float64,
-    ).sort()[0]
+    hashes = identity.mixed(np.arange(20_000, dtype=np.uint64)).tolist()
+    coefficients = torch.tensor(list(map(identity.coefficient_of, hashes)), dtype=torch.float64)
+    coefficients = coefficients.sort()[0]
     tolerance = 1e-9 * coefficients.sum()
     above = torch.searchsorted(coefficients, coefficients + tolerance, right=True)
     near = int((above - torch.arange(1, 20_001)).sum())

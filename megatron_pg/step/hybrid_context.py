@@ -1,0 +1,178 @@
+"""A step whose micro-batches have context-parallel groups of their own: long sequences on many ranks, short ones on few.
+
+The groups are those of Megatron's hybrid context parallelism (`create_hybrid_dp_cp_groups` of parallel_state, 0.19.2): the
+DP * CP ranks, their halves, the halves of these, down to single ranks. The samples are halved with them: each half of the
+ranks gets half of the work, and what a half cannot hold, or what would leave the halves uneven, both run together before
+they part. So all ranks of a group begin a micro-batch at the same predicted time, and no two groups wait for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.bins import Indices, plan_bins
+from megatron_pg.step.cost import TOKENS, SampleCost
+from megatron_pg.step.plan import StepPlan
+from megatron_pg.step.sample import Sample, checked_integer
+from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
+from megatron_pg.step.totals import step_totals
+
+SLACK = 0.05
+"""How far the slowest rank may lie above the mean: `delta` of Megatron's own scheduler (`next_hdp_group` of
+pipeline_parallel/hybrid_cp_schedule.py, 0.19.2)."""
+
+
+def plan_hybrid_cp_step(
+    samples: Sequence[Sample],
+    *,
+    max_tokens_per_rank: int,
+    data_with_context_group: dist.ProcessGroup | None = None,
+    cp_partition_mode: CpPartitionMode = "zigzag",
+    cost: SampleCost = TOKENS,
+    allow_different_prompts: bool = False,
+    samples_per_group: int | None = None,
+) -> StepPlan:
+    """Packs the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and counts the step.
+
+    Where a sample takes its cost over the number of its ranks, the slowest rank takes at most 5 % longer than the mean
+    one; within that, samples lie on few ranks. Every rank of the group must call it, once a step, in place of
+    `step_totals`; one exchange of the samples' hashes. Micro-batch j of the plan is this rank's in the aligned group of
+    `plan.cp_sizes[j]` ranks, as context-parallel rank `rank % plan.cp_sizes[j]`; it is run in the plan's order, larger
+    groups first.
+
+    Args:
+        samples: all samples of the step, on every rank the same in the same order.
+        max_tokens_per_rank: the most packed tokens of a micro-batch on one rank, padding included (Megatron's
+            `max_seqlen_per_dp_cp_rank`); under sequence parallelism a multiple of the tensor-parallel size.
+        data_with_context_group: the data-parallel group *with* context parallelism; None is this rank alone.
+        cp_partition_mode: as given to `pack`.
+        cost: what is evened out between ranks and orders micro-batches; by default tokens.
+        allow_different_prompts: see `step_totals`.
+        samples_per_group: see `step_totals`.
+
+    Raises:
+        ValueError: a sample that all ranks together do not hold, sizes out of range, a number of ranks that is no power
+            of two, ranks with other samples than rank 0 (all on all ranks, where one has it), or what `step_totals`
+            refuses.
+    """
+    group = data_with_context_group
+    rank, num_ranks = (
+        (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    )
+
+    def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
+        _check_sizes(samples, num_ranks, max_tokens_per_rank, cp_partition_mode)
+        lengths = [sample.total_length for sample in samples]
+        return micro_batches_of_rank(
+            lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
+        )
+
+    planned, hashes = compute_and_gather(plan_rank, lambda _: [s.identity for s in samples], group)
+    for other, found in enumerate(hashes):
+        if found != hashes[0]:
+            raise ValueError(
+                f"rank {other} of the data-parallel group with context parallelism has {len(found)} samples and rank 0 "
+                f"{len(hashes[0])}, or others: every rank plans all samples of the step, in one order"
+            )
+    microbatches, tokens, sizes = zip(*planned, strict=True)
+    return StepPlan(
+        microbatches=microbatches,
+        microbatch_tokens=tokens,
+        totals=step_totals(
+            samples,
+            allow_different_prompts=allow_different_prompts,
+            samples_per_group=samples_per_group,
+        ),
+        cp_sizes=sizes,
+    )
+
+
+def micro_batches_of_rank(
+    lengths: Sequence[int],
+    rank: int,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    cp_partition_mode: CpPartitionMode,
+    cost: SampleCost,
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """The indices of the samples, the packed tokens and the ranks of each micro-batch of one rank; at least one."""
+    microbatches = []
+    for size, members in _groups_of_rank(
+        lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
+    ):
+        padded = [padded_length(lengths[i], size, cp_partition_mode) for i in members]
+        multiple = checked_multiple(size, 1, cp_partition_mode)
+        for chosen in plan_bins(padded, size * max_tokens_per_rank, cost=cost):
+            tokens = packed_length(sum(padded[i] for i in chosen), multiple)
+            microbatches.append((tuple(members[chosen].tolist()), tokens, size))
+    return microbatches
+
+
+def _groups_of_rank(
+    lengths: Sequence[int],
+    rank: int,
+    num_ranks: int,
+    max_tokens_per_rank: int,
+    cp_partition_mode: CpPartitionMode,
+    cost: SampleCost,
+) -> Iterator[tuple[int, Indices]]:
+    """The samples that a rank runs in its group of each size, by falling size.
+
+    At each size the ranks of a group reckon alike, from the samples that are left to it. Both halves run the samples that
+    are too long for one; then, one at a time while the dearer half would end later than both together by more than the
+    slack, the sample of it whose cost is nearest to the difference.
+    """
+    found = np.array(lengths, dtype=np.int64)
+    costs, everything = cost.of_lengths(found), max(int(found.sum()), 1)
+    # The ranks are halved log2(num_ranks) times, and each time the latest end may grow by the same factor.
+    slack = (1 + SLACK) ** (1 / max(num_ranks.bit_length() - 1, 1)) - 1
+    mine, spent, size = np.arange(found.size), 0.0, num_ranks
+    while size > 1:
+        half = size // 2
+        on_half = [padded_length(each, half, cp_partition_mode) for each in found[mine].tolist()]
+        fits = np.array(on_half, dtype=np.int64) <= half * max_tokens_per_rank
+        shared, mine = mine[~fits], mine[fits]
+        end = spent + math.fsum(costs[[*shared, *mine]]) / size
+        while True:
+            halves = plan_bins(found[mine], everything, multiple=2, cost=cost)
+            dearer, cheaper = (costs[mine[members]] for members in halves)
+            # fsum: the same on every machine.
+            uneven = math.fsum(dearer) - math.fsum(cheaper)
+            if uneven / size <= slack * end:
+                break
+            lifted = mine[halves[0][np.argmin(np.abs(dearer - uneven))]]
+            shared, mine = np.append(shared, lifted), mine[mine != lifted]
+        if shared.size:
+            yield size, shared
+        spent += math.fsum(costs[shared]) / size
+        mine, size = mine[halves[rank // half % 2]], half
+    if mine.size or not found.size:
+        yield 1, mine
+
+
+def _check_sizes(
+    samples: Sequence[Sample], num_ranks: int, max_tokens_per_rank: int, mode: CpPartitionMode
+) -> None:
+    if num_ranks & (num_ranks - 1):
+        raise ValueError(
+            f"the data-parallel group with context parallelism has {num_ranks} ranks: hybrid context parallelism halves "
+            "them again and again; expected 1, 2, 4, 8, ..."
+        )
+    least = checked_multiple(num_ranks, 1, mode) // num_ranks
+    if checked_integer("max_tokens_per_rank", max_tokens_per_rank) < least:
+        raise ValueError(
+            f"max_tokens_per_rank is {max_tokens_per_rank}: expected at least {least}, which a sequence takes of each rank"
+        )
+    for sample in samples:
+        length = padded_length(sample.total_length, num_ranks, mode)
+        if length > num_ranks * max_tokens_per_rank:
+            raise ValueError(
+                f"{sample.name} takes {length} tokens with padding, more than {num_ranks} ranks of max_tokens_per_rank "
+                f"{max_tokens_per_rank} hold: raise it, or shorten the sample"
+            )

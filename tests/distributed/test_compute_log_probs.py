@@ -33,14 +33,16 @@ from .steps import SHAPES, Run
 DENSE = ModelOptions(dtype=torch.float64)
 """In float64, so that what is left of an error is the rounding of what is returned."""
 EXPERTS = replace(DENSE, mixture_of_experts=True)
+TIED = replace(DENSE, tied_embeddings=True)
+DEEP = replace(DENSE, num_layers=4)
 CASES = {
     "one process": (Sharding(), DENSE),
     "TP2+SP": (Sharding(tensor=2, sequence_parallel=True), DENSE),
     "CP2": (Sharding(context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), replace(DENSE, tied_embeddings=True)),
+    "PP2 tied": (Sharding(pipeline=2), TIED),
     "DP2": (Sharding(data=2), DENSE),
     "EP2 DP2": (Sharding(expert=2, data=2), EXPERTS),
-    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DENSE),
+    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DEEP),
     "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
 }
 
@@ -143,15 +145,12 @@ def largest_error(found: Scores, expected: Scores) -> float:
 FLOAT32 = 1.01 * 2.0**-24
 """The relative error of rounding to float32, and a little for what was rounded."""
 
-Reference = dict[tuple[bool, bool], list[Scores]]
-"""Of every setting, by whether the model has experts and whether its embeddings are tied."""
+Reference = dict[ModelOptions, list[Scores]]
+"""Of every setting, by the model."""
 
 
 def all_oracle_scores() -> Reference:
-    return {
-        (options.mixture_of_experts, options.tied_embeddings): oracle_scores(options)
-        for options in (DENSE, EXPERTS, replace(DENSE, tied_embeddings=True))
-    }
+    return {options: oracle_scores(options) for options in (DENSE, EXPERTS, TIED, DEEP)}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +165,7 @@ def errors(
     references: Reference,
 ) -> list[float]:
     """The largest error of every setting, over all ranks."""
-    expected = references[(options.mixture_of_experts, options.tied_embeddings)]
+    expected = references[options]
     worst = []
     for number, setting in enumerate(RUNNABLE):
         worst.append(0.0)
@@ -348,7 +347,7 @@ def divergence_of_first_step(
         (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions(), True),
         (
             Sharding(pipeline=2, virtual_pipeline=2),
-            ModelOptions(calculate_per_token_loss=True),
+            ModelOptions(calculate_per_token_loss=True, num_layers=4),
             False,
         ),
         (

@@ -8,18 +8,11 @@ A the advantage, sg() stops the gradient, and log-ratios are clamped to +-20 bef
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import (
-    PYTHON_ONLY,
-    Interval,
-    check_fields,
-    fields_of,
-    flag_of,
-    refuse,
-)
+from megatron_pg.config.combinations import violations_of
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, refuse
 from megatron_pg.config.flags import read_args
 from megatron_pg.config.rows import ANCHOR, TABLES
 
@@ -30,13 +23,6 @@ OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens")
 CpPartitionMode = Literal["zigzag", "contiguous"]
 """How a context-parallel group cuts a pack of sequences, by the names of Megatron's `TransformerConfig`; see
 `TokenWindow`."""
-
-BOUNDS = (
-    ("tis_clip_low", "tis_clip"),
-    ("geometric_rejection_low", "geometric_rejection_high"),
-    ("sequence_rejection_low", "sequence_rejection_high"),
-)
-"""Settings that are the lower and the upper bound of one weight."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +249,7 @@ class PolicyLossConfig:
     Above 0. None: the outer count for both."""
 
     def __post_init__(self) -> None:
-        refuse(violations_of(vars(self))[0])
+        refuse(violations_of(PolicyLossConfig, vars(self))[0])
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PolicyLossConfig:
@@ -304,142 +290,9 @@ class PolicyLossConfig:
         return self.entropy_coef > 0 or self.pg_metrics == "with_entropy"
 
 
-def violations_of(values: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Everything that is wrong with the values of a config, and the values with defaults for those that are wrong."""
-    violations, sound = check_fields(PolicyLossConfig, values)
-    for table in TABLES.values():
-        for row in table.rows_on(sound):
-            violations += row.refusals(sound)
-        violations += _option_violations(table, sound, values)
-    violations += _combination_violations(sound, values)
-    return violations, sound
-
-
-def _option_violations(table: Any, sound: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of one row that were given with another, which would ignore them, and those that a row lacks."""
-    if table.is_replaced(sound):
-        return
-    on = table.rows_on(sound)
-    defaults = fields_of(PolicyLossConfig)
-    for row in on:
-        for option in row.needs:
-            if values.get(option) is None:
-                yield (
-                    f"{table.flag_of_row(row)} needs {flag_of(option)}, a finite number {defaults[option].interval}; "
-                    "found None: give it, or choose another"
-                )
-    for option in dict.fromkeys(option for row in table.values() for option in row.options):
-        value = getattr(sound, option)
-        if value == defaults[option].default or any(option in row.options for row in on):
-            continue
-        given = flag_of(option) if value is True else f"{flag_of(option)} {value}"
-        owners = " and ".join(row.name for row in table.values() if option in row.options)
-        flag = flag_of(table.field)
-        yield f"{given} belongs to {flag} {owners}: drop it with {flag} {getattr(sound, table.field)}"
-
-
-def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Settings that lack what they need, or would silently be ignored."""
-    divisor = values.get("loss_aggregation_divisor")
-    if sound.custom_pg_loss_reducer_function_path is not None and (
-        divisor is not None or sound.loss_aggregation == "constant"
-    ):
-        yield (
-            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
-            f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor or the path"
-        )
-    if (
-        sound.custom_pg_loss_reducer_function_path is not None
-        and sound.loss_weight_denominator == "weights"
-    ):
-        yield (
-            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --loss-weight-denominator "
-            "weights: drop one of the two"
-        )
-    for low, high in BOUNDS:
-        lowest, highest = getattr(sound, low), getattr(sound, high)
-        if lowest > highest:
-            yield (
-                f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}: the lower bound must not be above the "
-                "upper one"
-            )
-    if sound.ratio_anchor == "rollout":
-        yield from _anchor_violations(sound)
-    if sound.divide_gradient_twice and sound.grad_divisor is not None:
-        yield (
-            f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "
-            "of the two"
-        )
-    if sound.kl_loss_gradient == "k2" and sound.use_unbiased_kl:
-        yield (
-            "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "
-            "drop one of the two"
-        )
-    if sound.kl_loss_gradient == "k2" and not sound.kl_loss_coef:
-        yield "--kl-loss-gradient k2 is about the KL term: give --kl-loss-coef, or drop it"
-    if sound.custom_tis_function_path is not None and not sound.use_tis:
-        yield (
-            "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
-        )
-    yield from _distillation_violations(sound)
-    if sound.kept_set_mass:
-        yield from _mass_violations(sound)
-    if sound.fused_lm_head and sound.qkv_format != "thd":
-        yield (
-            f"--fused-lm-head takes packed sequences; found --qkv-format {sound.qkv_format}: use --qkv-format thd, or "
-            "drop --fused-lm-head"
-        )
-
-
-def _distillation_violations(sound: Any) -> Iterator[str]:
-    """A teacher without distillation, distillation without a teacher, and what is defined for neither."""
-    is_loss = sound.policy_loss == "distill" and sound.custom_policy_loss_path is None
-    is_on = is_loss or sound.distill_coef > 0
-    if is_on and sound.distill_teacher is None:
-        flag = "--policy-loss distill" if is_loss else "--distill-coef"
-        yield f"{flag} needs --distill-teacher logits, hidden or top_k: what the samples bring of the teacher"
-    if sound.distill_teacher is not None and not is_on:
-        yield "--distill-teacher is for --policy-loss distill and --distill-coef: give one of them, or drop it"
-    if is_loss and sound.distill_coef > 0:
-        yield "--distill-coef is for another policy loss: with --policy-loss distill drop it"
-    if is_on and sound.replay_sampling_set:
-        yield (
-            "--replay-sampling-set renormalises the student to a set that the teacher's distribution does not have: drop it, "
-            "or the distillation"
-        )
-    if sound.distill_beta == 1:
-        yield "--distill-beta 1 leaves nothing of the student in the mixture: give a number below 1"
-
-
-def _mass_violations(sound: Any) -> Iterator[str]:
-    """What leaves --kept-set-mass without sets, without logits or without a report."""
-    if not sound.replay_sampling_set:
-        yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
-    if sound.fused_lm_head:
-        yield "--kept-set-mass takes the logits of all tokens, which --fused-lm-head does not make: drop one of the two"
-    if sound.pg_metrics == "none":
-        yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
-
-
 def anchor_of(config: Any) -> str:
     """The field of `Sample` that the ratio is taken against."""
     return f"{config.ratio_anchor}_log_probs"
-
-
-def _anchor_violations(sound: Any) -> Iterator[str]:
-    """What would make nothing of --ratio-anchor rollout, or twice of what it does."""
-    if sound.use_tis:
-        yield (
-            "--ratio-anchor rollout takes the ratio against the rollout engine, and --use-tis would weigh the same "
-            "mismatch again: drop one of the two"
-        )
-    rows = [row for table in TABLES.values() for row in table.rows_on(sound)]
-    is_read = any(ANCHOR in row.inputs for row in rows) or sound.custom_policy_loss_path is not None
-    if not (is_read or (sound.use_unbiased_kl and sound.kl_loss_coef > 0)):
-        yield (
-            f"--ratio-anchor rollout is about a ratio, and --policy-loss {sound.policy_loss} has none: drop it, or choose "
-            "an objective with a ratio"
-        )
 
 
 def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:

@@ -8,15 +8,11 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from megatron_pg.config.combinations import violations_of
 from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import fields_of, flag_of, refuse
 from megatron_pg.config.flags import add_args, is_defined
-from megatron_pg.config.policy_loss import (
-    OPTIONAL_SAMPLE_FIELDS,
-    PolicyLossConfig,
-    required_inputs,
-    violations_of,
-)
+from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import TABLES, did_you_mean
 from megatron_pg.config.versions import megatron_core_version, supports_output_processor
 
@@ -76,7 +72,7 @@ def validate_policy_loss_args(
     # The trainer's own under Megatron's names (`megatron/training/arguments.py` of 0.19); absent: a feature not used.
     found = vars(args)
     values, refused = _settled_spelling(found)
-    violations, config = violations_of(values)
+    violations, config = violations_of(PolicyLossConfig, values)
     per_token, aggregation, of_per_token = _settled_per_token_mode(config, found)
     refused += violations + of_per_token
     refused += _sample_field_violations(config, sample_fields)

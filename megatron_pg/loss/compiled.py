@@ -125,13 +125,12 @@ class Differentiated(torch.autograd.Function):
     """A loss whose gradients were computed with it: backward multiplies them by the gradient that arrives."""
 
     @staticmethod
-    def forward(
-        ctx: Any, log_probs: Tensor, entropy: Tensor | None, call: Callable[[], Outputs]
-    ) -> Outputs:
-        """The outputs of `call` but for its second and third, the gradients of the first to `log_probs` and `entropy`."""
+    def forward(ctx: Any, call: Callable[[], Outputs], *differentiated: Tensor | None) -> Outputs:
+        """The outputs of `call` but for those after its first, the gradients of that to each of `differentiated`."""
         ctx.set_materialize_grads(False)
-        loss, to_log_probs, to_entropy, *others = call()
-        ctx.save_for_backward(to_log_probs, to_entropy)
+        loss, *others = call()
+        gradients, others = others[: len(differentiated)], others[len(differentiated) :]
+        ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(*(each for each in others if each is not None))
         return loss, *others
 
@@ -141,4 +140,4 @@ class Differentiated(torch.autograd.Function):
         gradients = (
             None if g is None or incoming is None else g * incoming for g in ctx.saved_tensors
         )
-        return *gradients, None
+        return None, *gradients

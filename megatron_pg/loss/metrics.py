@@ -186,39 +186,15 @@ def reduce_metrics(
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
     """
-    names = metric_names(config)
-    extremes = [row for row in metrics_on(config) if row.kind in SIGNS]
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    maxima = torch.full((len(extremes),), -torch.inf, dtype=torch.float64, device=device)
-    if contributes:
-        for metrics in micro_batches:
-            sums += torch.stack([metrics[name] for name in names])
-            if extremes and isinstance(metrics, MicroBatchMetrics):
-                maxima = maxima if metrics.maxima is None else maxima.maximum(metrics.maxima)
+    pairs, maxima = _of_rank(config, micro_batches if contributes else (), device)
     if critic is not None:
-        sums = torch.cat([sums, critic.sums.to(device)])
+        pairs = torch.cat([pairs, critic.sums.to(device)])
     if dist.is_initialized():
-        dist.all_reduce(sums, group=group)
-        if extremes:
+        dist.all_reduce(pairs, group=group)
+        if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    sums, of_critic = sums.tensor_split([len(names)])
-    values = torch.cat([sums[:, 0] / sums[:, 1], maxima, sums[:, 1]]).tolist()
-    reduced = dict(zip((*names, *(row.name for row in extremes)), values, strict=False))
-    counts = dict(zip(names, values[-len(names) :], strict=True))
-    for row in extremes:  # minus infinity: no active token
-        largest = reduced[row.name]
-        reduced[row.name] = math.nan if largest == -math.inf else SIGNS[row.kind] * largest
-        counts[row.name] = 0.0 if largest == -math.inf else 1.0
-    for row in metrics_on(config):
-        if row.reads and not counts[row.name]:
-            del reduced[row.name]
-    if policy_version is not None:
-        reduced["current_policy_version"] = float(policy_version)
-    for derived in DERIVED:
-        if all(name in reduced for name in derived.of):
-            reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
-    for name in ["current_policy_version", *(r.name for r in METRICS if not r.is_reported)]:
-        reduced.pop(name, None)
+    pairs, of_critic = pairs.tensor_split([len(metric_names(config))])
+    reduced = _by_name(config, pairs, maxima)
     if contributes and reduced["loss"] != reduced["loss"]:
         report_nan_tokens(micro_batches, "its logits, old_log_probs and rollout_log_probs")
     check_checksum(config, reduced, micro_batches)
@@ -232,8 +208,55 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-
+    _derive(reduced, policy_version)
     return reduced if critic is None else reduced | critic.metrics(of_critic)
+
+
+def _of_rank(
+    config: PolicyLossConfig,
+    micro_batches: Sequence[Mapping[str, Tensor]],
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor]:
+    """The pairs [names, 2] float64 of a rank's micro-batches added up, and their maxima [extremes] float64."""
+    names = metric_names(config)
+    pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    maxima = torch.full((len(_extremes(config)),), -torch.inf, dtype=torch.float64, device=device)
+    for metrics in micro_batches:
+        pairs += torch.stack([metrics[name] for name in names])
+        of_batch = getattr(metrics, "maxima", None)
+        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
+    return pairs, maxima
+
+
+def _by_name(config: PolicyLossConfig, pairs: Tensor, maxima: Tensor) -> dict[str, float]:
+    """The quotients and the extremes of a step by name, without those of fields that no sample carries."""
+    names, extremes = metric_names(config), _extremes(config)
+    values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
+    reduced = dict(zip(names, values, strict=False))
+    counts = dict(zip(names, values[len(names) :], strict=False))
+    for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
+        has_tokens = largest != -math.inf
+        reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
+        counts[row.name] = float(has_tokens)
+    for row in metrics_on(config):
+        if row.reads and not counts[row.name]:
+            del reduced[row.name]
+    return reduced
+
+
+def _derive(reduced: dict[str, float], policy_version: int | None) -> None:
+    """Adds what is made of the reduced rows, and drops those that are there for it alone."""
+    if policy_version is not None:
+        reduced["current_policy_version"] = float(policy_version)
+    for derived in DERIVED:
+        if all(name in reduced for name in derived.of):
+            reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
+    for name in ["current_policy_version", *(row.name for row in METRICS if not row.is_reported)]:
+        reduced.pop(name, None)
+
+
+def _extremes(config: PolicyLossConfig) -> list[Metric]:
+    return [row for row in metrics_on(config) if row.kind in SIGNS]
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:

@@ -27,7 +27,6 @@ from megatron_pg.loss.objectives import get_objective
 from megatron_pg.loss.sequence import (
     SequenceLogRatios,
     SequenceReduction,
-    sequence_log_ratios,
     summands_of_sequences,
     sums_over_sequences,
 )
@@ -38,8 +37,10 @@ from megatron_pg.step.totals import StepTotals
 logger = logging.getLogger("megatron_pg")
 
 SET_FIELDS = ("kept_set_size", "kept_set_mass")
-TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients")
+TOKEN_FIELDS = (*RESPONSE_FIELDS, *SET_FIELDS, "window_segment_ids", "coefficients", "divergence")
 """The fields of a packed micro-batch that the loss is a function of."""
+DIFFERENTIATED = ("log_probs", "entropy", "divergence")
+"""What it has a gradient to."""
 CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
 
 
@@ -77,7 +78,7 @@ class MicroBatchLoss:
         optional = (*LOG_PROB_FIELDS, *SET_FIELDS, "policy_version")
         lacking = (field for field in optional if getattr(batch, field) is None)
         self._table = metric_table(config, frozenset(lacking))
-        self._sequence: SequenceLogRatios | None = None  # in a trace, where no rank is waited for
+        self._sequence: SequenceLogRatios | None = None  # once every rank has added its part
 
     def terms(
         self, log_probs: Tensor, entropy: Tensor | None
@@ -91,10 +92,7 @@ class MicroBatchLoss:
         Returns:
             The 0-d loss to be differentiated, the 0-d terms to be reported by name, and what the metrics are made of.
         """
-        config, batch = self.config, self.batch
-        sequence = self._sequence or sequence_log_ratios(
-            config, batch, log_probs, context_parallel_group=self._group
-        )
+        config, batch, sequence = self.config, self.batch, self._sequence
         outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
         scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
         corrected = apply_corrections(scored)
@@ -167,28 +165,59 @@ class MicroBatchLoss:
     ) -> compiled.Outputs:
         """What `compute` makes of this micro-batch: in a few generated kernels on a GPU, else operator by operator."""
         entropy = entropy if self.config.needs_entropy else None
-        if not self._is_compiled(log_probs):
-            return compute(self, log_probs, entropy)
-        settings = _without_divisor(self.config), self._weights.knows_identities
-        sums: Tensor | None = None
-        if sums_over_sequences(self.config):
+        is_compiled = self._is_compiled(log_probs)
+        sums = self._sums_over_sequences(log_probs, is_compiled)
+        if is_compiled:
+            inputs = self._inputs(log_probs, entropy, sums)
+            traced = functools.partial(self._traced, compute)
+            program = compiled.program((compute, *self._settings()), traced, inputs)
+            if program is not None:
+                call = functools.partial(program, *inputs.tensors.values())
+                outputs: compiled.Outputs = compiled.Differentiated.apply(  # type: ignore[no-untyped-call]
+                    call, log_probs, entropy, self.batch.divergence
+                )
+                return outputs
+        return compute(self._with_sums(sums), log_probs, entropy)
+
+    def _sums_over_sequences(self, log_probs: Tensor, is_compiled: bool) -> Tensor | None:
+        """What the rows that are on need of whole sequences, [1 + names, samples] float64, in one all-reduce.
+
+        The config alone decides whether there is one, and of what size: every rank of the context-parallel group joins it, those
+        that have no token and those that could not compile included.
+        """
+        if not sums_over_sequences(self.config):
+            return None
+        program = None
+        if is_compiled:
             inputs = self._inputs(log_probs, None, None)
-            of_rank = compiled.program(("sequences", *settings), self._traced_sums, inputs)
-            if of_rank is None:
-                return compute(self, log_probs, entropy)
-            with torch.no_grad():
-                sums = given(of_rank(*inputs.tensors.values())[0])
-            ids = self.batch.window_segment_ids
-            SequenceReduction(ids, sums.shape[1], self._group).over_group(sums)
-        inputs = self._inputs(log_probs, entropy, sums)
-        traced = functools.partial(self._traced, compute)
-        program = compiled.program((compute, *settings), traced, inputs)
-        if program is None:
-            return compute(self, log_probs, entropy)
-        outputs: compiled.Outputs = compiled.Differentiated.apply(  # type: ignore[no-untyped-call]
-            log_probs, entropy, functools.partial(program, *inputs.tensors.values())
-        )
-        return outputs
+            settings = ("sequences", *self._settings())
+            program = compiled.program(settings, self._traced_sums, inputs)
+        with torch.no_grad():
+            if program is None:
+                sums = self._sums_of_rank(log_probs)
+            else:
+                sums = given(program(*inputs.tensors.values())[0])
+        ids = self.batch.window_segment_ids
+        return SequenceReduction(ids, sums.shape[1], self._group).over_group(sums)
+
+    def _sums_of_rank(self, log_probs: Tensor) -> Tensor:
+        """The sums over sequences of this rank's window, [1 + names, samples] float64; as many columns as the weights have."""
+        ids, num_samples = self.batch.window_segment_ids, self._weights.per_sample.shape[1]
+        summands = summands_of_sequences(self.config, self.batch, log_probs)
+        return SequenceReduction(ids, num_samples).of_rank(summands)
+
+    def _with_sums(self, sums: Tensor | None) -> MicroBatchLoss:
+        """The same with sums over whole sequences, of every rank."""
+        if sums is None:
+            return self
+        other = copy.copy(self)
+        reduction = SequenceReduction(self.batch.window_segment_ids, sums.shape[1])
+        other._sequence = SequenceLogRatios.of(self.config, reduction, sums)
+        return other
+
+    def _settings(self) -> tuple[PolicyLossConfig, bool]:
+        """What programs depend on besides their tensors."""
+        return _without_divisor(self.config), self._weights.knows_identities
 
     def _is_compiled(self, log_probs: Tensor) -> bool:
         return (
@@ -196,7 +225,6 @@ class MicroBatchLoss:
             and len(log_probs) >= 2  # sizes of 0 and 1 would be graphs of their own
             and log_probs.shape == self.batch.loss_mask.shape
             and not torch.is_inference_mode_enabled()
-            and not self.config.distills  # a third input with a gradient
             and not _calls_custom_functions(self.config)
         )
 
@@ -205,17 +233,16 @@ class MicroBatchLoss:
     ) -> compiled.Inputs:
         """All tensors that the loss is a function of."""
         tokens = {name: getattr(self.batch, name) for name in TOKEN_FIELDS}
-        tokens["log_probs"] = log_probs.detach()
-        tokens["entropy"] = None if entropy is None else entropy.detach()
+        tokens |= {"log_probs": log_probs, "entropy": entropy}
         return compiled.Inputs(
-            tokens,
+            {name: None if each is None else each.detach() for name, each in tokens.items()},
             samples={"per_sample": self._weights.per_sample, "sums": sums},
             fixed={"scalars": self._weights.scalars},
         )
 
     def _of_tensors(self, tensors: Mapping[str, Tensor]) -> MicroBatchLoss:
         """The loss as a function of those tensors, which has nothing else of its micro-batch."""
-        other, config = copy.copy(self), self.config
+        other = copy.copy(self)
         fields: dict[str, Any] = {name: tensors.get(name) for name in TOKEN_FIELDS}
         host: Any = {"window": None, "samples": ()}
         other.batch = replace(self.batch, **host, **fields)
@@ -225,31 +252,24 @@ class MicroBatchLoss:
             scalars=tensors["scalars"],
             per_sample=tensors["per_sample"],
         )
-        if "sums" in tensors:
-            sums = tensors["sums"]
-            reduction = SequenceReduction(other.batch.window_segment_ids, sums.shape[1])
-            other._sequence = SequenceLogRatios.of(config, reduction, sums)
-        return other
+        return other._with_sums(tensors.get("sums"))
 
     def _traced_sums(self, tensors: Mapping[str, Tensor]) -> compiled.Outputs:
-        """The sums over sequences of this rank's window, [1 + names, samples]."""
-        other = self._of_tensors(tensors)
-        ids, num_samples = other.batch.window_segment_ids, other._weights.per_sample.shape[1]
-        summands = summands_of_sequences(self.config, other.batch, tensors["log_probs"])
-        return (SequenceReduction(ids, num_samples).of_rank(summands),)
+        return (self._of_tensors(tensors)._sums_of_rank(tensors["log_probs"]),)
 
     def _traced(self, compute: Compute, tensors: Mapping[str, Tensor]) -> compiled.Outputs:
-        """The outputs of `compute`, with the gradients to log-probs and entropy after the first."""
+        """The outputs of `compute`, with the gradients to `DIFFERENTIATED` after the first."""
         with torch.enable_grad():
             leaves = {
                 name: tensors[name].detach().requires_grad_()
-                for name in ("log_probs", "entropy")
+                for name in DIFFERENTIATED
                 if name in tensors
             }
-            entropy = leaves.get("entropy")
-            loss, *others = compute(self._of_tensors(tensors), leaves["log_probs"], entropy)
+            other = self._of_tensors({**tensors, **leaves})
+            loss, *others = compute(other, leaves["log_probs"], leaves.get("entropy"))
             found = torch.autograd.grad(given(loss), list(leaves.values()), allow_unused=True)
-        return given(loss).detach(), *found, *[None] * (entropy is None), *others
+        gradients = dict(zip(leaves, found, strict=True))
+        return given(loss).detach(), *map(gradients.get, DIFFERENTIATED), *others
 
 
 Compute = Callable[[MicroBatchLoss, Tensor, Tensor | None], compiled.Outputs]

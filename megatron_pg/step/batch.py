@@ -225,9 +225,10 @@ def coefficients_of_window(samples: Sequence[Sample], window: TokenWindow) -> Te
     of_samples = [coefficient_of(sample.identity) for sample in samples] or [0.0]
     starts = torch.tensor([0, *window.response_lengths]).cumsum(0)
     ids = window.window_segment_ids
-    positions = window.response_indices - starts[ids]
+    positions = window.response_indices - starts.index_select(0, ids)
     table = coefficients_of_positions(max(window.response_lengths, default=0))
-    return torch.tensor(of_samples, dtype=torch.float64)[ids] * table[positions]
+    of_tokens = torch.tensor(of_samples, dtype=torch.float64).index_select(0, ids)
+    return of_tokens * table.index_select(0, positions)
 
 
 def _of_window(
@@ -249,7 +250,7 @@ def _of_window(
     ]
     whole = torch.cat([torch.zeros(0, dtype=dtype), *responses])
     # Indices ascend: a window that has all of them has them in this order.
-    return whole if len(window) == len(whole) else whole[window.response_indices]
+    return whole if len(window) == len(whole) else whole.index_select(0, window.response_indices)
 
 
 def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -> bool:
@@ -265,8 +266,10 @@ def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """The values at the indices, with 0 where the index is -1."""
-    return torch.cat([values, values.new_zeros(1)])[indices]
+    """The values [n] at the indices, with 0 where the index is -1."""
+    # `index_select` takes a quarter of the time of an index in brackets, and no negative ones.
+    padded = torch.cat([values.new_zeros(1), values])
+    return padded.index_select(0, indices + 1)
 
 
 def _channel_of_window(

@@ -166,7 +166,7 @@ class TokenWindow:
         segment_ids, position_ids = _local_positions(padded, cp_rank, cp_size, cp_partition_mode)
         starts = [np.cumsum(totals) - totals, np.cumsum(responses) - responses]
         of_segments = np.stack([totals, totals - responses, *starts])
-        total, prompt, token_start, response_start = of_segments[:, segment_ids]
+        total, prompt, token_start, response_start = of_segments.take(segment_ids, axis=1)
         next_position = position_ids + 1
         is_scored = (next_position >= prompt) & (next_position < total)
         (logit_rows,) = is_scored.nonzero()

@@ -22,7 +22,8 @@ from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
 
@@ -113,6 +114,38 @@ def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
         assert found[0].dtype == torch.float64 and found[1].abs().sum() > 0
         assert_same(found, expected, rtol=1e-12, atol=1e-12)
     assert compiled._programs and None not in compiled._programs.values()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "distill"},
+        {"policy_loss": "gspo", "distill_coef": 0.5, **CORRECTIONS},
+        {"distill_coef": 0.5, "loss_aggregation": "token_mean", "grad_divisor": 3.0},
+    ],
+    ids=str,
+)
+def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
+    config = PolicyLossConfig(distill_teacher="logits", **settings)
+    found = []
+    for devices in ({"cpu"}, set[str]()):
+        compiled.DEVICES = devices
+        sequences = random_sequences(1, spread=0.5)
+        batch = package_batch(sequences)
+        channels = {"teacher_logits": torch.zeros(len(batch.window), 2)}
+        batch = replace(batch, side_channels=channels)
+        log_probs = flat_log_probs(sequences).detach()[batch.window.response_indices]
+        inputs = [f(log_probs).requires_grad_() for f in (torch.clone, torch.square, torch.exp)]
+        loss, metrics = MicroBatchLoss(config, batch, step_totals(batch.samples))(*inputs)
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        assert metrics.table is not None
+        found.append((loss, *gradients, metrics.table))
+    assert found[0][3] is not None and found[0][3].abs().sum() > 0
+    assert len(compiled._programs) == 1 + (settings.get("policy_loss") == "gspo")
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_float32_stays_within_float32_of_float64() -> None:
@@ -206,6 +239,53 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(
     monkeypatch.setattr(SequenceReduction, "over_group", over_group)
     torch.testing.assert_close(found(), expected, rtol=1e-5, atol=1e-7)
     assert (alone - expected).abs() > 1e-3
+
+
+def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[torch.Size]]:
+    """The sizes of what each of two context-parallel ranks adds up, of a sample of which one of them has no response token."""
+    monkeypatch.setattr(compiled, "_programs", {})
+    monkeypatch.setattr(compiled, "MAX_PROGRAMS", programs)
+    sample = Sample(
+        tokens=[1] * 12,
+        response_length=2,
+        loss_mask=[1, 1],
+        advantages=[1.0] * 2,
+        old_log_probs=[-1.0] * 2,
+    )
+    found: list[list[torch.Size]] = [[], []]
+    for rank, sizes in enumerate(found):
+
+        def over_group(
+            self: SequenceReduction, sums: Tensor, sizes: list[torch.Size] = sizes
+        ) -> Tensor:
+            sizes.append(sums.shape)
+            return sums
+
+        monkeypatch.setattr(SequenceReduction, "over_group", over_group)
+        part = pack([sample], cp_rank=rank, cp_size=2)
+        assert len(part.window) == (2, 0)[rank]
+        log_probs = torch.full((len(part.window),), -1.0, requires_grad=True)
+        config = PolicyLossConfig(policy_loss="gspo")
+        policy_loss_from_log_probs(config, part, log_probs, None, totals=step_totals([sample]))
+    return found
+
+
+def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
+    for programs in range(3):
+        ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
+        assert of_first == of_second
+
+    def of_own_size(self: MicroBatchLoss, log_probs: Tensor) -> Tensor:
+        whole = PER_RANK(self, log_probs)
+        return whole if len(log_probs) else whole[:, :1]
+
+    monkeypatch.setattr(MicroBatchLoss, "_sums_of_rank", of_own_size)
+    ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=2)
+    assert of_first != of_second
+
+
+PER_RANK = MicroBatchLoss._sums_of_rank
 
 
 def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,8 @@ class NullStream:
 def _use_cpu_factories() -> None:
     """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
 
-    A `TorchFunctionMode` would do so too, at the cost of microseconds for each call of torch: a fifth of a step.
+    A `TorchFunctionMode` would do so too, at the cost of two microseconds for every call of torch, whose calls a tiny
+    model's step consists of.
     """
     factories = {each.__name__: each for each in _device_constructors()}
     for name in {*factories, *(f"{name}_like" for name in factories)}:

@@ -85,8 +85,9 @@ def validate_policy_loss_args(
             "--use-megatron-fsdp: no test has held its gradients against the unsharded model's; use DDP, with "
             "--use-distributed-optimizer where optimizer states are to be sharded"
         )
-    if config.fp32_lm_head and not config.fused_lm_head:
-        not_implemented += fp32_lm_head_violations(found)
+    if config.fp32_lm_head or config.fused_lm_head:
+        flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
+        not_implemented += output_layer_violations(flag, found)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
     if int(found.get("rank", os.environ.get("RANK", "0"))) == 0:
         _log_decisions(config, aggregation)
@@ -216,17 +217,20 @@ def _fused_head_violations(config: PolicyLossConfig, found: dict[str, Any]) -> I
         yield "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
 
 
-def fp32_lm_head_violations(found: Mapping[str, Any]) -> list[str]:
-    """What of Megatron's settings, flags or a model's, leaves the weight's gradient to others than the layer's backward."""
+def output_layer_violations(flag: str, found: Mapping[str, Any]) -> list[str]:
+    """What of Megatron's settings, flags or a model's, leaves the weight's gradient to others than the layer's backward.
+
+    `flag` is the one that takes the place of the layer's product.
+    """
     violations = []
     if found.get("defer_embedding_wgrad_compute"):
         violations.append(
-            "--fp32-lm-head computes the gradient of the output layer's weight in backward, which "
+            f"{flag} computes the gradient of the output layer's weight in backward, which "
             "--defer-embedding-wgrad-compute puts off: drop one of the two"
         )
     if (found.get("gtp_weight_remat_size") or 1) > 1:
         violations.append(
-            "--fp32-lm-head takes the weight of the output layer as tensor parallelism cuts it, and "
+            f"{flag} takes the weight of the output layer as tensor parallelism cuts it, and "
             "--tensor-parallel-num-weight-shards cuts it further: drop one of the two"
         )
     return violations

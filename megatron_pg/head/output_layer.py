@@ -62,8 +62,10 @@ def default_chunk_tokens(tokens: int, columns: int, device: torch.device) -> int
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """The product left @ right into `out`, or added to it, accumulated in float32; `out` may be wider than the operands."""
-    if out.dtype != left.dtype and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
+    """The product left @ right into `out`, or added to it, accumulated in float32; `out` may have another dtype than the
+    operands, which are converted to it unless the device multiplies without."""
+    is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
+    if is_widened and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
         if add:
             torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
         else:

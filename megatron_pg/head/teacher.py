@@ -150,5 +150,8 @@ class TopKRows:
         p = torch.where(live[:, None], (exponents - statistics.log_sum[:, None]).exp(), 0.0)
         more = (self._weighted - self._p * self._of_rest[:, None]) * scale[:, None]
         more = torch.where(live[:, None] & self._is_here, more, 0.0)
-        out[:, :columns] = (p * of_p[:, None]).scatter_add_(1, self._columns, more).to(dtype)
+        gradient = p * of_p[:, None]
+        if columns:  # a shard of padding alone has none that an index could name
+            gradient.scatter_add_(1, self._columns, more)
+        out[:, :columns] = gradient.to(dtype)
         return out

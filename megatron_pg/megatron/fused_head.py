@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.config.fields import refuse
+from megatron_pg.config.validation import output_layer_violations
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import (
     HeadOptions,
@@ -91,6 +93,7 @@ class OutputRows:
 
         Args and errors are those of `FusedHead.output_processor`.
         """
+        _run_forward_pre_hooks(output_layer)
         weight = _plain_weight(output_layer, output_weight, config)
         vocab_size = self.options.vocab_size
         check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
@@ -303,7 +306,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
 
 
 def require_output_processor(model: Any) -> None:
-    """Refuses a Megatron-Core or a model that has no place for the fused head.
+    """Refuses a Megatron-Core or a model that has no place for the fused head, or whose settings it would not follow.
 
     Args:
         model: wrapped or not, or a list of chunks; None is not looked at.
@@ -321,6 +324,19 @@ def require_output_processor(model: Any) -> None:
             f"the fused head needs a model whose forward takes output_processor, as GPTModel's; found "
             f"{type(module).__name__}: drop --fused-lm-head"
         )
+    refuse(
+        output_layer_violations("--fused-lm-head", vars(module.config)), error=NotImplementedError
+    )
+
+
+def _run_forward_pre_hooks(output_layer: Any) -> None:
+    """Runs what else its call would: under `--overlap-param-gather` DDP waits there until the weight is whole.
+
+    As Megatron does for layers that it does not call (transformer/moe/shared_experts.py of 0.19.2).
+    """
+    for number, hook in list(getattr(output_layer, "_forward_pre_hooks", {}).items()):
+        takes_keywords = number in output_layer._forward_pre_hooks_with_kwargs
+        hook(output_layer, (), *[{}] * takes_keywords)
 
 
 def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:

@@ -30,22 +30,26 @@ class MultiTokenScale:
     """DP * CP * M of the step that runs."""
     of_trainer: Any
     """The function that was there before, or None."""
+    device: torch.device
+    """That of the model, where an optimizer has its loss scale; a number of the host's would be waited for."""
 
     def __call__(self) -> Tensor:
-        scale = self.of_trainer or self.config.grad_scale_func
-        if scale is None:
-            return torch.tensor(self.factor)
-        return torch.as_tensor(scale() if self.of_trainer else scale(torch.ones(1))) * self.factor
+        if self.of_trainer is not None:
+            return torch.as_tensor(self.of_trainer()) * self.factor
+        scale, one = self.config.grad_scale_func, torch.ones(1, device=self.device)
+        return torch.as_tensor(one if scale is None else scale(one)) * self.factor
 
 
-def scale_multi_token_loss(model_config: Any, factor: float) -> bool:
-    """Sets the scale of a step's multi-token prediction on the model's config; whether it has any that is trained."""
+def scale_multi_token_loss(chunk: Any, factor: float) -> bool:
+    """Sets the scale of a step's multi-token prediction on the config of a model's chunk; whether it has any that is trained."""
+    model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
+    device = next(chunk.parameters()).device
     before = model_config.mtp_grad_scale_func
     if isinstance(before, MultiTokenScale):
         before = before.of_trainer
-    model_config.mtp_grad_scale_func = MultiTokenScale(model_config, factor, before)
+    model_config.mtp_grad_scale_func = MultiTokenScale(model_config, factor, before, device)
     return True
 
 

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_pg.config.fields import refuse
-from megatron_pg.config.validation import fp32_lm_head_violations
+from megatron_pg.config.validation import output_layer_violations
 from megatron_pg.head.plain_layer import float32_logits
 from megatron_pg.megatron.groups import unwrapped
 
@@ -42,8 +42,11 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     """
     chunks = model if isinstance(model, (list, tuple)) else [model]
     if is_on:
-        refuse(fp32_lm_head_violations(vars(chunks[0].config)), error=NotImplementedError)
+        found = output_layer_violations("--fp32-lm-head", vars(chunks[0].config))
+        refuse(found, error=NotImplementedError)
     layers = [layer for chunk in chunks for layer in _output_layers(unwrapped(chunk), is_on)]
+    for chunk in chunks if is_on else ():
+        _share_main_grad(unwrapped(chunk))
     was_on = [vars(layer).get("_forward_impl") is _linear for layer in layers]
     for layer, has_ours in zip(layers, was_on, strict=True):
         if is_on:
@@ -94,6 +97,16 @@ def _linear(
     """What `_forward_impl` is called for, with float32 logits [sequence, batch, v/tp]; a frozen weight gets no gradient."""
     hidden = whole_hidden(input, tp_group, is_gathered=sequence_parallel, is_summed=allreduce_dgrad)
     return float32_logits(hidden, weight, bias)
+
+
+def _share_main_grad(module: Any) -> None:
+    """Has DDP add to a tied weight's `main_grad` what multi-token prediction, which looks tokens up in it, has for it.
+
+    Megatron says so of models on one pipeline stage alone (models/common/language_module/language_module.py of 0.19.2).
+    """
+    is_tied = getattr(module, "share_embeddings_and_output_weights", False)
+    if is_tied and getattr(module, "mtp_process", False):
+        module.shared_embedding_or_output_weight().zero_out_wgrad = True
 
 
 def _output_layers(module: Any, is_required: bool) -> Iterator[Any]:

@@ -135,10 +135,9 @@ class PolicyStep:
             context_parallel_size=groups.context_size,
             num_microbatches=num_microbatches,
         )
-        self._predicts_more = scale_multi_token_loss(
-            model_config, float(groups.data_size * groups.context_size * num_microbatches)
-        )
-        self.share = 1.0 / (groups.data_size * groups.context_size * num_microbatches)
+        ranks = groups.data_size * groups.context_size
+        self._predicts_more = scale_multi_token_loss(chunk, float(ranks * num_microbatches))
+        self.share = 1.0 / (ranks * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
     def head(

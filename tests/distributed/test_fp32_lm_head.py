@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, plan_step
+from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs, set_fp32_lm_head
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -92,6 +93,34 @@ def test_frozen_weights(frozen: str) -> None:
                 outcome.gradients[name] = expected.gradients[name]
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
         assert comparison.passed, comparison
+
+
+def gradients_beside_prediction() -> list[dict[str, Tensor]]:
+    """A rank's by Megatron's output layer, by ours, and by ours of a weight that nothing says is looked up too (a mutant)."""
+    from megatron_pg.megatron import output_layer
+
+    sharding, found = Sharding(pipeline=2), []
+    for head in ("Megatron's", "ours", "mutant"):
+        if head == "mutant":
+            output_layer._share_main_grad = lambda module: None
+        chunks = build(sharding, replace(TIED, mtp_num_layers=2))
+        chunks[0].zero_grad_buffer()
+        run_schedule(chunks, sharding, replace(RUNS[0], fp32_lm_head=head != "Megatron's"))
+        parameters = chunks[0].module.named_parameters()
+        found.append({name: each.main_grad.clone() for name, each in parameters})
+    return found
+
+
+@pytest.mark.skipif(
+    not derives_multi_token_labels(), reason="needs multi-token prediction without labels, of 0.19"
+)
+def test_a_tied_weight_in_which_prediction_looks_tokens_up() -> None:
+    """On the last of two stages, where both are; the all-reduce with the first brings the sum to both."""
+    name = "embedding.word_embeddings.weight"
+    for expected, found, mutant in run_ranks(gradients_beside_prediction, 2):
+        for each in expected:
+            torch.testing.assert_close(found[each], expected[each], rtol=1e-10, atol=1e-14)
+        assert (mutant[name] - expected[name]).abs().max() > 0.01 * expected[name].abs().max()
 
 
 @dataclass

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss.policy_loss import gradient_scope
@@ -176,6 +178,50 @@ def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
         assert comparison.passed == of_data_alone, f"{name}: {comparison}"
         assert of_data_alone or comparison.gradient_error > 1e-3
+
+
+def steps_after_the_optimizer(
+    sharding: Sharding, *, has_hooks: bool = True
+) -> list[Outcome | None]:
+    """A rank has the optimizer's part of each parameter, and `--overlap-param-gather` the rest when its module is called.
+
+    Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers that are called.
+    """
+    from megatron_pg.megatron import fused_head as module
+
+    if not has_hooks:  # the mutant
+        module._run_forward_pre_hooks = lambda output_layer: None
+    builder.DistributedDataParallelConfig = functools.partial(
+        builder.DistributedDataParallelConfig,
+        overlap_param_gather=True,
+        align_param_gather=True,
+        bucket_size=1,
+    )
+    options = replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True)
+    (chunk,) = build(sharding, options)
+    outcomes = []
+    for run in RUNS[:2]:
+        for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
+            parts = bucket.param_data.chunk(sharding.data)
+            for rank in {*range(sharding.data)} - {torch.distributed.get_rank()}:
+                parts[rank].fill_(0.5)
+        outcomes.append(fused_step([chunk], sharding, run))
+    return outcomes
+
+
+def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> None:
+    found = run_ranks(steps_after_the_optimizer, 2, Sharding(data=2))[0]
+    for run, outcome, expected in zip(RUNS[:2], found, references[False], strict=False):
+        comparison = compare(outcome, expected, gradient_tolerance(DENSE))
+        assert comparison.passed, f"{run}: {comparison}"
+
+
+def test_a_weight_that_is_not_waited_for_would_be_seen(references: Any) -> None:
+    worker = functools.partial(steps_after_the_optimizer, has_hooks=False)
+    for outcome, expected in zip(
+        run_ranks(worker, 2, Sharding(data=2))[0], references[False], strict=False
+    ):
+        assert not compare(outcome, expected, gradient_tolerance(DENSE)).passed
 
 
 def private_buffers() -> list[bool]:

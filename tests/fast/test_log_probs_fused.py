@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_pg.head import (
     HeadOptions,
@@ -20,7 +21,7 @@ from megatron_pg.head import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from megatron_pg.head.output_layer import FactorGradients, default_chunk_tokens
+from megatron_pg.head.output_layer import FactorGradients, default_chunk_tokens, multiply
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
 
@@ -203,6 +204,20 @@ def test_chunks_of_a_bfloat16_weight_add_up_in_float32() -> None:
     loss, _, _ = linear_token_loss(hidden, weight, targets, lambda p, *_: 2 * p.sum(), one_row)
     loss.backward()
     assert weight.grad.tolist() == [[512.0], [-512.0]]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
+def test_a_device_multiplies_into_every_dtype(
+    of: torch.dtype, into: torch.dtype, add: bool
+) -> None:
+    """As a teacher's float32 weight beside a bfloat16 student: of CUDA's own product with another dtype out there is one."""
+    with FakeTensorMode():
+        left, right = (torch.empty(shape, dtype=of, device="cuda") for shape in ((4, 8), (8, 3)))
+        out = torch.empty(4, 3, dtype=into, device="cuda")
+        multiply(left, right, out, add=add)
+        assert out.dtype == into
 
 
 def test_the_gradient_of_bfloat16_hidden_states_is_scaled_in_float32() -> None:

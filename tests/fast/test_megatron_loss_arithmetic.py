@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig, versions
-from megatron_pg.megatron import PolicyStep
+from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from megatron_pg.step.batch import pack
@@ -329,6 +329,29 @@ def test_multi_token_prediction_is_refused_in_per_token_mode(
     # Without labels an older one has no such loss.
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 18, 2))
     assert num_tokens(moe_contract(model_config=MTP)) == 8
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize("scaled_by", ("nothing", "optimizer", "trainer"))
+def test_the_scale_of_multi_token_prediction_stays_on_the_models_device(
+    device: str, scaled_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer's loss scale is a tensor of one element there (`_scale_one`, optimizer.py of 0.19.2)."""
+    monkeypatch.setattr(multi_token, "derives_multi_token_labels", lambda: True)
+    loss_scale = torch.full((1,), 8.0, device=device)
+    config = SimpleNamespace(mtp_num_layers=1, mtp_grad_scale_func=None, grad_scale_func=None)
+    if scaled_by != "nothing":
+        config.grad_scale_func = lambda loss: loss_scale * loss
+    if scaled_by == "trainer":
+        config.mtp_grad_scale_func = lambda: loss_scale / 2
+    model = torch.nn.Linear(2, 2, device=device)
+    model.config = config
+    for factor in (3.0, 6.0):  # the second step's takes the place of the first's
+        assert multi_token.scale_multi_token_loss(model, factor)
+    found = config.mtp_grad_scale_func()
+    assert found.device.type == device and found.numel() == 1
+    if device == "cpu":
+        assert float(found) == {"nothing": 6.0, "optimizer": 48.0, "trainer": 24.0}[scaled_by]
 
 
 @pytest.mark.parametrize("num_microbatches", (0, -1))

@@ -7,6 +7,8 @@
 # is made. The environment is .venv-<version> in the project's root (with TORCH=, .venv-<version>-torch-<version>); it is
 # installed again only when what it is made of changes.
 
+# Every process would compile torch and Megatron anew, which takes longer than to import them: 10 seconds of a core.
+unset PYTHONDONTWRITEBYTECODE
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 GIVEN="${VENV_PYTHON:-}"
 
@@ -75,7 +77,7 @@ make_environment() {
         "$python" -m venv --clear "$venv" || return 1
     fi
     constraints "$version" >"$venv/constraints.txt"
-    # Of 14,000 files the tests import a fourth: Python compiles those when it does.
+    # Of 14,000 files the tests import a fourth: Python compiles those when it first does, and keeps what it made.
     if ! "$VENV_PYTHON" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$venv/constraints.txt" \
         "${what[@]}" >"$venv/install.log" 2>&1; then
         tail -n 20 "$venv/install.log" >&2

@@ -1,6 +1,6 @@
 """Runs `megatron-pg check` under each breakage of Megatron, and says which are missed or misnamed.
 
-In CI one aggregation of each row is run (test_breakages.py). All rows, of all groups or of one, with the words that were
+In CI one aggregation of each row is run, in one loss mode where both are alike (test_breakages.py). All rows, of all groups or of one, with the words that were
 found beside those that failed:
 
     python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of its name"] [--words]
@@ -81,8 +81,9 @@ def run_what_concerns(breakage: Breakage, run: Any, patch: pytest.MonkeyPatch) -
     """Leaves out the rows of a check that a breakage does not concern."""
     cases_of = run.cases_of
 
-    def concerned(model: str, *rest: Any) -> list[Any]:
-        return [each for each in cases_of(model, *rest) if breakage.concerns(model, each[0].name)]
+    def concerned(model: str, options: Any, names: Any, per_token: bool) -> list[Any]:
+        rows = cases_of(model, options, names, per_token)
+        return [each for each in rows if breakage.concerns(model, each[0].name, per_token)]
 
     models = {
         name: each for name, each in run.MODELS.items() if breakage.concerns(name, "gradient")

@@ -50,10 +50,12 @@ class Breakage:
     apply: Break
     """Patches Megatron in this process."""
 
-    def concerns(self, model: str, case: str) -> bool:
-        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it."""
+    def concerns(self, model: str, case: str, per_token: bool = False) -> bool:
+        """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it; those
+        of the per-token mode where the modes are told apart."""
         named = {*self.fails.split("|"), *self.passes.split("|")}
-        return {model, case} <= {"end to end", "loss only", "gradient", *named}
+        is_mode = not per_token or not named.isdisjoint({PER_TOKEN, PER_MICRO_BATCH})
+        return is_mode and {model, case} <= {"end to end", "loss only", "gradient", *named}
 
 
 FAMILY: dict[str, Breakage] = {}

@@ -120,23 +120,13 @@ class Case:
     runs: tuple[Run, ...]
 
     @property
-    def reference_options(self) -> ModelOptions:
-        """What of the model the unsharded reference shares: all that changes the function."""
-        return ModelOptions(
-            mixture_of_experts=self.options.mixture_of_experts,
-            tied_embeddings=self.options.tied_embeddings,
-            value_head=self.options.value_head,
-            cp_partition_mode=self.options.cp_partition_mode,
-            mtp_num_layers=self.options.mtp_num_layers,
-        )
-
-    @property
     def configuration(self) -> str:
         """Model and sharding."""
         kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
         kinds[AHEAD] = "MTP "
         sets = "kept sets " if self.runs[0].kept else ""
-        return f"{sets}{kinds.get(self.reference_options, '')}{self.sharding}"
+        model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
+        return f"{sets}{kinds.get(model, '')}{self.sharding}"
 
     @property
     def mode(self) -> str:
@@ -200,7 +190,7 @@ def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
 
 
 def all_cases() -> list[Case]:
-    """The whole matrix, each case in float32 and in float64."""
+    """The whole matrix, each case in float32 and in float64, of models with four layers."""
     groups = [
         (DENSE, DENSE_SHARDINGS),
         (TIED, TIED_SHARDINGS),
@@ -210,13 +200,19 @@ def all_cases() -> list[Case]:
         (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
     ]
     of_sets = [
-        with_sets(Case(sharding, replace(mode, dtype=dtype), runs(sharding, place=place)))
+        with_sets(
+            Case(sharding, replace(mode, dtype=dtype, num_layers=4), runs(sharding, place=place))
+        )
         for sharding in KEPT_SHARDINGS
         for mode in modes(DENSE, sharding)[:2]
         for place, dtype in enumerate((torch.float32, torch.float64))
     ]
     return of_sets + [
-        Case(sharding, replace(mode, dtype=dtype), of_model(mode, runs(sharding, place=place)))
+        Case(
+            sharding,
+            replace(mode, dtype=dtype, num_layers=4),
+            of_model(mode, runs(sharding, place=place)),
+        )
         for options, shardings in groups
         for sharding in shardings
         for mode in modes(options, sharding)
@@ -253,7 +249,7 @@ def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
 
 
 def representative_cases() -> list[Case]:
-    """Each kind of parallelism and reduction at least once, every aggregation in each; minutes."""
+    """Each kind of parallelism and reduction at least once, every aggregation in each, with as few layers as that takes."""
     chosen: list[tuple[Sharding, ModelOptions]] = [
         (Sharding(), DENSE),
         (Sharding(tensor=2), DENSE),
@@ -299,7 +295,9 @@ def representative_cases() -> list[Case]:
         Case(
             sharding,
             replace(
-                options, dtype=torch.float64 if place % 2 and options != AHEAD else torch.float32
+                options,
+                dtype=torch.float64 if place % 2 and options != AHEAD else torch.float32,
+                num_layers=max(2, sharding.num_chunks),
             ),
             of_model(options, sample_of_runs(sharding, place)),
         )

@@ -20,13 +20,7 @@ from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 from megatron_pg.megatron import add_value_head
 
 NUM_EXPERTS = 4
-SHAPE = {
-    "num_layers": 4,
-    "num_query_groups": 2,
-    "num_attention_heads": 4,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-}
+SHAPE = {"num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,11 @@ class Sharding:
     virtual_pipeline: int | None = None
     sequence_parallel: bool = False
     expert: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the model, over all pipeline stages."""
+        return self.pipeline * (self.virtual_pipeline or 1)
 
     @property
     def world_size(self) -> int:
@@ -79,6 +78,20 @@ class ModelOptions:
     """Depths of multi-token prediction beside the policy's loss."""
     cp_partition_mode: str = "zigzag"
     """Of the steps; with `contiguous` positions are learned, as Megatron's rotary ones are a zigzag's."""
+    num_layers: int = 2
+    """At least one for each model chunk."""
+
+    @property
+    def unsharded(self) -> ModelOptions:
+        """What of the model an unsharded reference shares: all that changes the function."""
+        return ModelOptions(
+            mixture_of_experts=self.mixture_of_experts,
+            tied_embeddings=self.tied_embeddings,
+            value_head=self.value_head,
+            mtp_num_layers=self.mtp_num_layers,
+            cp_partition_mode=self.cp_partition_mode,
+            num_layers=self.num_layers,
+        )
 
 
 def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
@@ -116,6 +129,7 @@ def transformer_config(sharding: Sharding, options: ModelOptions) -> Transformer
         check_options(sharding, options),
         calculate_per_token_loss=options.calculate_per_token_loss,
         dtype=options.dtype,
+        num_layers=options.num_layers,
         **SHAPE,
         **experts,
     )

@@ -15,6 +15,8 @@ import pytest  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401  (of a rank's first optimizer)
 import train_grpo  # noqa: E402, F401
 
+import megatron_pg.check.step  # noqa: E402, F401
+import tests.distributed.reference  # noqa: E402, F401
 from megatron_pg.config.versions import has_megatron_training  # noqa: E402
 
 if has_megatron_training():

@@ -6,7 +6,7 @@ All of it in float64, so that what is measured is the error of the float32 run a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,21 @@ from megatron_pg.megatron.groups import unwrapped
 from tests import critic_oracle, oracle
 from tests.oracle import PlainSample
 
+from .launch import run_ranks
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
 from .steps import VALUE_CLIP, VOCAB_SIZE, Run, ValueRun
 
 MTP_SCALING_FACTOR = 0.1
 """Megatron's default."""
+
+
+def references_of(
+    models: Iterable[ModelOptions], runs: list[Run]
+) -> dict[ModelOptions, list[Outcome]]:
+    """The outcome of each run, whatever its cut, for each model by its `unsharded` options; in a launch of its own."""
+    unsharded = {options.unsharded for options in models}
+    return {options: run_ranks(reference_steps, 1, options, runs)[0] for options in unsharded}
 
 
 def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:

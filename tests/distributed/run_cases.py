@@ -50,7 +50,7 @@ def compute_references(cases: list[Case]) -> References:
     """Every reference that the cases need."""
     wanted: dict[ModelOptions, dict[Run, None]] = defaultdict(dict)
     for case in cases:
-        wanted[case.reference_options].update(dict.fromkeys(map(without_cut, case.runs)))
+        wanted[case.options.unsharded].update(dict.fromkeys(map(without_cut, case.runs)))
     references = {}
     for options, runs in wanted.items():
         outcomes = run_ranks(
@@ -68,7 +68,7 @@ def run_case(case: Case, references: References) -> Result | None:
     for run in case.runs:
         outcome = train_step(chunks, case.sharding, run)
         if outcome is not None:
-            expected = references[(case.reference_options, without_cut(run))]
+            expected = references[(case.options.unsharded, without_cut(run))]
             comparisons.append(compare(outcome, expected, gradient_tolerance(case.options)))
     if not comparisons:
         return None

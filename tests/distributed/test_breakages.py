@@ -13,10 +13,6 @@ from .launch import run_ranks
 pytestmark = in_one_lane
 
 SOUND = {
-    "TP2 SP CP2": (
-        4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
-    ),
     "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "DP2 average in collective": (2, "--average-in-collective"),
 }

@@ -39,14 +39,16 @@ from .steps import SHAPES, Run
 DENSE = ModelOptions(dtype=torch.float64)
 """In float64, so that what is left of an error is the rounding of what is returned."""
 EXPERTS = replace(DENSE, mixture_of_experts=True)
+TIED = replace(DENSE, tied_embeddings=True)
+DEEP = replace(DENSE, num_layers=4)
 CASES = {
     "one process": (Sharding(), DENSE),
     "TP2+SP": (Sharding(tensor=2, sequence_parallel=True), DENSE),
     "CP2": (Sharding(context=2), DENSE),
-    "PP2 tied": (Sharding(pipeline=2), replace(DENSE, tied_embeddings=True)),
+    "PP2 tied": (Sharding(pipeline=2), TIED),
     "DP2": (Sharding(data=2), DENSE),
     "EP2 DP2": (Sharding(expert=2, data=2), EXPERTS),
-    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DENSE),
+    "PP2 VPP2 CP2": (Sharding(pipeline=2, virtual_pipeline=2, context=2), DEEP),
     "TP2+SP CP2": (Sharding(tensor=2, sequence_parallel=True, context=2), DENSE),
 }
 
@@ -161,15 +163,12 @@ def largest_error(found: Scores, expected: Scores) -> float:
 FLOAT32 = 1.01 * 2.0**-24
 """The relative error of rounding to float32, and a little for what was rounded."""
 
-Reference = dict[tuple[bool, bool], Found]
-"""By whether the model has experts and whether its embeddings are tied."""
+Reference = dict[ModelOptions, Found]
+"""By the model."""
 
 
 def all_oracle_scores() -> Reference:
-    return {
-        (options.mixture_of_experts, options.tied_embeddings): oracle_scores(options)
-        for options in (DENSE, EXPERTS, replace(DENSE, tied_embeddings=True))
-    }
+    return {options: oracle_scores(options) for options in (DENSE, EXPERTS, TIED, DEEP)}
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +180,7 @@ def errors(
     ranks: list[tuple[int, Found]], sharding: Sharding, options: ModelOptions, references: Reference
 ) -> tuple[list[float], float]:
     """The largest error of every setting, and that of hidden states, over all ranks."""
-    expected, expected_hidden = references[(options.mixture_of_experts, options.tied_embeddings)]
+    expected, expected_hidden = references[options]
     worst = []
     for number, setting in enumerate(RUNNABLE):
         worst.append(0.0)
@@ -371,7 +370,7 @@ def divergence_of_first_step(
         (Sharding(tensor=2, sequence_parallel=True, context=2), ModelOptions(), True),
         (
             Sharding(pipeline=2, virtual_pipeline=2),
-            ModelOptions(calculate_per_token_loss=True),
+            ModelOptions(calculate_per_token_loss=True, num_layers=4),
             False,
         ),
         (

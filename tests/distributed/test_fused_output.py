@@ -24,7 +24,7 @@ from .compare import compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, run_schedule, train_step
-from .reference import reference_steps
+from .reference import references_of
 from .steps import AGGREGATIONS, Run
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +47,7 @@ CASES = {
     "PP2 tied": (Sharding(pipeline=2), TIED),
     "PP2 VPP2 tied, per token": (
         Sharding(pipeline=2, virtual_pipeline=2),
-        replace(TIED, calculate_per_token_loss=True),
+        replace(TIED, calculate_per_token_loss=True, num_layers=4),
     ),
     "DP2 tied": (Sharding(data=2), TIED),
     "DP2, distributed optimizer, overlapped reduction": (
@@ -93,11 +93,8 @@ def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome 
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[bool, list[Outcome]]:
-    return {
-        tied: run_ranks(reference_steps, 1, ModelOptions(tied_embeddings=tied), RUNS)[0]
-        for tied in (False, True)
-    }
+def references() -> dict[ModelOptions, list[Outcome]]:
+    return references_of((options for _, options in CASES.values()), RUNS)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +102,11 @@ def references() -> dict[bool, list[Outcome]]:
     [(case, "one pass") for case in CASES] + [("TP2", "recomputed"), ("DP2 tied", "kept")],
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(
-    case: str, mode: str, references: dict[bool, list[Outcome]]
+    case: str, mode: str, references: dict[ModelOptions, list[Outcome]]
 ) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, mode)[0]
-    for run, outcome, expected in zip(
-        RUNS, found, references[options.tied_embeddings], strict=True
-    ):
+    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
         comparison = compare(outcome, expected, gradient_tolerance(options))
         assert comparison.passed, f"{run}: {comparison}"
 
@@ -266,13 +261,11 @@ def scaled_steps(
 @pytest.mark.parametrize("chunk_tokens", [5, 1000])
 @pytest.mark.parametrize("case", ["CP2, per token", "TP2+SP CP2", "PP2 tied"])
 def test_with_a_loss_scale_straight_to_main_grad(
-    case: str, chunk_tokens: int, references: dict[bool, list[Outcome]]
+    case: str, chunk_tokens: int, references: dict[ModelOptions, list[Outcome]]
 ) -> None:
     sharding, options = CASES[case]
     found = run_ranks(scaled_steps, sharding.world_size, sharding, options, chunk_tokens)[0]
-    for run, outcome, expected in zip(
-        RUNS, found, references[options.tied_embeddings], strict=True
-    ):
+    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
         comparison = compare(outcome, expected, gradient_tolerance(options))
         assert comparison.passed, f"{run}: {comparison}"
 
@@ -290,7 +283,7 @@ def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
 def test_a_wrong_scale_would_be_seen(sharding: Sharding, references: Any) -> None:
     """In the gradient of the output layer, and through the hidden states in every other."""
     found = run_ranks(steps_with_a_lost_scale, 2, sharding)[0]
-    for outcome, expected in zip(found, references[False], strict=True):
+    for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         assert not compare(outcome, expected, gradient_tolerance(DENSE)).passed
         for name, gradient in expected.gradients.items():
             assert not torch.allclose(outcome.gradients[name], gradient, rtol=0.1), name
@@ -308,11 +301,11 @@ def steps_with_a_frozen_weight(
 
 
 @pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
-def test_frozen_weights(frozen: str, references: dict[bool, list[Outcome]]) -> None:
+def test_frozen_weights(frozen: str, references: dict[ModelOptions, list[Outcome]]) -> None:
     """Frozen after DDP has made its buffers, whose gradients then stay 0."""
     sharding = Sharding(tensor=2)
     found = run_ranks(steps_with_a_frozen_weight, 2, sharding, DENSE, frozen)[0]
-    for outcome, expected in zip(found, references[False], strict=True):
+    for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         for name, gradient in outcome.gradients.items():
             if (frozen == "output layer") == ("output_layer" in name):
                 assert (gradient == 0).all(), name
@@ -351,10 +344,12 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
 
 
 @pytest.mark.parametrize("case", ["CP2, per token", "PP2 tied"])
-def test_evaluation_leaves_no_gradient(case: str, references: dict[bool, list[Outcome]]) -> None:
+def test_evaluation_leaves_no_gradient(
+    case: str, references: dict[ModelOptions, list[Outcome]]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps_between_evaluations, sharding.world_size, sharding, options)[0]
-    expected = references[options.tied_embeddings]
+    expected = references[options.unsharded]
     for outcome, each in zip(found, [*expected, expected[-1]], strict=True):
         comparison = compare(outcome, each, gradient_tolerance(options))
         assert comparison.passed, comparison
@@ -383,9 +378,11 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "one pass")
 
 
-def test_coefficients_of_another_loss_would_be_seen(references: dict[bool, list[Outcome]]) -> None:
+def test_coefficients_of_another_loss_would_be_seen(
+    references: dict[ModelOptions, list[Outcome]],
+) -> None:
     found = run_ranks(unscaled, 2, Sharding(context=2))[0]
-    for run, outcome, expected in zip(RUNS, found, references[False], strict=True):
+    for run, outcome, expected in zip(RUNS, found, references[DENSE.unsharded], strict=True):
         assert compare(outcome, expected).passed == (not run.regularized)
 
 

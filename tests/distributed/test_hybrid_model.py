@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.models.hybrid") is None,
     reason="this version of Megatron-Core has no HybridModel",
 )
-OPTIONS = ModelOptions(hybrid=True)
+OPTIONS = ModelOptions(hybrid=True, num_layers=4)
 RUNS = [Run(aggregation, cut="empty") for aggregation in AGGREGATIONS]
 
 

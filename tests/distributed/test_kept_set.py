@@ -21,7 +21,7 @@ from .compare import compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
-from .reference import reference_log_probs, reference_steps
+from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
 
 RUNS = [
@@ -68,11 +68,8 @@ def steps(sharding: Sharding, options: ModelOptions, head: str) -> list[Outcome 
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[bool, list[Outcome]]:
-    return {
-        tied: run_ranks(reference_steps, 1, ModelOptions(tied_embeddings=tied), RUNS)[0]
-        for tied in (False, True)
-    }
+def references() -> dict[ModelOptions, list[Outcome]]:
+    return references_of((options for _, options in CASES.values()), RUNS)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +83,11 @@ def references() -> dict[bool, list[Outcome]]:
     ],
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(
-    case: str, head: str, references: dict[bool, list[Outcome]]
+    case: str, head: str, references: dict[ModelOptions, list[Outcome]]
 ) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
-    for run, outcome, expected in zip(
-        RUNS, found, references[options.tied_embeddings], strict=True
-    ):
+    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
         comparison = compare(outcome, expected, gradient_tolerance(options))
         assert comparison.passed, f"{run}: {comparison}"
         assert "kept_set_size" in outcome.metrics
@@ -118,9 +113,9 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "logits")
 
 
-def test_a_late_window_would_be_seen(references: dict[bool, list[Outcome]]) -> None:
+def test_a_late_window_would_be_seen(references: dict[ModelOptions, list[Outcome]]) -> None:
     found = run_ranks(shifted_steps, 2, Sharding(context=2))[0]
-    for outcome, expected in zip(found, references[False], strict=True):
+    for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         assert not compare(outcome, expected, 1e-3).passed
 
 

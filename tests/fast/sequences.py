@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,19 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
 
+CORRECTIONS: dict[str, Any] = {
+    "use_tis": True,
+    "tis_mode": "mask",
+    "tis_clip_low": 0.8,
+    "use_geometric_rejection": True,
+    "geometric_rejection_low": 0.9,
+    "geometric_rejection_high": 1.1,
+    "use_opsm": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.05,
+    "pg_metrics": "with_entropy",
+}
+"""Settings that ask for everything that the loss does beside the objective."""
 OF_LOG_PROBS = [name for name in OBJECTIVES if name != "distill"]
 """The objectives that are made of log-probs; the other's teacher is in `test_distillation_head`."""
 

@@ -26,20 +26,8 @@ from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
-from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
 
-CORRECTIONS: dict[str, Any] = {
-    "use_tis": True,
-    "tis_mode": "mask",
-    "tis_clip_low": 0.8,
-    "use_geometric_rejection": True,
-    "geometric_rejection_low": 0.9,
-    "geometric_rejection_high": 1.1,
-    "use_opsm": True,
-    "kl_loss_coef": 0.1,
-    "entropy_coef": 0.05,
-    "pg_metrics": "with_entropy",
-}
 OBJECTIVES = ("ppo", "gspo", "sapo", "dppo_kl", "gmpo")
 """One of each kind; tests/gpu has all."""
 SETTINGS: dict[str, dict[str, Any]] = {

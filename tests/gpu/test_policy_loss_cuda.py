@@ -13,22 +13,10 @@ from megatron_pg.loss import compiled
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.totals import step_totals
-from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-CORRECTIONS: dict[str, Any] = {
-    "use_tis": True,
-    "tis_mode": "mask",
-    "tis_clip_low": 0.8,
-    "use_geometric_rejection": True,
-    "geometric_rejection_low": 0.9,
-    "geometric_rejection_high": 1.1,
-    "use_opsm": True,
-    "kl_loss_coef": 0.1,
-    "entropy_coef": 0.05,
-    "pg_metrics": "with_entropy",
-}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {},

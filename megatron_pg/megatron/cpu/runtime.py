@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from megatron_pg.config.versions import require_supported_version
 
@@ -45,20 +45,32 @@ class NullStream:
     synchronize = record = wait = wait_event = wait_stream = _nothing
 
 
-class _FactoriesOnCpu(TorchFunctionMode):
-    """Sends `device="cuda"` of every torch call to the CPU, and drops `pin_memory=True`."""
+def _use_cpu_factories() -> None:
+    """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": CPU}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+    A `TorchFunctionMode` would do so too, at the cost of two microseconds for every call of torch, whose calls a tiny
+    model's step consists of.
+    """
+    factories = {each.__name__: each for each in _device_constructors()}
+    for name in {*factories, *(f"{name}_like" for name in factories)}:
+        if hasattr(torch, name):
+            setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if len(args) > 1 and _is_cuda(args[1]):  # of `Tensor.to`
             args = (args[0], CPU, *args[2:])
-        return func(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
+
+    return on_cpu
 
 
 def _is_cuda(device: Any) -> bool:
@@ -138,7 +150,7 @@ def enable_cpu_runtime() -> None:
     # Its optimizers take parameters, and its clipping gradients, of types with these names alone
     # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
     torch.Tensor.type = _named_as_on_cuda()  # type: ignore[method-assign]
-    _FactoriesOnCpu().__enter__()  # type: ignore[no-untyped-call]
+    _use_cpu_factories()
     _enabled = True
     _use_stateless_random_tracker()
     _name_the_absent_gemm()

@@ -155,5 +155,5 @@ def _output_layers(module: Any, asks: str | None) -> Iterator[Any]:
         found = "none" if layer is None else type(layer).__name__
         raise NotImplementedError(
             f"{asks} takes a model whose output_layer is Megatron's ColumnParallelLinear; that of "
-            f"{type(whole).__name__} is {found}: drop {asks}"
+            f"{type(whole).__name__} is {found}" + f": drop {asks}" * asks.startswith("--")
         )

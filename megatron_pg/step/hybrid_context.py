@@ -18,6 +18,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import Indices, plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
+from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.sample import Sample, checked_integer
 from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
@@ -68,6 +69,7 @@ def plan_hybrid_cp_step(
 
     def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
         _check_sizes(samples, num_ranks, max_tokens_per_rank, cp_partition_mode)
+        store_hashes(samples)
         lengths = [sample.total_length for sample in samples]
         return micro_batches_of_rank(
             lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost

@@ -27,6 +27,8 @@ MASK = 2**64 - 1
 GOLDEN_FRACTION = GOLDEN / 2**64
 CHUNK = 128
 """Samples that are hashed at a time."""
+HASHES = {"identity", "prompt_hash", "active_coefficients"}
+"""What a sample that has been hashed stores."""
 
 
 class HashedSample(Protocol):
@@ -44,11 +46,12 @@ class HashedSample(Protocol):
     def kept_tokens(self) -> Ragged | None: ...
 
 
-def tell_apart(samples: Sequence[HashedSample]) -> None:
-    """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample` for them.
+def store_hashes(samples: Sequence[HashedSample]) -> None:
+    """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples without; see `Sample`.
 
     The tokens of many samples are one vector, as a call for each sample takes longer than its tokens do.
     """
+    samples = [each for each in samples if not HASHES <= vars(each).keys()]
     for start in range(0, len(samples), CHUNK):
         chunk = samples[start : start + CHUNK]
         tokens, masks = [each.tokens for each in chunk], [each.loss_mask for each in chunk]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.identity import tell_apart
+from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_channels
 
 Values = Tensor | Sequence[float] | Sequence[int]
@@ -156,20 +156,20 @@ class Sample:
     @functools.cached_property
     def identity(self) -> int:
         """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets."""
-        tell_apart([self])
+        store_hashes([self])
         return self.identity
 
     @functools.cached_property
     def prompt_hash(self) -> int:
         """A 64-bit hash of the prompt's tokens."""
-        tell_apart([self])
+        store_hashes([self])
         return self.prompt_hash
 
     @functools.cached_property
     def active_coefficients(self) -> float:
         """What the active tokens count in the sums that tell samples apart, times their loss weights: each by the identity and its
         position."""
-        tell_apart([self])
+        store_hashes([self])
         return self.active_coefficients
 
     def _store(self, field: str, value: object) -> None:

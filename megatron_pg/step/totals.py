@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.step.agreement import gather
-from megatron_pg.step.identity import coefficient_of_rank, tell_apart
+from megatron_pg.step.identity import coefficient_of_rank, store_hashes
 from megatron_pg.step.ids import HasIds, check_ids
 from megatron_pg.step.sample import Sample
 
@@ -209,7 +209,7 @@ def step_totals(
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
     """The ids, counts and hashes of one rank's samples."""
-    tell_apart([s for s in samples if isinstance(s, Sample) and "identity" not in vars(s)])
+    store_hashes([sample for sample in samples if isinstance(sample, Sample)])
     return [
         SampleCount(
             sample.group_index,

@@ -331,7 +331,7 @@ def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
             kept_tokens=[[t] for t in samples[6].tokens[samples[6].prompt_length :].tolist()],
         )
     )
-    identity.tell_apart(samples)
+    identity.store_hashes(samples)
     for sample in samples:
         tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
         if sample.loss_weights is None and sample.kept_tokens is None:

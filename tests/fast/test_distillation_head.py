@@ -294,6 +294,6 @@ def test_a_teacher_of_another_vocabulary_is_refused() -> None:
     problem = Problem(DIVERGENCES[0])
     problem.teacher_logits = problem.teacher_logits[:, :20]
     with pytest.raises(
-        ValueError, match=r"the teacher's logits are \[4, 20\] and the student's \[4, 24\]"
+        ValueError, match=r"the teacher's logits are \[4, 20\] and the student's \[4, 28\]"
     ):
         problem.one_pass()

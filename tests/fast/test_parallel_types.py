@@ -34,7 +34,7 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests.fast import typed_ranks
 from tests.fast.sequences import OF_LOG_PROBS, package_sample, random_sequences
-from tests.fast.typed_ranks import Seen, fake_mesh, type_batch, typed, types_of
+from tests.fast.typed_ranks import Seen, fake_mesh, torch_itself, type_batch, typed, types_of
 
 SAMPLES = [package_sample(sequence, group_index=1) for sequence in random_sequences(1)]
 EVERYTHING = {
@@ -49,7 +49,7 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[object]:
-    with fake_mesh() as made:
+    with torch_itself(), fake_mesh() as made:
         yield made
 
 

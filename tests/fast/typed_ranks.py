@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_pg.head import from_logits, rows_torch
 from megatron_pg.loss import metrics, pairs, policy_loss, weights
 from megatron_pg.loss.sequence import SequenceLogRatios, SequenceReduction
+from megatron_pg.megatron.cpu import runtime
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch
 
@@ -44,6 +45,18 @@ HOST_READS = {Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tens
 
 Seen = dict[str, str]
 """The types of tensors by name, on data-, context- and tensor-parallel ranks, such as "P P I"."""
+
+
+@contextmanager
+def torch_itself() -> Iterator[None]:
+    """Without what the CPU runtime puts in the place of torch's functions, where another test of the process has enabled it:
+    the library knows functions by identity."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (torch, Tensor):
+            for name, function in list(vars(owner).items()):
+                if getattr(function, "__globals__", None) is vars(runtime):
+                    patch.setattr(owner, name, getattr(function, "__wrapped__", function))
+        yield
 
 
 @contextmanager

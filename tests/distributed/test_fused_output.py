@@ -211,7 +211,7 @@ def steps_after_the_optimizer(
 
 def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> None:
     found = run_ranks(steps_after_the_optimizer, 2, Sharding(data=2))[0]
-    for run, outcome, expected in zip(RUNS[:2], found, references[False], strict=False):
+    for run, outcome, expected in zip(RUNS[:2], found, references[DENSE.unsharded], strict=False):
         comparison = compare(outcome, expected, gradient_tolerance(DENSE))
         assert comparison.passed, f"{run}: {comparison}"
 
@@ -219,7 +219,7 @@ def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> 
 def test_a_weight_that_is_not_waited_for_would_be_seen(references: Any) -> None:
     worker = functools.partial(steps_after_the_optimizer, has_hooks=False)
     for outcome, expected in zip(
-        run_ranks(worker, 2, Sharding(data=2))[0], references[False], strict=False
+        run_ranks(worker, 2, Sharding(data=2))[0], references[DENSE.unsharded], strict=False
     ):
         assert not compare(outcome, expected, gradient_tolerance(DENSE)).passed
 

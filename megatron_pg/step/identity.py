@@ -20,6 +20,8 @@ from megatron_pg.head.ragged import Ragged
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
+Table = Callable[[int], NDArray[Any]]
+"""What each position counts, of a size that is asked for."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: the step of splitmix64's counter."""
@@ -29,6 +31,7 @@ CHUNK = 128
 """Samples that are hashed at a time."""
 HASHES = {"identity", "prompt_hash", "active_coefficients"}
 """What a sample that has been hashed stores."""
+_NOT_KEPT = torch.zeros(1, dtype=torch.bool)
 
 
 class HashedSample(Protocol):
@@ -55,24 +58,20 @@ def store_hashes(samples: Sequence[HashedSample]) -> None:
     for start in range(0, len(samples), CHUNK):
         chunk = samples[start : start + CHUNK]
         tokens, masks = [each.tokens for each in chunk], [each.loss_mask for each in chunk]
-        weights = [
-            mask if each.loss_weights is None else each.loss_weights
-            for each, mask in zip(chunk, masks, strict=True)
-        ]
         totals = np.array([each.numel() for each in tokens])
         responses = np.array([each.response_length for each in chunk])
         prompts = totals - responses
-        (parts,) = _sums(tokens, np.stack([prompts, responses], axis=1).reshape(-1), _keys)
+        parts = _sums(tokens, np.stack([prompts, responses], axis=1).reshape(-1), _keys)
         of_prompts, of_responses = parts.reshape(-1, 2).T
-        of_masks, active = _sums(masks, responses, _keys, np.ones)
-        (of_positions,) = _sums(weights, responses, _position_coefficients)
+        active, of_masks, of_positions = _sums_of_kept(masks, _ones, _keys, _position_coefficients)
+        weights = {n: w for n, each in enumerate(chunk) if (w := each.loss_weights) is not None}
+        if weights:
+            weighted = list(weights)
+            of_positions[weighted] = _sums(
+                list(weights.values()), responses[weighted], _position_coefficients
+            )
         hashed = _token_part(of_prompts + of_responses, totals) + _mask_part(of_masks, responses)
-        columns = (
-            mixed(hashed),
-            mixed(_token_part(of_prompts, prompts)),
-            of_positions,
-            active.astype(np.int64),
-        )
+        columns = (mixed(hashed), mixed(_token_part(of_prompts, prompts)), of_positions, active)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for each, (identity, prompt_hash, coefficients, count) in zip(chunk, rows, strict=True):
             identity = _with_other_parts(identity, each)
@@ -87,32 +86,42 @@ def store_hashes(samples: Sequence[HashedSample]) -> None:
 def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
     """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool of the last of them."""
     counts = np.array([tokens.numel()])
-    (sums,) = _sums([tokens], counts, _keys)
-    hashed = _token_part(sums, counts)
+    hashed = _token_part(_sums([tokens], counts, _keys), counts)
     if loss_mask is not None:
-        counts = np.array([loss_mask.numel()])
-        (sums,) = _sums([loss_mask], counts, _keys)
-        hashed = hashed + _mask_part(sums, counts)
+        (sums,) = _sums_of_kept([loss_mask], _keys)
+        hashed = hashed + _mask_part(sums, np.array([loss_mask.numel()]))
     return int(mixed(hashed)[0])
 
 
-def _sums(
-    vectors: Sequence[Tensor], lengths: Integers, *tables: Callable[[int], NDArray[Any]]
-) -> list[NDArray[Any]]:
-    """Of each table t `sum_i t_i x_i` of each vector x, modulo 2^64 where the table is of integers; of the parts of vectors
-    whose lengths are given, where these are more than the vectors."""
-    values = torch.cat(list(vectors)).numpy()
+def _sums(vectors: Sequence[Tensor], lengths: Integers, table: Table) -> NDArray[Any]:
+    """Of a table t `sum_i t_i x_i` of each vector x, modulo 2^64 where it is of integers; of the parts of vectors whose lengths
+    are given, where these are more than the vectors."""
     counts = [vector.numel() for vector in vectors]
+    of_positions = table(_table_size(max(counts)))
+    products = np.concatenate([of_positions[:count] for count in counts])
+    products *= torch.cat(list(vectors)).numpy()
     filled = lengths > 0  # reduceat has no empty sum
     starts = (np.cumsum(lengths) - lengths)[filled]
+    sums = np.zeros(len(lengths), dtype=products.dtype)
+    if starts.size:
+        sums[filled] = np.add.reduceat(products, starts)
+    return sums
+
+
+def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]:
+    """Of each table its sum over the tokens that each mask keeps: by runs of them, of which most masks have one."""
+    separated = (part for mask in masks for part in (mask, _NOT_KEPT))
+    kept = torch.cat([_NOT_KEPT, *separated]).numpy()
+    edges = np.flatnonzero(kept[1:] != kept[:-1])  # first, end, first, end ...
+    ends_of_masks = np.cumsum([mask.numel() + 1 for mask in masks])
+    mask_of_run = np.searchsorted(ends_of_masks, edges[::2], side="right")
+    starts = np.concatenate([[0], ends_of_masks])
+    first, end = edges[::2] - starts[mask_of_run], edges[1::2] - starts[mask_of_run]
     found = []
     for table in tables:
-        of_positions = table(_table_size(max(counts)))
-        products = np.concatenate([of_positions[:count] for count in counts])
-        products *= values
-        sums = np.zeros(len(lengths), dtype=products.dtype)
-        if starts.size:
-            sums[filled] = np.add.reduceat(products, starts)
+        up_to = _running_sums(table, _table_size(int(end.max(initial=0))))
+        sums = np.zeros(len(masks), dtype=up_to.dtype)
+        np.add.at(sums, mask_of_run, up_to[end] - up_to[first])
         found.append(sums)
     return found
 
@@ -177,4 +186,15 @@ def _keys(size: int) -> Integers:
 
 @functools.cache
 def _position_coefficients(size: int) -> NDArray[np.float64]:
-    return 0.5 + (_keys(size) >> 11 & (2**53 - 1)) / 2.0**53
+    # Of 32 bits, so that the sums of a million of them are exact, in whatever order.
+    return 0.5 + (_keys(size) >> 32 & (2**32 - 1)) / 2.0**32
+
+
+def _ones(size: int) -> Integers:
+    return np.ones(size, dtype=np.int64)
+
+
+@functools.cache
+def _running_sums(table: Table, size: int) -> NDArray[Any]:
+    """The sums of the first 0, 1, ..., size entries."""
+    return np.concatenate([[0], table(size)]).cumsum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -298,6 +299,9 @@ def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
     return (rank, number) if count.rollout_id is None else count.rollout_id
 
 
+_float64 = functools.partial(torch.tensor, dtype=torch.float64)
+
+
 def _active_counts(
     everyone: Sequence[SampleCounts],
     rollouts: Mapping[object, float],
@@ -308,14 +312,16 @@ def _active_counts(
     rank. None where some value is not known."""
     sums = torch.zeros(2, 3, dtype=torch.float64)
     for rank, of_rank in enumerate(everyone):
-        rows = []
-        for number, count in enumerate(of_rank):
-            value = value_of(count)
-            if value is None:
-                return None
-            divisors = rollouts[_rollout_of(count, rank, number)], groups[count.group_index]
-            rows.append([value / (d or 1) for d in (*divisors, 1)])
-        of_this_rank = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).sum(0)
+        values = [value_of(count) for count in of_rank]
+        if None in values:
+            return None
+        ids = [_rollout_of(count, rank, number) for number, count in enumerate(of_rank)]
+        divisors = (
+            [rollouts[each] or 1 for each in ids],
+            [groups[count.group_index] or 1 for count in of_rank],
+            [1] * len(of_rank),
+        )
+        of_this_rank = (_float64(values) / _float64(divisors)).sum(1)
         sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])
     plain, by_rank = (ActiveCounts(*row) for row in sums.tolist())
     return plain, by_rank

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -31,8 +32,9 @@ from .steps import AGGREGATIONS, NUM_SAMPLES, Run
 # Learned positions, which need no group.
 OPTIONS = ModelOptions(calculate_per_token_loss=True, cp_partition_mode="contiguous")
 GRID = Sharding(context=2, data=2)
+SPLIT_TENSORS = Sharding(tensor=2, data=2, sequence_parallel=True)
 GROUPS = [(0, 1, 2, 3), (0, 1), (2, 3), (0,), (1,), (2,), (3,), (2, 3), (1, 2, 3)]
-"""The ranks that hold each micro-batch, in one order for all, so that no two wait for each other."""
+"""The ranks of the grid of DP * CP that hold each micro-batch, in one order for all, so that no two wait for each other."""
 RUNS = [
     *(Run(name, regularized=place % 2 == 0) for place, name in enumerate(AGGREGATIONS)),
     *(Run(name, cp_partition_mode="contiguous") for name in AGGREGATIONS),
@@ -45,8 +47,13 @@ Deal = Callable[[Run, list[Sample]], tuple[StepPlan, Groups]]
 """What gives this rank's micro-batches of a step, and the ranks that hold each."""
 
 
+def grid() -> Any:
+    """The data-parallel group with context parallelism of this rank."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
-    mine = [place for place, ranks in enumerate(held_by) if dist.get_rank() in ranks]
+    mine = [place for place, ranks in enumerate(held_by) if dist.get_rank(grid()) in ranks]
     dealt = tuple(tuple(range(place, len(samples), len(held_by))) for place in mine)
     sizes = tuple(len(held_by[place]) for place in mine)
     return StepPlan(dealt, (), step_totals(samples), sizes), [held_by[place] for place in mine]
@@ -57,11 +64,11 @@ DEALT = functools.partial(in_turn, GROUPS)
 
 
 def planned(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
-    """Eight tokens of a rank: some samples fit one, some need two or four."""
+    """Few tokens of a rank: some samples fit one, some need all."""
     plan = plan_hybrid_cp_step(
         samples,
-        max_tokens_per_rank=BUDGET,
-        data_with_context_group=dist.group.WORLD,
+        max_tokens_per_rank=BUDGET * 4 // dist.get_world_size(grid()),
+        data_with_context_group=grid(),
         cp_partition_mode=run.config.cp_partition_mode,
         cost=COST,
     )
@@ -69,14 +76,14 @@ def planned(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
 
 
 def aligned(size: int) -> tuple[int, ...]:
-    start = dist.get_rank() // size * size
+    start = dist.get_rank(grid()) // size * size
     return tuple(range(start, start + size))
 
 
 def planned_of_rank_0(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
     """Mutant: both halves of the ranks take the same half of the samples."""
-    plans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, planned(run, samples)[0])
+    plans: list[Any] = [None] * dist.get_world_size(grid())
+    dist.all_gather_object(plans, planned(run, samples)[0], group=grid())
     return plans[0], [aligned(size) for size in plans[0].cp_sizes]
 
 
@@ -108,13 +115,25 @@ def tokens_of_the_group(batch: PackedBatch, group: Any, step: PolicyStep) -> Any
 
 
 def steps(
-    head: Change, runs: list[Run], deals: Sequence[Deal], policy_loss: str = "ppo"
+    head: Change,
+    runs: list[Run],
+    deals: Sequence[Deal],
+    policy_loss: str = "ppo",
+    sharding: Sharding = GRID,
 ) -> list[list[Outcome | None]]:
     """Of every way to deal the samples every run, on four ranks."""
-    chunks = build(GRID, OPTIONS)
-    group_of = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(GROUPS))}
+    chunks = build(sharding, OPTIONS)
+    group_of = {}
+    for held in sorted(set(GROUPS)):
+        if held[-1] < sharding.context * sharding.data:
+            for tensor_rank in range(sharding.tensor):  # every rank of the world makes every group
+                made = dist.new_group([each * sharding.tensor + tensor_rank for each in held])
+                if dist.get_rank() % sharding.tensor == tensor_rank:
+                    group_of[held] = made
+    pad = sharding.tensor if sharding.sequence_parallel else 1
     return [
-        [one_step(chunks, group_of, head, run, deal, policy_loss) for run in runs] for deal in deals
+        [one_step(chunks, group_of, head, run, deal, policy_loss, pad) for run in runs]
+        for deal in deals
     ]
 
 
@@ -125,6 +144,7 @@ def one_step(
     run: Run,
     deal: Deal,
     policy_loss: str,
+    tokens_to_divide_by: int,
 ) -> Outcome | None:
     samples = package_samples(run.samples)
     plan, held_by = deal(run, samples)
@@ -132,8 +152,9 @@ def one_step(
     for indices, ranks in zip(plan.microbatches, held_by, strict=True):
         batch = pack(
             [samples[index] for index in indices],
-            cp_rank=ranks.index(dist.get_rank()),
+            cp_rank=ranks.index(dist.get_rank(grid())),
             cp_size=len(ranks),
+            pad_to_multiple=tokens_to_divide_by * len(ranks),
             cp_partition_mode=run.cp_partition_mode,
         )
         batches.append(batch)
@@ -168,6 +189,21 @@ def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -
         (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal])[0][0]
         assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
     assert abs(wrong.metrics["aggregation_checksum"] - 1) > 1e-3
+
+
+def test_planned_groups_hold_under_tensor_and_sequence_parallelism() -> None:
+    """Two halves of the vocabulary and of each micro-batch's tokens, on a grid of two: samples on one place or both."""
+    lengths = [len(sample.tokens) for sample in RUNS[0].samples]
+    plans = [micro_batches_of_rank(lengths, rank, 2, 2 * BUDGET, "zigzag", COST) for rank in (0, 1)]
+    assert {size for plan in plans for *_, size in plan} == {1, 2}
+    references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
+    (outcomes,) = run_ranks(steps, 4, own_loss, RUNS, [planned], "ppo", SPLIT_TENSORS)[0]
+    for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
+        comparison = compare(outcome, expected)
+        assert comparison.passed, f"{run}: {comparison}"
+    for head, deal in [(times_the_group, planned), (own_loss, planned_of_rank_0)]:
+        (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal], "ppo", SPLIT_TENSORS)[0][0]
+        assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
 
 
 def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:

@@ -36,6 +36,7 @@ from benchmarks.whole_step_model import Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron import PolicyStep
+from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
 
@@ -114,12 +115,13 @@ def step_of(
 def no_head(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:
     """A number of the hidden states in place of the loss."""
 
-    def processor(*, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states.mean(dtype=torch.float32)[None]
+    def processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
+        return hidden_states.mean(dtype=torch.float32)
 
+    take_output_processor(model)
     head = step_of(PolicyLossConfig(), totals, model).head(batch)
     added = {"output_processor": processor}
-    return MicroBatchHead(lambda output: (output[0], {}), head.model_inputs | added, added)
+    return MicroBatchHead(lambda output: (output.reshape(()), {}), head.model_inputs | added, added)
 
 
 def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -> MicroBatchHead:

@@ -134,7 +134,6 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
     """What this check does not look at, and what would have to be otherwise."""
     has_engine = options.transformer_impl == "transformer_engine"
     has_fusion = has_gradient_accumulation_fusion(options)
-    has_processor = versions.supports_output_processor()
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
     auxiliary = _auxiliary_lacks(options)
@@ -158,10 +157,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         ),
         "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
         "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),
-        "--fused-lm-head": (
-            options.fused_lm_head,
-            not_asked if has_processor else "needs megatron-core 0.18",
-        ),
+        "--fused-lm-head": (options.fused_lm_head, not_asked),
         "experts": (options.num_experts is not None, "needs --num-experts"),
         "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
         "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),

@@ -15,11 +15,7 @@ from megatron_pg.config.custom import load_custom_function
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
-from megatron_pg.config.versions import (
-    derives_multi_token_labels,
-    has_hybrid_model,
-    supports_output_processor,
-)
+from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 
 VOCAB_SIZE = 16
 LEAN_PERIOD = 16
@@ -75,7 +71,7 @@ class CheckOptions:
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
     """How Transformer Engine's attention exchanges keys and values; unset: Megatron's default."""
     fused_lm_head: bool = False
-    """The end-to-end rows through the fused output layer; needs megatron-core 0.18."""
+    """The end-to-end rows through the fused output layer."""
     custom_pg_loss_reducer_function_path: str | None = None
     """Also rows of your own reducer."""
     custom_policy_loss_path: str | None = None
@@ -280,8 +276,6 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
         yield "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; drop it"
     if options.hybrid_model and not has_hybrid_model():
         yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
-    if options.fused_lm_head and not supports_output_processor():
-        yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
     for field in CUSTOM_PATHS:
         if path := getattr(options, field):
             try:

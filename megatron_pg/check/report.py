@@ -16,11 +16,7 @@ from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import Row
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.config.versions import (
-    megatron_core_version,
-    mistakes_of,
-    supports_output_processor,
-)
+from megatron_pg.config.versions import megatron_core_version, mistakes_of
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
@@ -156,9 +152,8 @@ def versions() -> dict[str, str]:
 def accelerations(options: CheckOptions) -> dict[str, str]:
     """Which parts of the loss and of the small model run accelerated in this check."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
-    fused = "available" if supports_output_processor() else "needs megatron-core 0.18"
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",
         "log-probs": "Triton kernels" if has_kernels else "torch",
-        "fused output layer": "checked" if options.fused_lm_head else fused,
+        "fused output layer": "checked" if options.fused_lm_head else "available",
     }

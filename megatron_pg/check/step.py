@@ -68,10 +68,10 @@ class Run:
 
 def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
-    # The table has logits for parameters, and no output layer that could be fused; HybridModel has no place for it.
+    # The table has logits for parameters, and no output layer that could be fused.
     is_run = {
         "loss only": not options.fused_lm_head,
-        "hybrid": options.hybrid_model and not options.fused_lm_head,
+        "hybrid": options.hybrid_model,
         "multi-token": options.mtp_num_layers is not None,
     }
     names = [name for name in MODELS if is_run.get(name, True)]

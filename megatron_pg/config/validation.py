@@ -14,7 +14,6 @@ from megatron_pg.config.fields import fields_of, flag_of, refuse
 from megatron_pg.config.flags import add_args, is_defined
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import TABLES, did_you_mean
-from megatron_pg.config.versions import megatron_core_version, supports_output_processor
 
 logger = logging.getLogger("megatron_pg")
 
@@ -67,7 +66,7 @@ def validate_policy_loss_args(
         ValueError: settings are out of range, contradict each other or lack their inputs. The message has every
             violation, with its flag, what was found and what to do.
         NotImplementedError: the same where all that is wrong is a layout that has no token window (BSHD under context
-            parallelism), Megatron-FSDP, or `--fused-lm-head` where Megatron-Core or the model has no place for it.
+            parallelism), Megatron-FSDP, or a setting of the output layer that `--fused-lm-head` or `--fp32-lm-head` leaves out.
     """
     # The trainer's own under Megatron's names (`megatron/training/arguments.py` of 0.19); absent: a feature not used.
     found = vars(args)
@@ -79,7 +78,6 @@ def validate_policy_loss_args(
     refused += custom_function_violations(config)
     layout = layout_violation(config.qkv_format, found.get("context_parallel_size") or 1)
     not_implemented = [layout] if layout else []
-    not_implemented += _fused_head_violations(config, found)
     if found.get("use_megatron_fsdp"):
         not_implemented.append(
             "--use-megatron-fsdp: no test has held its gradients against the unsharded model's; use DDP, with "
@@ -205,24 +203,14 @@ def _sample_field_violations(
             )
 
 
-def _fused_head_violations(config: PolicyLossConfig, found: dict[str, Any]) -> Iterator[str]:
-    if not config.fused_lm_head:
-        return
-    if not supports_output_processor():
-        yield (
-            "--fused-lm-head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; "
-            f"{'.'.join(map(str, megatron_core_version()))} is installed: drop the flag"
-        )
-    if found.get("use_mup"):
-        yield "--fused-lm-head does not scale logits as --use-mup does: drop one of the two"
-
-
 def output_layer_violations(flag: str, found: Mapping[str, Any]) -> list[str]:
-    """What of Megatron's settings, flags or a model's, leaves the weight's gradient to others than the layer's backward.
+    """What of Megatron's settings, flags or a model's, is not in a product that takes the place of the output layer's.
 
-    `flag` is the one that takes the place of the layer's product.
+    `flag` is the one that asks for it.
     """
     violations = []
+    if flag == "--fused-lm-head" and found.get("use_mup"):
+        violations.append(f"{flag} does not scale logits as --use-mup does: drop one of the two")
     if found.get("defer_embedding_wgrad_compute"):
         violations.append(
             f"{flag} computes the gradient of the output layer's weight in backward, which "

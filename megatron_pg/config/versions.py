@@ -70,14 +70,6 @@ def require_supported_version(version: tuple[int, int, int] | None = None) -> tu
     return found
 
 
-def supports_output_processor() -> bool:
-    """Whether `GPTModel.forward` takes `output_processor` and `output_processor_context`.
-
-    In models/gpt/gpt_model.py of 0.18.2 and 0.19.2; absent from 0.17.1.
-    """
-    return megatron_core_version() >= (0, 18)
-
-
 def per_token_moe_under_context_parallel_is_right() -> bool:
     """Whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
 

@@ -1,22 +1,17 @@
-"""The fused head in Megatron's GPTModel: the loss straight from hidden states, without the logits.
+"""The fused head in Megatron's models: the loss straight from hidden states, without the logits.
 
-`GPTModel.forward(output_processor=...)` of megatron-core 0.18 and later hands over the hidden states, the output
-layer and its weight before the logits are computed (models/gpt/gpt_model.py). What takes them there and what turns
+The output layer hands over what enters it and its weight (`take_output_processor`). What takes them there and what turns
 the model's output into the loss belong to one micro-batch, so they are one object.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.fields import refuse
-from megatron_pg.config.validation import output_layer_violations
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import (
     HeadOptions,
     Ragged,
@@ -34,8 +29,7 @@ from megatron_pg.loss.policy_loss import (
     gradient_scope,
     leaves_out_zero_advantages,
 )
-from megatron_pg.megatron.groups import ParallelGroups, unwrapped
-from megatron_pg.megatron.output_layer import whole_hidden
+from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, to_device
 
 
@@ -59,7 +53,7 @@ class OutputRows:
         vocab_size: int | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        self._batch, self._groups = batch, groups
+        self._batch, self._group = batch, groups.tensor
         self.options = HeadOptions(
             tensor_parallel_group=groups.tensor,
             temperature=config.rollout_temperature,
@@ -82,24 +76,20 @@ class OutputRows:
     def __len__(self) -> int:
         return len(self._active)
 
-    def factors(
-        self,
-        hidden_states: Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: Tensor | None,
-        config: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def factors(self, hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
 
         Args and errors are those of `FusedHead.output_processor`.
         """
-        _run_forward_pre_hooks(output_layer)
-        weight = _plain_weight(output_layer, output_weight, config)
-        vocab_size = self.options.vocab_size
-        check_vocabulary(self._batch, weight.shape[0], self._groups.tensor, vocab_size)
+        vocab_size, tokens = self.options.vocab_size, self._batch.window.local_tokens
+        check_vocabulary(self._batch, weight.shape[0], self._group, vocab_size)
+        if tuple(hidden_states.shape[:2]) != (tokens, 1):
+            raise ValueError(
+                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
+                "feed the model batch.tokens[None]"
+            )
         rows = self._batch.logit_rows[self._active]
-        hidden = self._whole_hidden(hidden_states, output_layer).index_select(0, rows)
-        return hidden, weight, self._batch.targets[rows]
+        return hidden_states[:, 0].index_select(0, rows), weight, self._batch.targets[rows]
 
     def teacher(
         self, config: PolicyLossConfig, local_columns: int, weight: Tensor | None
@@ -107,9 +97,13 @@ class OutputRows:
         """The teacher on these rows, where one is distilled; see `teacher_of`."""
         if not config.distills or not self._batch.samples:
             return None
-        group, active = self._groups.tensor, self._active
         return teacher_of(
-            config, self._batch, local_columns, group, weight, lambda channel: channel[active]
+            config,
+            self._batch,
+            local_columns,
+            self._group,
+            weight,
+            lambda channel: channel[self._active],
         )
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
@@ -126,22 +120,6 @@ class OutputRows:
         borders = self._batch.window.sample_borders(torch.cat(masks).bool(), size)
         ends: list[int] = torch.searchsorted(self._samples, torch.tensor(borders)).diff().tolist()
         return ends
-
-    def _whole_hidden(self, hidden_states: Tensor, output_layer: torch.nn.Module) -> Tensor:
-        """The hidden states [local_tokens, hidden] on every tensor-parallel rank; backward sums the gradient's parts."""
-        hidden_states = whole_hidden(
-            hidden_states,
-            self._groups.tensor,
-            is_gathered=getattr(output_layer, "sequence_parallel", False),
-            is_summed=self._groups.tensor_size > 1,
-        )
-        tokens = self._batch.window.local_tokens
-        if tuple(hidden_states.shape[:2]) != (tokens, 1):
-            raise ValueError(
-                f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
-                "feed the model batch.tokens[None]"
-            )
-        return hidden_states[:, 0]
 
 
 class FusedHead:
@@ -179,43 +157,32 @@ class FusedHead:
         )
         self._metrics = MicroBatchMetrics()
 
-    def output_processor(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: Tensor | None = None,
-        config: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """What `GPTModel.forward` calls in place of the output layer; every tensor-parallel rank of the last stage.
+    def output_processor(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """What runs in the place of the output layer's product; on every tensor-parallel rank of the last stage.
 
         Args:
-            hidden_states: [sequence, 1, hidden], or its slice of the sequence under sequence parallelism.
-            output_layer: Megatron's `ColumnParallelLinear`.
-            output_weight: the weight where it is tied to the embedding.
-            config: the model's.
+            hidden_states: [local_tokens, 1, hidden], all tokens also under sequence parallelism.
+            weight: [v/tp, hidden], tied or not.
 
         Returns:
-            The loss [1], which `loss` takes.
+            The 0-d loss. `loss` takes what the model makes of it.
 
         Raises:
-            NotImplementedError: the output layer does more than multiply by its weight.
             ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
                 vocabulary.
         """
-        factors = self._rows.factors(hidden_states, output_layer, output_weight, config)
+        factors = self._rows.factors(hidden_states, weight)
         if (kept := self._rows.kept) is not None:
             found = linear_log_probs_and_entropy(*factors, self._rows.options, kept=kept)
             loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, found))
-            return loss[None]
+            return loss
         config = self._micro_batch_loss.config
-        teacher = self._rows.teacher(config, len(factors[1]), self._teacher_weight)
+        teacher = self._rows.teacher(config, len(weight), self._teacher_weight)
         return self._loss_in_one_pass(*factors, teacher)
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """The local loss and its metrics from the model's output."""
-        return output_tensor[0], self._metrics
+        return output_tensor.reshape(()), self._metrics
 
     def _loss_in_one_pass(
         self,
@@ -269,7 +236,7 @@ class FusedHead:
             fill()
         else:
             total.grad_fn.register_hook(fill)
-        return total[None]
+        return total
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
         """The rows whose gradients wait for one another, [pieces]; None where none waits."""
@@ -303,51 +270,3 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     first = with_gradient.nonzero()[:, 0]
     rest = (active & ~with_gradient).nonzero()[:, 0]
     return torch.cat([first, rest]), len(first)
-
-
-def require_output_processor(model: Any) -> None:
-    """Refuses a Megatron-Core or a model that has no place for the fused head, or whose settings it would not follow.
-
-    Args:
-        model: wrapped or not, or a list of chunks; None is not looked at.
-    """
-    if not supports_output_processor():
-        raise NotImplementedError(
-            "the fused head needs GPTModel.forward(output_processor=...) of megatron-core 0.18 or later; with an "
-            "older one drop --fused-lm-head"
-        )
-    module = unwrapped(model[0] if isinstance(model, (list, tuple)) else model)
-    if module is None:
-        return
-    if "output_processor" not in inspect.signature(type(module).forward).parameters:
-        raise NotImplementedError(
-            f"the fused head needs a model whose forward takes output_processor, as GPTModel's; found "
-            f"{type(module).__name__}: drop --fused-lm-head"
-        )
-    refuse(
-        output_layer_violations("--fused-lm-head", vars(module.config)), error=NotImplementedError
-    )
-
-
-def _run_forward_pre_hooks(output_layer: Any) -> None:
-    """Runs what else its call would: under `--overlap-param-gather` DDP waits there until the weight is whole.
-
-    As Megatron does for layers that it does not call (transformer/moe/shared_experts.py of 0.19.2).
-    """
-    for number, hook in list(getattr(output_layer, "_forward_pre_hooks", {}).items()):
-        takes_keywords = number in output_layer._forward_pre_hooks_with_kwargs
-        hook(output_layer, (), *[{}] * takes_keywords)
-
-
-def _plain_weight(output_layer: Any, output_weight: Tensor | None, config: Any) -> Tensor:
-    """The weight, of a layer that is nothing but a product with it."""
-    if getattr(output_layer, "bias", None) is not None:
-        raise NotImplementedError("the fused head takes an output layer without bias")
-    if getattr(config, "use_mup", False):
-        raise NotImplementedError("the fused head does not scale logits: use it without --use-mup")
-    weight: Tensor = output_layer.weight if output_weight is None else output_weight
-    if getattr(config, "mtp_num_layers", None) and torch.is_grad_enabled():
-        # Multi-token prediction multiplies by this weight too, in the same graph, and where Megatron does not fuse the
-        # addition to main_grad its gradient comes through autograd: DDP has to add it, and ours has to be zeros there.
-        weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    return weight

@@ -13,9 +13,9 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.head import linear_log_probs_and_entropy
 from megatron_pg.loss.policy_loss import log_probs_of_logits
-from megatron_pg.megatron.fused_head import OutputRows, require_output_processor
+from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.output_layer import fp32_lm_head
+from megatron_pg.megatron.output_layer import fp32_lm_head, take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.scoring import report_scores, score_samples
@@ -76,12 +76,11 @@ def compute_log_probs(
         ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
             is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
             `--replay-sampling-set` needs.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it, or
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
-            model's attention does not have.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
+            `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
     """
     if config.fused_lm_head:
-        require_output_processor(model)
+        take_output_processor(model)
     with fp32_lm_head(model, config.changes_output_layer):
         scores = score_samples(
             model,
@@ -120,17 +119,12 @@ def _head(
         return MicroBatchHead(report_of_logits, inputs, {})
     rows = OutputRows(config, batch, groups, vocab_size=vocab_size)
 
-    def output_processor(
-        *,
-        hidden_states: Tensor,
-        output_layer: torch.nn.Module,
-        output_weight: Tensor | None = None,
-        config: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        factors = rows.factors(hidden_states, output_layer, output_weight, config)
+    def output_processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
+        factors = rows.factors(hidden_states, weight)
         found = linear_log_probs_and_entropy(*factors, rows.options, kept=rows.kept)
         return torch.stack([rows.in_window(each) for each in found])
 
     added = {"output_processor": output_processor}
-    return MicroBatchHead(report_scores, inputs | added, added)
+    return MicroBatchHead(
+        lambda output: report_scores(output.reshape(2, -1)), inputs | added, added
+    )

@@ -17,10 +17,10 @@ from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
-from megatron_pg.megatron.fused_head import FusedHead, require_output_processor
+from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
-from megatron_pg.megatron.output_layer import set_fp32_lm_head
+from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -36,7 +36,7 @@ class MicroBatchHead:
     tensor- and context-parallel rank, and gets what it expects of this model's config: `(loss, metrics)` or
     `(loss, n, metrics)`; see `scale_contract.py`."""
     model_inputs: dict[str, Any]
-    """Keyword arguments of `GPTModel.forward`: the micro-batch, and `model_arguments`."""
+    """Keyword arguments of the model's forward: the micro-batch, and `model_arguments`."""
     model_arguments: dict[str, Any]
     """The keyword arguments that the head adds, for a call of your own; none without `--fused-lm-head`."""
 
@@ -71,9 +71,8 @@ class PolicyStep:
     Raises:
         ValueError: a `grad_divisor` out of range or with `--divide-gradient-twice`, neither a plan nor totals with a number
             of micro-batches, the scale contract cannot be kept, or a teacher by hidden states has no weight.
-        NotImplementedError: `--fused-lm-head` with a megatron-core before 0.18 or a model that has no place for it,
-            `--fp32-lm-head` with another output layer than `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the
-            model's attention does not have.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
+            `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
     """
 
     def __init__(
@@ -99,14 +98,13 @@ class PolicyStep:
                 "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
                 "returned, or both totals= and num_microbatches="
             )
-        if config.fused_lm_head:
-            require_output_processor(model)
         if model is not None:
             set_fp32_lm_head(model, config.changes_output_layer)
-        elif config.changes_output_layer:
-            raise ValueError(
-                "--fp32-lm-head changes the model's output layer: give PolicyStep the model="
-            )
+            if config.fused_lm_head:
+                take_output_processor(model)
+        elif config.changes_output_layer or config.fused_lm_head:
+            flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
+            raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")
         if groups is None:
             groups = ParallelGroups.from_model(model)
         if config.distills and config.distill_teacher == "hidden" and teacher_weight is None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_pg.config.versions import derives_multi_token_labels, supports_output_processor
+from megatron_pg.config.versions import derives_multi_token_labels
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
@@ -145,7 +145,6 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     assert ("--use-distributed-optimizer" in report["not_checked"]) == (processes < 4)
 
 
-@pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
 @pytest.mark.parametrize(
     "flags",
     [

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, plan_step
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
@@ -92,7 +91,6 @@ SETTINGS = [
     Setting(1.6, budget=100, fused=True, vocab_size=13, shares=(0.2, 0.8)),
     Setting(1.0, budget=64, fused=True, shares=(0.0, 1.0)),
 ]
-RUNNABLE = [s for s in SETTINGS if supports_output_processor() or not s.fused]
 Scores = list[tuple[Tensor, Tensor]]
 """Of each sample its log-probs and its entropy."""
 Found = tuple[list[Scores], list[Tensor]]
@@ -110,7 +108,7 @@ def oracle_scores(options: ModelOptions) -> Found:
         logits = [logits_alone(model, sample) for sample in SAMPLES]
     hook.remove()
     found = []
-    for setting in RUNNABLE:
+    for setting in SETTINGS:
         columns = [each[:, : setting.vocab_size] for each in logits]
         objective = Objective(rollout_temperature=setting.temperature)
         result = oracle.policy_loss(SAMPLES, columns, objective)
@@ -139,11 +137,11 @@ def scores_of_rank(sharding: Sharding, options: ModelOptions) -> tuple[int, Foun
     everything = package_samples(SAMPLES)
     everything[::2] = [replace(sample, old_log_probs=None) for sample in everything[::2]]
     found = []
-    for setting in RUNNABLE:
+    for setting in SETTINGS:
         mine = [everything[i] for i in setting.indices(groups.data_rank, groups.data_size)]
         scored = score(chunks, setting, mine)
         found.append(list(zip(scored.log_probs, scored.entropy, strict=True)))
-    mine = [everything[i] for i in RUNNABLE[0].indices(groups.data_rank, groups.data_size)]
+    mine = [everything[i] for i in SETTINGS[0].indices(groups.data_rank, groups.data_size)]
     hidden = compute_hidden_states(chunks, mine, max_tokens_per_microbatch=100)
     return groups.data_rank, (found, hidden)
 
@@ -182,7 +180,7 @@ def errors(
     """The largest error of every setting, and that of hidden states, over all ranks."""
     expected, expected_hidden = references[options]
     worst = []
-    for number, setting in enumerate(RUNNABLE):
+    for number, setting in enumerate(SETTINGS):
         worst.append(0.0)
         for data_rank, (found, _) in ranks:
             indices = setting.indices(data_rank, sharding.data)
@@ -190,7 +188,7 @@ def errors(
             worst[-1] = max(worst[-1], largest_error(found[number], wanted))
     of_hidden = 0.0
     for data_rank, (_, hidden) in ranks:
-        indices = RUNNABLE[0].indices(data_rank, sharding.data)
+        indices = SETTINGS[0].indices(data_rank, sharding.data)
         for index, states in zip(indices, hidden, strict=True):
             reference = expected_hidden[index]
             assert states.shape == reference.shape and states.dtype == torch.float64
@@ -206,7 +204,7 @@ def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
     found, of_hidden = errors(ranks, sharding, options, references)
-    assert max(found) < FLOAT32, dict(zip(RUNNABLE, found, strict=True))
+    assert max(found) < FLOAT32, dict(zip(SETTINGS, found, strict=True))
     assert of_hidden < 1e-13  # of numbers around 1
 
 
@@ -382,8 +380,6 @@ def divergence_of_first_step(
     ids=["TP2+SP CP2, fused", "PP2 VPP2, per token", "DP2, distributed optimizer, overlapped"],
 )
 def test_training_does_not_notice(sharding: Sharding, options: ModelOptions, fused: bool) -> None:
-    if fused and not supports_output_processor():
-        pytest.skip("needs megatron-core 0.18 or later")
     for found in run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused):
         assert found == 0.0
 

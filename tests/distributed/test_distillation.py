@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_pg import Sample
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.megatron import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
@@ -177,16 +176,11 @@ def references() -> list[Outcome]:
     return run_ranks(reference, 1, RUNS)[0]
 
 
-needs_fused = pytest.mark.skipif(
-    not supports_output_processor(), reason="needs megatron-core 0.18 or later"
-)
-
-
 @pytest.mark.parametrize(
     ("case", "head"),
     [(case, "logits") for case in CASES]
-    + [pytest.param(case, "one pass", marks=needs_fused) for case in CASES]
-    + [pytest.param("TP2", "one piece", marks=needs_fused)],
+    + [(case, "one pass") for case in CASES]
+    + [("TP2", "one piece")],
 )
 def test_gradients_and_metrics_equal_the_unsharded_reference(
     case: str, head: str, references: list[Outcome]

@@ -11,10 +11,10 @@ import torch
 
 from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss.policy_loss import gradient_scope
 from megatron_pg.megatron import ParallelGroups
 from megatron_pg.megatron.fused_head import active_rows
+from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -26,10 +26,6 @@ from .models import ModelOptions, Sharding
 from .one_step import Head, Outcome, build, run_schedule, train_step
 from .reference import references_of
 from .steps import AGGREGATIONS, Run
-
-pytestmark = pytest.mark.skipif(
-    not supports_output_processor(), reason="needs megatron-core 0.18 or later"
-)
 
 RUNS = [
     Run(aggregation, cut="empty" if place < 2 else "uniform", regularized=bool(place % 2))
@@ -61,6 +57,7 @@ LOSS_SCALE = 1024.0
 
 def fused_head(chunk_tokens: int = 5) -> Head:
     def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        take_output_processor(step.model)
         fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
@@ -187,10 +184,6 @@ def steps_after_the_optimizer(
 
     Bucket by bucket, and at once: in a small model the output layer shares a bucket with layers that are called.
     """
-    from megatron_pg.megatron import fused_head as module
-
-    if not has_hooks:  # the mutant
-        module._run_forward_pre_hooks = lambda output_layer: None
     builder.DistributedDataParallelConfig = functools.partial(
         builder.DistributedDataParallelConfig,
         overlap_param_gather=True,
@@ -199,6 +192,8 @@ def steps_after_the_optimizer(
     )
     options = replace(DENSE, distributed_optimizer=True, overlap_grad_reduce=True)
     (chunk,) = build(sharding, options)
+    if not has_hooks:  # the mutant
+        chunk.module.output_layer._forward_pre_hooks.clear()
     outcomes = []
     for run in RUNS[:2]:
         for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
@@ -386,6 +381,25 @@ def test_coefficients_of_another_loss_would_be_seen(
         assert compare(outcome, expected).passed == (not run.regularized)
 
 
+def refusal_of_another_number_of_calls() -> str:
+    """A model that calls its output layer twice, which is to take the loss of one micro-batch."""
+    sharding = Sharding()
+    (chunk,) = build(sharding, DENSE)
+    once = chunk.module.forward
+    chunk.module.forward = lambda **inputs: (once(**inputs), once(**inputs))[1]
+    try:
+        fused_step([chunk], sharding, RUNS[0])
+    except RuntimeError as error:
+        assert "_forward_impl" not in vars(chunk.module.output_layer)
+        return str(error)
+    return "taken"
+
+
+def test_an_output_layer_that_is_called_for_more_is_refused() -> None:
+    (message,) = run_ranks(refusal_of_another_number_of_calls, 1)
+    assert "was called 2 times in a forward and 1 were expected" in message
+
+
 def refusal_of_a_token_outside() -> str:
     """A response token that the model's table has and its vocabulary has not; REINFORCE would train on it."""
     sharding = Sharding()
@@ -402,7 +416,7 @@ def refusal_of_a_token_outside() -> str:
     layer = chunks[0].module.output_layer
     hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
     try:
-        fused.output_processor(hidden_states=hidden, output_layer=layer)
+        fused.output_processor(hidden, layer.weight)
     except ValueError as error:
         return str(error)
     return "taken"

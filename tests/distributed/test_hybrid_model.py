@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -22,8 +23,10 @@ RUNS = [Run(aggregation, cut="empty") for aggregation in AGGREGATIONS]
 
 
 def steps(sharding: Sharding) -> list[Outcome | None]:
+    """From logits, and through the fused head."""
     chunks = build(sharding, OPTIONS)
-    return [train_step(chunks, sharding, run) for run in RUNS]
+    runs = [replace(run, fused_lm_head=is_fused) for is_fused in (False, True) for run in RUNS]
+    return [train_step(chunks, sharding, run) for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,6 @@ def steps(sharding: Sharding) -> list[Outcome | None]:
 def test_a_sharded_hybrid_model_equals_the_unsharded_reference(sharding: Sharding) -> None:
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
     outcomes = run_ranks(steps, sharding.world_size, sharding)[0]
-    for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
+    for run, outcome, expected in zip(2 * RUNS, outcomes, 2 * references, strict=True):
         comparison = compare(outcome, expected)
         assert comparison.passed, f"{run}: {comparison}"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.head import Ragged, sparse_layer
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
@@ -50,9 +49,6 @@ CASES = {
     ),
 }
 HEADS = ("logits", "sparse", "dense")
-needs_fused = pytest.mark.skipif(
-    not supports_output_processor(), reason="needs megatron-core 0.18 or later"
-)
 
 
 def choose(head: str) -> None:
@@ -75,7 +71,7 @@ def references() -> dict[ModelOptions, list[Outcome]]:
 @pytest.mark.parametrize(
     ("case", "head"),
     [
-        pytest.param(case, head, marks=[needs_fused] * (head != "logits"))
+        (case, head)
         for case, heads in zip(
             CASES, (HEADS, ("logits",), HEADS, ("sparse",), ("sparse",), ("sparse",)), strict=True
         )
@@ -155,7 +151,6 @@ def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | 
     return [train_step(chunks, sharding, run, head=head) for run in runs]
 
 
-@needs_fused
 def test_ranks_without_a_set_wait_for_no_one() -> None:
     """Who has no set joins as many sums over sequences as who has some."""
     of_logits, fused = run_ranks(sequence_steps, 2, Sharding(context=2), DENSE)[0]
@@ -175,7 +170,7 @@ def scores(sharding: Sharding, head: str) -> list[torch.Tensor]:
     ).log_probs
 
 
-@pytest.mark.parametrize("head", ["logits", pytest.param("sparse", marks=needs_fused)])
+@pytest.mark.parametrize("head", ["logits", "sparse"])
 def test_log_probs_of_samples(head: str) -> None:
     """Old and reference log-probs over the same sets."""
     found = run_ranks(scores, 2, Sharding(tensor=2), head)[0]

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.versions import supports_output_processor
 from megatron_pg.loss import METRICS
 from megatron_pg.loss.checksum import CHECKSUMS
 from megatron_pg.loss.metrics import metric_names
@@ -198,11 +197,10 @@ def one_pass() -> Head:
 
 @pytest.fixture(scope="module")
 def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
-    """With the output layer fused where this megatron-core can: what a row promises of its gradient holds or not."""
+    """With the output layer fused: what a row promises of its gradient holds or not."""
     options = ModelOptions(calculate_per_token_loss=True)
-    head = one_pass if supports_output_processor() else None
     runs = [SettingsRun(name=name) for name in IN_BOTH_MODES]
-    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, head)[0]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, one_pass)[0]
     return dict(zip(IN_BOTH_MODES, found, strict=True))
 
 

@@ -7,10 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_pg.config.versions import supports_output_processor
-
 from .launch import run_ranks
-from .test_quickstart import new_run, parse_for_two_ranks, samples_of_lengths
+from .test_quickstart import new_run, samples_of_lengths
 
 
 def two_steps(flags: str) -> list[dict[str, float]]:
@@ -23,7 +21,6 @@ def two_steps(flags: str) -> list[dict[str, float]]:
     return [run.train_step(run.config, samples, lr=1e-2) for _ in range(2)]
 
 
-@pytest.mark.skipif(not supports_output_processor(), reason="needs megatron-core 0.18 or later")
 def test_two_steps_equal_those_on_logits() -> None:
     expected = run_ranks(two_steps, 2, "")[0]
     found = run_ranks(two_steps, 2, "--fused-lm-head --fp32-lm-head")[0]
@@ -32,9 +29,3 @@ def test_two_steps_equal_those_on_logits() -> None:
         for name, value in plain.items():
             assert fused[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (step, name)
     assert expected[0]["loss"] != pytest.approx(expected[1]["loss"], rel=1e-3), "it trains"
-
-
-@pytest.mark.skipif(supports_output_processor(), reason="megatron-core 0.18 and later have it")
-def test_an_older_megatron_refuses_the_flag() -> None:
-    with pytest.raises(NotImplementedError, match="--fused-lm-head needs"):
-        parse_for_two_ranks("--fused-lm-head")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.config.versions import has_megatron_training, supports_output_processor
+from megatron_pg.config.versions import has_megatron_training
 
 if not has_megatron_training():
     pytest.skip(
@@ -46,10 +46,6 @@ def test_the_line_is_accepted(line: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(sys, "argv", line[script:])
-    if "--fused-lm-head" in line and not supports_output_processor():
-        with pytest.raises(NotImplementedError, match="--fused-lm-head needs .* 0.18"):
-            parse_arguments()
-        return
     config = PolicyLossConfig.from_args(parse_arguments())
     given = dict(zip(line, line[1:], strict=False))
     asked = given.get("--loss-aggregation", "sample_mean")

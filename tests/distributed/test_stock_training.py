@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pg import Sample
-from megatron_pg.config.versions import has_megatron_training, supports_output_processor
+from megatron_pg.config.versions import has_megatron_training
 
 from .compare import gradient_tolerance
 from .launch import run_ranks
@@ -45,8 +45,6 @@ def run_stock(aggregation: str, cut: object, *flags: str) -> tuple[object, dict[
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_stock_train_step_has_the_reference_gradients(aggregation: str, flags: list[str]) -> None:
     """Its check of losses for NaN and its rerun state machine are on: they see no loss that backward fills in."""
-    if flags and not supports_output_processor():
-        pytest.skip("needs megatron-core 0.18 or later")
     outcome, logged = run_stock(aggregation, halves, *flags)
     (reference,) = run_ranks(reference_steps, 1, ModelOptions(), [Run(aggregation)])[0]
     for name, gradient in outcome.gradients.items():

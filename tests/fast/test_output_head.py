@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.config import (
-    PolicyLossConfig,
-    add_policy_loss_args,
-    validate_policy_loss_args,
-    validation,
-)
-from megatron_pg.config.versions import supports_output_processor
+from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.head import linear_token_loss
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.loss.policy_loss import policy_loss_function
-from megatron_pg.megatron import fused_head
+from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
@@ -55,29 +49,26 @@ def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(
     setting: dict[str, Any], words: str
 ) -> None:
     """At startup by the flags, and where there were none by the model's settings."""
-    for flag in ["--fp32-lm-head"] + ["--fused-lm-head"] * supports_output_processor():
+    for flag in ["--fp32-lm-head", "--fused-lm-head"]:
         config = PolicyLossConfig.from_args(validate(flag))
         with pytest.raises(NotImplementedError, match=flag + words):
             validate(flag, **setting)
         validate("", **setting)
-        model = WithHook()
+        model = torch.nn.Module()
         model.config = SimpleNamespace(**setting)
         with pytest.raises(NotImplementedError, match=flag + words):
             PolicyStep(config, totals=step_totals([]), num_microbatches=1, model=model)
 
 
-class WithHook(torch.nn.Module):
-    def forward(self, *, output_processor: Any = None) -> None: ...
-
-
-def test_a_model_whose_output_layer_stays_what_it_is_is_named() -> None:
-    config = PolicyLossConfig(fp32_lm_head=True)
+@pytest.mark.parametrize("flag", ["--fp32-lm-head", "--fused-lm-head"])
+def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag: str) -> None:
+    config = PolicyLossConfig.from_args(validate(flag))
     step = {"totals": step_totals([]), "num_microbatches": 1}
-    with pytest.raises(ValueError, match=r"--fp32-lm-head .* give PolicyStep the model="):
+    with pytest.raises(ValueError, match=rf"{flag} .* give PolicyStep the model="):
         PolicyStep(config, **step)
     model = torch.nn.Module()
     model.config = SimpleNamespace()
-    with pytest.raises(NotImplementedError, match="that of Module is none: drop --fp32-lm-head"):
+    with pytest.raises(NotImplementedError, match=f"that of Module is none: drop {flag}"):
         PolicyStep(config, **step, model=model)
     model.language_model = torch.nn.Module()
     model.language_model.output_layer = torch.nn.Linear(2, 3)
@@ -94,49 +85,36 @@ def test_narrow_logits_are_refused() -> None:
         policy_loss_function(config, batch, logits.bfloat16(), totals=totals)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_flag_needs_a_megatron_that_has_the_hook(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(validation, "supports_output_processor", lambda: is_there)
+def test_scaled_logits_are_refused_by_the_fused_head() -> None:
     line = "--fused-lm-head --fp32-lm-head"
-    if is_there:
-        config = PolicyLossConfig.from_args(validate(line))
-        assert config.fused_lm_head and config.fp32_lm_head
-        with pytest.raises(NotImplementedError, match="--use-mup"):
-            validate(line, use_mup=True)
-    else:
-        with pytest.raises(NotImplementedError, match=r"0\.18 or later.*drop the flag"):
-            validate(line)
+    config = PolicyLossConfig.from_args(validate(line))
+    assert config.fused_lm_head and config.fp32_lm_head
+    with pytest.raises(NotImplementedError, match="--use-mup"):
+        validate(line, use_mup=True)
 
 
-def test_a_model_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Headless(torch.nn.Module):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return tokens
-
-    monkeypatch.setattr(fused_head, "supports_output_processor", lambda: True)
-    with pytest.raises(NotImplementedError, match="output_processor.*found Headless"):
-        PolicyStep(
-            PolicyLossConfig(fused_lm_head=True),
-            totals=step_totals([]),
-            num_microbatches=1,
-            model=[SimpleNamespace(module=Headless())],
-        )
-
-
-@pytest.mark.parametrize("mtp_num_layers", [None, 1])
-def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int | None) -> None:
+@pytest.mark.parametrize("mtp_num_layers", [0, 2])
+def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int) -> None:
     """It uses the same weight, and without fused addition DDP's hook has to add it to what the head has added."""
     weight = torch.ones(8, 4, requires_grad=True)
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
-    layer = SimpleNamespace(weight=weight, bias=None)
-    config = SimpleNamespace(mtp_num_layers=mtp_num_layers)
-    found = fused_head._plain_weight(layer, None, config)
     targets = torch.tensor([1, 5])
-    loss, _, _ = linear_token_loss(
-        torch.ones(2, 4), found, targets, lambda log_probs, *_: log_probs.sum(), defer=True
+
+    def processor(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        loss, _, _ = linear_token_loss(
+            hidden[:, 0], weight, targets, lambda log_probs, *_: log_probs.sum(), defer=True
+        )
+        return loss
+
+    product = output_layer._Processed(
+        processor, lambda **arguments: arguments["input"], mtp_num_layers
     )
+    arguments = {"weight": weight, "tp_group": None}
+    arguments |= {"sequence_parallel": False, "allreduce_dgrad": False}
+    hidden = torch.ones(2, 1, 4)
+    for _ in range(mtp_num_layers):
+        assert product(input=hidden, **arguments) is hidden
+    loss = product(input=hidden, **arguments).sum()
     loss.backward(retain_graph=True)
     of_the_head = weight.main_grad.clone()
     weight.main_grad, weight.grad = torch.zeros(8, 4), None
@@ -178,7 +156,7 @@ def test_metrics_are_filled_in_by_backward(
 
     def run() -> tuple[torch.Tensor, MicroBatchMetrics]:
         fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
-        output = fused.output_processor(hidden_states=hidden, output_layer=layer)
+        output = fused.output_processor(hidden, layer.weight)
         loss, metrics = fused.loss(output)
         assert metrics.keys() == expected.keys()
         return (loss, metrics)
@@ -263,8 +241,7 @@ def test_settings_through_the_fused_head_equal_plain_logits(
         assert 0 < numerator < denominator
     gradients = torch.autograd.grad(expected, (hidden, weight))
     fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
-    layer = SimpleNamespace(weight=weight)
-    loss, _ = fused.loss(fused.output_processor(hidden_states=hidden, output_layer=layer))
+    loss, _ = fused.loss(fused.output_processor(hidden, weight))
     found = torch.autograd.grad(loss, (hidden, weight))
     torch.testing.assert_close(loss.detach(), expected.detach())
     torch.testing.assert_close(found, gradients, rtol=1e-5, atol=1e-7)

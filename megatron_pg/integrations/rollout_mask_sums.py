@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -90,13 +89,8 @@ def _of_step(
     # Prompts are compared above, in words that fit the trainer.
     totals = step_totals(samples, allow_different_prompts=True)
     outer_count = aggregation.outer_count(totals)
-    divisors = aggregation.divisors(aggregation.denominators(totals, samples), divisor)
     # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
-    sums = (
-        torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
-        * outer_count
-        / num_rollouts
-    )
+    sums = aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts
     for sample, value in zip(samples, sums.tolist(), strict=True):
         if value < 1 and sample.num_active_tokens:
             counted = (

@@ -152,7 +152,7 @@ def _stage(f: Finding) -> str:
 
 def _kind(f: Finding) -> str:
     """What the wrong parameters have in common; "" for nothing."""
-    kinds = [words for part, words in KINDS if all(part in name for name in f.row.wrong)]
+    kinds = [words for part, words in KINDS.items() if all(part in name for name in f.row.wrong)]
     if not kinds and f.have_factor:
         chunks = ", or in another chunk of the virtual pipeline"
         chunks *= f.options.virtual_pipeline_model_parallel_size is not None
@@ -175,7 +175,7 @@ def _model(f: Finding) -> str:
     side = (
         "backward, or what hardly moves the loss in its forward," * f.row.loss_agrees or "forward"
     )
-    suspects = [words for words, applies in SUSPECTS if applies(f)]
+    suspects = [words for words, applies in SUSPECTS.items() if applies(f)]
     return f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {', or at '.join(suspects)}{f.mode()}"
 
 
@@ -232,58 +232,38 @@ CASES: Mapping[str, str] = {
     "router z loss": "so the z loss of the router is wrong: its coefficient, or its scale (1 / M, CP / M, or tokens)",
 }
 """What it says that a row fails alone."""
-KINDS = (
-    (
-        ".experts.",
-        "experts have a data-parallel group of their own, and are divided by the size of the whole one",
-    ),
-    ("router", "the router: its auxiliary loss, or its sum over tensor-parallel ranks"),
-    ("position_embeddings", "the position ids, or that embedding's reduction"),
-    (
-        "word_embeddings",
-        "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
-    ),
-    ("output_layer", "the output layer's vocabulary shards"),
-    (
-        "norm",
-        "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
-    ),
-    ("bias", "biases, which one tensor-parallel rank of several adds"),
-    ("linear_qkv", "attention: what it sends back to queries, keys and values"),
-)
+KINDS = {
+    ".experts.": "experts have a data-parallel group of their own, and are divided by the size of the whole one",
+    "router": "the router: its auxiliary loss, or its sum over tensor-parallel ranks",
+    "position_embeddings": "the position ids, or that embedding's reduction",
+    "word_embeddings": "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
+    "output_layer": "the output layer's vocabulary shards",
+    "norm": "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
+    "bias": "biases, which one tensor-parallel rank of several adds",
+    "linear_qkv": "attention: what it sends back to queries, keys and values",
+}
 """What all wrong parameters have in their names, and what that says."""
-SUSPECTS: Sequence[tuple[str, Callable[[Finding], bool]]] = (
-    (
-        "rotary positions (the tied model has learned ones, and passes)",
-        lambda f: f.row.model == "end to end" and f.passes("tied"),
+SUSPECTS: Mapping[str, Callable[[Finding], bool]] = {
+    "rotary positions (the tied model has learned ones, and passes)": lambda f: (
+        f.row.model == "end to end" and f.passes("tied")
     ),
-    (
-        "position ids, or the tied weight (the end-to-end model has neither, and passes)",
-        lambda f: f.row.model == "tied" and f.passes("end to end"),
+    "position ids, or the tied weight (the end-to-end model has neither, and passes)": lambda f: (
+        f.row.model == "tied" and f.passes("end to end")
     ),
-    (
-        "experts, and the exchange of tokens (without --num-experts)",
-        lambda f: f.row.model == "end to end" and f.options.num_experts is not None,
+    "experts, and the exchange of tokens (without --num-experts)": lambda f: (
+        f.row.model == "end to end" and f.options.num_experts is not None
     ),
-    ("the fused output layer (without --fused-lm-head)", lambda f: f.options.fused_lm_head),
-    (
-        "attention over several ranks (--context-parallel-size 1)",
-        lambda f: f.options.context_parallel_size > 1,
+    "the fused output layer (without --fused-lm-head)": lambda f: f.options.fused_lm_head,
+    "attention over several ranks (--context-parallel-size 1)": lambda f: f.sizes["CP"] > 1,
+    "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+    "(--tensor-model-parallel-size 1)": lambda f: f.sizes["TP"] > 1,
+    "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)": (
+        lambda f: f.sizes["PP"] > 1
     ),
-    (
-        "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
-        "(--tensor-model-parallel-size 1)",
-        lambda f: f.options.tensor_model_parallel_size > 1,
+    "DDP's reduction (without --use-distributed-optimizer)": lambda f: (
+        f.options.use_distributed_optimizer
     ),
-    (
-        "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)",
-        lambda f: f.options.pipeline_model_parallel_size > 1,
-    ),
-    (
-        "DDP's reduction (without --use-distributed-optimizer)",
-        lambda f: f.options.use_distributed_optimizer,
-    ),
-    ("bf16 (--dtype fp32)", lambda f: f.row.dtype == "bf16"),
-    ("attention over a pack of sequences (whatever the flags)", lambda f: True),
-)
+    "bf16 (--dtype fp32)": lambda f: f.row.dtype == "bf16",
+    "attention over a pack of sequences (whatever the flags)": lambda f: True,
+}
 """What may be wrong in a model, with the flag that takes it out of the next check."""

@@ -173,8 +173,7 @@ def model_config(
 def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "num_moe_experts": num_experts,
-        # In bf16 all of them: where rounding decides between two experts, no gradient is close to another.
-        "moe_router_topk": num_experts - has_auxiliary_loss(num_experts, dtype),
+        "moe_router_topk": num_experts - leaves_one_out,
         # Of coefficient 0 but for the row of that name.
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
@@ -182,11 +181,6 @@ def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
         "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
         "add_bias_linear": False,
     }
-
-
-def has_auxiliary_loss(num_experts: int | None, dtype: torch.dtype) -> bool:
-    """Whether a token leaves out an expert, without which an auxiliary loss is a constant."""
-    return num_experts is not None and num_experts > 2 and dtype != torch.bfloat16
 
 
 def build_chunks(
@@ -198,6 +192,9 @@ def build_chunks(
     **changes: Any,
 ) -> list[torch.nn.Module]:
     """This rank's chunks of a model, without DDP.
+    # A token leaves out one of three or more, without which an auxiliary loss is a constant; in bf16 none: where rounding
+    # decides between two experts, no gradient is close to another.
+    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
 
     Args:
         options: the device, and whose layers they are.

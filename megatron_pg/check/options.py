@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from megatron_pg.config.custom import load_custom_function
+from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
@@ -282,9 +282,4 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
         yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
     if options.fused_lm_head and not supports_output_processor():
         yield "--fused-lm-head needs megatron-core 0.18 or later; drop it"
-    for field in CUSTOM_PATHS:
-        if path := getattr(options, field):
-            try:
-                load_custom_function(field, path)
-            except ValueError as error:
-                yield str(error)
+    yield from custom_function_violations(options)

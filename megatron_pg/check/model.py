@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
-from megatron_pg.check.options import UNSHARDED, VOCAB_SIZE, CheckOptions
+from megatron_pg.check.options import UNSHARDED, CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
@@ -203,7 +203,6 @@ def build_chunks(
         same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
-    tensor_size = options.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
@@ -214,8 +213,7 @@ def build_chunks(
         keywords: dict[str, Any] = dict(
             config=config,
             transformer_layer_spec=spec,
-            # The samples' ids, and as many more as give every tensor-parallel rank the same number.
-            vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
+            vocab_size=options.padded_vocab_size,
             max_sequence_length=max(
                 256, 2 * options.context_parallel_size * options.tokens_per_chunk
             ),
@@ -239,17 +237,15 @@ def build_model(
     options: CheckOptions,
     config: TransformerConfig,
     new_model: Callable[..., torch.nn.Module] = GPTModel,
-    *,
-    overlap_grad_reduce: bool = False,
     **changes: Any,
 ) -> list[DistributedDataParallel]:
     """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is.
 
-    With `overlap_grad_reduce`, here or in the options, the caller sets `config.no_sync_func`.
+    Where the options overlap its reduction, the caller sets `config.no_sync_func`.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
-        overlap_grad_reduce=overlap_grad_reduce or options.overlap_grad_reduce,
+        overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )

@@ -21,7 +21,6 @@ from megatron_pg.config.versions import (
     supports_output_processor,
 )
 
-VOCAB_SIZE = 16
 LEAN_PERIOD = 16
 """Of so many ids the first half lean one way and the others the other (`set_parameters`)."""
 ADAM_EPSILON = 0.1

@@ -20,6 +20,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
@@ -48,11 +50,36 @@ def tied_model(**keywords: Any) -> GPTModel:
     return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
 
 
-def new_hybrid_model(**keywords: Any) -> torch.nn.Module:
-    """A HybridModel; imported when it is asked for, as old versions have none."""
-    from megatron_pg.check.hybrid_model import hybrid_model
+def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
+    """A HybridModel of as many layers as the config has, attention and MLP by turns, in plain torch."""
+    # Old versions have none of these.
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
 
-    return hybrid_model(**keywords)
+    del keywords["transformer_layer_spec"]
+    # The stack builds its last norm from Transformer Engine without asking.
+    hybrid_block.TENorm = TorchNorm
+    layer = torch_block_spec(config).layer_specs[0].submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+    )
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    model: torch.nn.Module = HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
+        hybrid_layer_pattern=("*-" * config.num_layers)[: config.num_layers],
+        **keywords,
+    )
+    return model
 
 
 def multi_token_model(
@@ -171,6 +198,9 @@ def model_config(
 
 
 def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    # A token leaves out one of three or more, without which an auxiliary loss is a constant; in bf16 none: where rounding
+    # decides between two experts, no gradient is close to another.
+    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
     return {
         "num_moe_experts": num_experts,
         "moe_router_topk": num_experts - leaves_one_out,
@@ -192,9 +222,6 @@ def build_chunks(
     **changes: Any,
 ) -> list[torch.nn.Module]:
     """This rank's chunks of a model, without DDP.
-    # A token leaves out one of three or more, without which an auxiliary loss is a constant; in bf16 none: where rounding
-    # decides between two experts, no gradient is close to another.
-    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
 
     Args:
         options: the device, and whose layers they are.

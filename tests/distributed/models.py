@@ -146,7 +146,7 @@ def build_model(
     config = transformer_config(sharding, options)
     new_model: Any = GPTModel
     if options.hybrid:
-        from megatron_pg.check.hybrid_model import hybrid_model as new_model
+        new_model = builder.hybrid_model
     if options.mtp_num_layers is not None:
         new_model = builder.multi_token_model
     if options.output_bias:

@@ -66,10 +66,10 @@ def _gradient_norm(f: Finding) -> str:
 def _update(f: Finding) -> str:
     row = f.row
     what = "differ"
-    if f.have_factor:
+    if f.wrong_have_factor:
         is_zero = abs(row.wrong_ratio) <= f.slack
         what = "were not updated" if is_zero else f"are {row.wrong_ratio:.4g} times the reference"
-    cause = "the learning rate, or another setting" if f.has_factor else "the optimizer's step"
+    cause = "the learning rate, or another setting" if f.all_have_factor else "the optimizer's step"
     if row.replica_axes:
         what += f", and not the same on the {' and '.join(row.replica_axes)} ranks"
     if f.options.use_distributed_optimizer:
@@ -143,9 +143,9 @@ def _wrong_weights(f: Finding) -> str:
 
 def _stage(f: Finding) -> str:
     cause = "the backward of a micro-batch is missing or done twice there, or what the next stage sends back is wrong"
-    if f.have_factor:
+    if f.wrong_have_factor:
         cause = "the gradient that the next stage sends back, or that stage's own scaling"
-    if f.have_factor and f.mode() and f.row.calculate_per_token_loss:
+    if f.wrong_have_factor and f.mode() and f.row.calculate_per_token_loss:
         cause = "the token count, which the last stage broadcasts over the pipeline"
     return f"the loss-only rows pass, and gradients {f.times()}{f.where()} ({named(f.row.wrong)}): {cause}{f.mode()}"
 
@@ -153,7 +153,7 @@ def _stage(f: Finding) -> str:
 def _kind(f: Finding) -> str:
     """What the wrong parameters have in common; "" for nothing."""
     kinds = [words for part, words in KINDS.items() if all(part in name for name in f.row.wrong)]
-    if not kinds and f.have_factor:
+    if not kinds and f.wrong_have_factor:
         chunks = ", or in another chunk of the virtual pipeline"
         chunks *= f.options.virtual_pipeline_model_parallel_size is not None
         kinds = [f"they are reduced, or scaled, over another group than the others{chunks}"]
@@ -193,7 +193,7 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
     (lambda f: f.row.what == "update", _update),
     (lambda f: f.row.replica_error > f.row.tolerance, _replicas),
     (lambda f: f.row.what in CASES, _case),
-    (lambda f: f.has_factor, _factor),
+    (lambda f: f.all_have_factor, _factor),
     (
         lambda f: f.row.gradient_error <= 5 * f.row.tolerance,
         lambda f: (

@@ -58,7 +58,7 @@ class Aggregation(Row):
         return 1.0 if divisor is None else float(divisor)
 
     def divisors_of(
-        self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None
+        self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
     ) -> Tensor:
         """Divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)

@@ -14,7 +14,6 @@ whole number in the field of `rollout_data` that `loss_aggregation_group_key` na
 from __future__ import annotations
 
 import functools
-from itertools import islice
 from typing import Any
 
 import torch
@@ -188,5 +187,5 @@ def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
             strict=True,
         )
     ]
-    flat = iter(torch.cat(prompts).tolist())
-    return [hash(tuple(islice(flat, len(prompt)))) for prompt in prompts]
+    on_host = torch.split(torch.cat(prompts).cpu(), [len(prompt) for prompt in prompts])
+    return [hash(tuple(prompt.tolist())) for prompt in on_host]

@@ -122,11 +122,8 @@ def _about_micro_batches(f: Finding) -> str:
 def _backward(f: Finding) -> str:
     flags = ("overlap_grad_reduce", "use_distributed_optimizer")
     chosen = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(f.options, flag)]
-    reduction = (
-        f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
-        if chosen
-        else ""
-    )
+    reduction = f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
+    reduction *= bool(chosen)
     return (
         "the reported loss and the weights of its tokens are right and their gradient is not: the backward of a "
         f"micro-batch is missing or done twice (the schedule){reduction}{_at(f)}{f.mode()}"

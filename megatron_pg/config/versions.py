@@ -155,11 +155,8 @@ class KnownMistake:
     """Of github.com/NVIDIA/Megatron-LM, or the file that it was read in."""
 
     def __str__(self) -> str:
-        until = (
-            ""
-            if self.fixed == FIRST_UNSUPPORTED
-            else f", right from {self.fixed[0]}.{self.fixed[1]}"
-        )
+        major, minor = self.fixed
+        until = "" if self.fixed == FIRST_UNSUPPORTED else f", right from {major}.{minor}"
         return f"{self.what} ({self.reference}{until})"
 
 

@@ -126,10 +126,8 @@ def _violations(trainer: Trainer, row: Aggregation, args: Any) -> Iterator[str]:
         )
     if reducer := _setting(args, "custom_pg_loss_reducer_function_path"):
         yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
-    if (
-        row.name != "constant"
-        and (divisor := _setting(args, "loss_aggregation_divisor")) is not None
-    ):
+    divisor = _setting(args, "loss_aggregation_divisor")
+    if divisor is not None and row.name != "constant":
         yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {trainer.path('constant')}"
     wanted = _setting(args, "loss_aggregation")
     if wanted not in (None, row.name):

@@ -1,7 +1,8 @@
 """`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
 
 The files in the order of the work: `options` are what is checked, `job` starts it, `model` and `sharded_parameters` are
-what it is checked on, `step` runs it, `reference` says what it should give, `compare` how far it is from that, and
+what it is checked on, `step` runs it (its rows are the table of `cases`, its samples those of `samples`), `reference` says
+what it should give, `compare` how far it is from that, `diagnosis` what that looks like (it asks a `finding`), and
 `report` says so; `every_sharding` does it again and again.
 """
 

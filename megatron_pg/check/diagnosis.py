@@ -66,10 +66,10 @@ def _gradient_norm(f: Finding) -> str:
 def _update(f: Finding) -> str:
     row = f.row
     what = "differ"
-    if f.have_factor:
+    if f.wrong_have_factor:
         is_zero = abs(row.wrong_ratio) <= f.slack
         what = "were not updated" if is_zero else f"are {row.wrong_ratio:.4g} times the reference"
-    cause = "the learning rate, or another setting" if f.has_factor else "the optimizer's step"
+    cause = "the learning rate, or another setting" if f.all_have_factor else "the optimizer's step"
     if row.replica_axes:
         what += f", and not the same on the {' and '.join(row.replica_axes)} ranks"
     if f.options.use_distributed_optimizer:
@@ -122,11 +122,8 @@ def _about_micro_batches(f: Finding) -> str:
 def _backward(f: Finding) -> str:
     flags = ("overlap_grad_reduce", "use_distributed_optimizer")
     chosen = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(f.options, flag)]
-    reduction = (
-        f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
-        if chosen
-        else ""
-    )
+    reduction = f", or DDP reduces too little or too early (without {' or '.join(chosen)})"
+    reduction *= bool(chosen)
     return (
         "the reported loss and the weights of its tokens are right and their gradient is not: the backward of a "
         f"micro-batch is missing or done twice (the schedule){reduction}{_at(f)}{f.mode()}"
@@ -143,17 +140,17 @@ def _wrong_weights(f: Finding) -> str:
 
 def _stage(f: Finding) -> str:
     cause = "the backward of a micro-batch is missing or done twice there, or what the next stage sends back is wrong"
-    if f.have_factor:
+    if f.wrong_have_factor:
         cause = "the gradient that the next stage sends back, or that stage's own scaling"
-    if f.have_factor and f.mode() and f.row.calculate_per_token_loss:
+    if f.wrong_have_factor and f.mode() and f.row.calculate_per_token_loss:
         cause = "the token count, which the last stage broadcasts over the pipeline"
     return f"the loss-only rows pass, and gradients {f.times()}{f.where()} ({named(f.row.wrong)}): {cause}{f.mode()}"
 
 
 def _kind(f: Finding) -> str:
     """What the wrong parameters have in common; "" for nothing."""
-    kinds = [words for part, words in KINDS if all(part in name for name in f.row.wrong)]
-    if not kinds and f.have_factor:
+    kinds = [words for part, words in KINDS.items() if all(part in name for name in f.row.wrong)]
+    if not kinds and f.wrong_have_factor:
         chunks = ", or in another chunk of the virtual pipeline"
         chunks *= f.options.virtual_pipeline_model_parallel_size is not None
         kinds = [f"they are reduced, or scaled, over another group than the others{chunks}"]
@@ -175,7 +172,7 @@ def _model(f: Finding) -> str:
     side = (
         "backward, or what hardly moves the loss in its forward," * f.row.loss_agrees or "forward"
     )
-    suspects = [words for words, applies in SUSPECTS if applies(f)]
+    suspects = [words for words, applies in SUSPECTS.items() if applies(f)]
     return f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {', or at '.join(suspects)}{f.mode()}"
 
 
@@ -193,7 +190,7 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
     (lambda f: f.row.what == "update", _update),
     (lambda f: f.row.replica_error > f.row.tolerance, _replicas),
     (lambda f: f.row.what in CASES, _case),
-    (lambda f: f.has_factor, _factor),
+    (lambda f: f.all_have_factor, _factor),
     (
         lambda f: f.row.gradient_error <= 5 * f.row.tolerance,
         lambda f: (
@@ -232,58 +229,38 @@ CASES: Mapping[str, str] = {
     "router z loss": "so the z loss of the router is wrong: its coefficient, or its scale (1 / M, CP / M, or tokens)",
 }
 """What it says that a row fails alone."""
-KINDS = (
-    (
-        ".experts.",
-        "experts have a data-parallel group of their own, and are divided by the size of the whole one",
-    ),
-    ("router", "the router: its auxiliary loss, or its sum over tensor-parallel ranks"),
-    ("position_embeddings", "the position ids, or that embedding's reduction"),
-    (
-        "word_embeddings",
-        "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
-    ),
-    ("output_layer", "the output layer's vocabulary shards"),
-    (
-        "norm",
-        "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
-    ),
-    ("bias", "biases, which one tensor-parallel rank of several adds"),
-    ("linear_qkv", "attention: what it sends back to queries, keys and values"),
-)
+KINDS = {
+    ".experts.": "experts have a data-parallel group of their own, and are divided by the size of the whole one",
+    "router": "the router: its auxiliary loss, or its sum over tensor-parallel ranks",
+    "position_embeddings": "the position ids, or that embedding's reduction",
+    "word_embeddings": "the embedding's vocabulary shards or, where it is tied, the sum with the output layer's",
+    "output_layer": "the output layer's vocabulary shards",
+    "norm": "norms, which finalize_model_grads sums over tensor-parallel ranks under --sequence-parallel",
+    "bias": "biases, which one tensor-parallel rank of several adds",
+    "linear_qkv": "attention: what it sends back to queries, keys and values",
+}
 """What all wrong parameters have in their names, and what that says."""
-SUSPECTS: Sequence[tuple[str, Callable[[Finding], bool]]] = (
-    (
-        "rotary positions (the tied model has learned ones, and passes)",
-        lambda f: f.row.model == "end to end" and f.passes("tied"),
+SUSPECTS: Mapping[str, Callable[[Finding], bool]] = {
+    "rotary positions (the tied model has learned ones, and passes)": lambda f: (
+        f.row.model == "end to end" and f.passes("tied")
     ),
-    (
-        "position ids, or the tied weight (the end-to-end model has neither, and passes)",
-        lambda f: f.row.model == "tied" and f.passes("end to end"),
+    "position ids, or the tied weight (the end-to-end model has neither, and passes)": lambda f: (
+        f.row.model == "tied" and f.passes("end to end")
     ),
-    (
-        "experts, and the exchange of tokens (without --num-experts)",
-        lambda f: f.row.model == "end to end" and f.options.num_experts is not None,
+    "experts, and the exchange of tokens (without --num-experts)": lambda f: (
+        f.row.model == "end to end" and f.options.num_experts is not None
     ),
-    ("the fused output layer (without --fused-lm-head)", lambda f: f.options.fused_lm_head),
-    (
-        "attention over several ranks (--context-parallel-size 1)",
-        lambda f: f.options.context_parallel_size > 1,
+    "the fused output layer (without --fused-lm-head)": lambda f: f.options.fused_lm_head,
+    "attention over several ranks (--context-parallel-size 1)": lambda f: f.sizes["CP"] > 1,
+    "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+    "(--tensor-model-parallel-size 1)": lambda f: f.sizes["TP"] > 1,
+    "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)": (
+        lambda f: f.sizes["PP"] > 1
     ),
-    (
-        "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
-        "(--tensor-model-parallel-size 1)",
-        lambda f: f.options.tensor_model_parallel_size > 1,
+    "DDP's reduction (without --use-distributed-optimizer)": lambda f: (
+        f.options.use_distributed_optimizer
     ),
-    (
-        "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)",
-        lambda f: f.options.pipeline_model_parallel_size > 1,
-    ),
-    (
-        "DDP's reduction (without --use-distributed-optimizer)",
-        lambda f: f.options.use_distributed_optimizer,
-    ),
-    ("bf16 (--dtype fp32)", lambda f: f.row.dtype == "bf16"),
-    ("attention over a pack of sequences (whatever the flags)", lambda f: True),
-)
+    "bf16 (--dtype fp32)": lambda f: f.row.dtype == "bf16",
+    "attention over a pack of sequences (whatever the flags)": lambda f: True,
+}
 """What may be wrong in a model, with the flag that takes it out of the next check."""

@@ -50,7 +50,7 @@ class Finding:
         return min(10 * self.row.tolerance, 0.05)
 
     @property
-    def has_factor(self) -> bool:
+    def all_have_factor(self) -> bool:
         """Whether all gradients are one number other than 1 times the reference's."""
         row = self.row
         return row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
@@ -163,7 +163,7 @@ class Finding:
         }
 
     @property
-    def have_factor(self) -> bool:
+    def wrong_have_factor(self) -> bool:
         """Whether the wrong gradients are one number other than 1 times the reference's."""
         row = self.row
         return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
@@ -171,7 +171,7 @@ class Finding:
     def times(self) -> str:
         """ "are 2 times the reference: 2 = CP", of the wrong gradients; "differ" where they have no common factor."""
         ratio = self.row.wrong_ratio
-        if not self.have_factor:
+        if not self.wrong_have_factor:
             return "differ"
         return f"are {ratio:.4g} times the reference{self.factors(ratio)}"
 

@@ -20,10 +20,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
-from megatron_pg.check.options import UNSHARDED, VOCAB_SIZE, CheckOptions
+from megatron_pg.check.options import UNSHARDED, CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
@@ -48,11 +50,36 @@ def tied_model(**keywords: Any) -> GPTModel:
     return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
 
 
-def new_hybrid_model(**keywords: Any) -> torch.nn.Module:
-    """A HybridModel; imported when it is asked for, as old versions have none."""
-    from megatron_pg.check.hybrid_model import hybrid_model
+def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
+    """A HybridModel of as many layers as the config has, attention and MLP by turns, in plain torch."""
+    # Old versions have none of these.
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
 
-    return hybrid_model(**keywords)
+    del keywords["transformer_layer_spec"]
+    # The stack builds its last norm from Transformer Engine without asking.
+    hybrid_block.TENorm = TorchNorm
+    layer = torch_block_spec(config).layer_specs[0].submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+    )
+    layers = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    model: torch.nn.Module = HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
+        hybrid_layer_pattern=("*-" * config.num_layers)[: config.num_layers],
+        **keywords,
+    )
+    return model
 
 
 def multi_token_model(
@@ -171,10 +198,12 @@ def model_config(
 
 
 def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
+    # A token leaves out one of three or more, without which an auxiliary loss is a constant; in bf16 none: where rounding
+    # decides between two experts, no gradient is close to another.
+    leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
     return {
         "num_moe_experts": num_experts,
-        # In bf16 all of them: where rounding decides between two experts, no gradient is close to another.
-        "moe_router_topk": num_experts - has_auxiliary_loss(num_experts, dtype),
+        "moe_router_topk": num_experts - leaves_one_out,
         # Of coefficient 0 but for the row of that name.
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
@@ -182,11 +211,6 @@ def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
         "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
         "add_bias_linear": False,
     }
-
-
-def has_auxiliary_loss(num_experts: int | None, dtype: torch.dtype) -> bool:
-    """Whether a token leaves out an expert, without which an auxiliary loss is a constant."""
-    return num_experts is not None and num_experts > 2 and dtype != torch.bfloat16
 
 
 def build_chunks(
@@ -206,7 +230,6 @@ def build_chunks(
         same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
-    tensor_size = options.tensor_model_parallel_size
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
@@ -217,8 +240,7 @@ def build_chunks(
         keywords: dict[str, Any] = dict(
             config=config,
             transformer_layer_spec=spec,
-            # The samples' ids, and as many more as give every tensor-parallel rank the same number.
-            vocab_size=-(-VOCAB_SIZE // tensor_size) * tensor_size,
+            vocab_size=options.padded_vocab_size,
             max_sequence_length=max(
                 256, 2 * options.context_parallel_size * options.tokens_per_chunk
             ),
@@ -242,17 +264,15 @@ def build_model(
     options: CheckOptions,
     config: TransformerConfig,
     new_model: Callable[..., torch.nn.Module] = GPTModel,
-    *,
-    overlap_grad_reduce: bool = False,
     **changes: Any,
 ) -> list[DistributedDataParallel]:
     """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is.
 
-    With `overlap_grad_reduce`, here or in the options, the caller sets `config.no_sync_func`.
+    Where the options overlap its reduction, the caller sets `config.no_sync_func`.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
-        overlap_grad_reduce=overlap_grad_reduce or options.overlap_grad_reduce,
+        overlap_grad_reduce=options.overlap_grad_reduce,
         use_distributed_optimizer=options.use_distributed_optimizer,
         average_in_collective=options.average_in_collective,
     )

@@ -11,13 +11,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from megatron_pg.config.custom import load_custom_function
+from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 
-VOCAB_SIZE = 16
 LEAN_PERIOD = 16
 """Of so many ids the first half lean one way and the others the other (`set_parameters`)."""
 ADAM_EPSILON = 0.1
@@ -276,9 +275,4 @@ def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
         yield "--mtp-num-layers needs megatron-core 0.19 or later, which trains it without labels; drop it"
     if options.hybrid_model and not has_hybrid_model():
         yield "--hybrid-model needs megatron-core 0.18 or later; drop it"
-    for field in CUSTOM_PATHS:
-        if path := getattr(options, field):
-            try:
-                load_custom_function(field, path)
-            except ValueError as error:
-                yield str(error)
+    yield from custom_function_violations(options)

@@ -79,9 +79,7 @@ class WholeModel:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         self.config = model_config(options, sharded=False, dtype=dtype)
-        self._module = build_chunks(
-            options, self.config, new_model, vocab_size=options.padded_vocab_size
-        )[0].to(dtype)
+        self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
         self._ahead: list[Tensor] = []
         """What the output layer makes of the hidden states of multi-token prediction, by depth, in the call that runs."""
         if options.mtp_num_layers is not None:

@@ -85,7 +85,9 @@ def summary(checked: Sequence[Checked], world_size: int) -> str:
             f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(each.rows):>3} rows, worst {worst.gradient_error:.1e} of "
             f"{worst.tolerance:.0e}, {each.seconds:4.0f} s  {_sharding(each.options, world_size)}"
         )
-        lines += _failures(each.rows, each.options, world_size)
+        words = diagnoses(each.rows, each.options, world_size)
+        for row, said in zip(each.rows, words, strict=True):
+            lines += [] if row.passed else _lines(row, said)
     wrong = sum(any(not row.passed for row in each.rows) for each in checked)
     verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
     return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
@@ -95,13 +97,6 @@ def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
     """A list of what `as_json` says of each."""
     reports = (as_json(each.rows, each.options, world_size) for each in checked)
     return f"[{', '.join(reports)}]"
-
-
-def _failures(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
-    """The lines of the rows that fail, with their diagnoses."""
-    words = diagnoses(rows, options, world_size)
-    failed = ((row, said) for row, said in zip(rows, words, strict=True) if not row.passed)
-    return [line for row, said in failed for line in _lines(row, said)]
 
 
 def _lines(row: Row, words: str) -> list[str]:

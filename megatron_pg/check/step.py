@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ from megatron_pg.check.compare import Row, Step, compare
 from megatron_pg.check.model import (
     LogitTable,
     build_model,
+    hybrid_model,
     initialize_groups,
     model_config,
     multi_token_model,
-    new_hybrid_model,
     tied_model,
 )
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
@@ -44,16 +44,40 @@ from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "end to end": GPTModel,
-    "tied": tied_model,
-    "hybrid": new_hybrid_model,
-    "multi-token": multi_token_model,
-    "loss only": LogitTable,
+
+@dataclass(frozen=True)
+class Model:
+    """A kind of model that steps are run on."""
+
+    new: Callable[..., torch.nn.Module]
+    """Makes a chunk of it from GPTModel's keyword arguments."""
+    changes: Mapping[str, Any]
+    """What it has in the place of the options that are asked for."""
+    is_run: Callable[[CheckOptions], bool] = lambda options: True
+
+
+ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
+DENSE: dict[str, Any] = {
+    "num_experts": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+LOCAL: dict[str, Any] = {"transformer_impl": "local"}
+MODELS = {
+    "end to end": Model(GPTModel, ONE_TOKEN),
+    "tied": Model(tied_model, ONE_TOKEN | DENSE),
+    "hybrid": Model(hybrid_model, ONE_TOKEN | DENSE | LOCAL, lambda options: options.hybrid_model),
+    "multi-token": Model(
+        multi_token_model, DENSE, lambda options: options.mtp_num_layers is not None
+    ),
+    "loss only": Model(
+        LogitTable,
+        ONE_TOKEN | DENSE | LOCAL | {"dtype": "fp32"},
+        lambda options: not options.fused_lm_head,
+    ),
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
-learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32
-logits for parameters."""
+learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32 logits for parameters, and no output layer that could be fused."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +92,11 @@ class Run:
 
 def run_check(options: CheckOptions) -> list[Row]:
     """All rows; every rank of the world calls it, and gets the same ones."""
-    # The table has logits for parameters, and no output layer that could be fused.
-    is_run = {
-        "loss only": not options.fused_lm_head,
-        "hybrid": options.hybrid_model,
-        "multi-token": options.mtp_num_layers is not None,
+    options_of = {
+        name: replace(options, **model.changes)
+        for name, model in MODELS.items()
+        if model.is_run(options)
     }
-    names = [name for name in MODELS if is_run.get(name, True)]
     is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
     aggregations = [*AGGREGATIONS, *[CUSTOM] * is_custom]
     modes = [False] if options.average_in_collective else [False, True]
@@ -84,46 +106,29 @@ def run_check(options: CheckOptions) -> list[Row]:
             for per_token in modes
             for case, aggregation in cases_of(name, options, aggregations, per_token)
         ]
-        for name in names
+        for name in options_of
     }
     initialize_groups(options, sharded=False)
-    references = {name: _references(_options_of(options, name), runs[name]) for name in names}
+    references = {name: _references(options_of[name], runs[name]) for name in runs}
     initialize_groups(options)
     groups = ParallelGroups.from_parallel_state()
     rows = []
-    for name in names:
+    for name in runs:
         model: list[Any] = []
         built: tuple[Any, ...] = ()
         for run, (samples, expected) in zip(runs[name], references[name], strict=True):
-            model_options = replace(_options_of(options, name), **run.case.builds)
+            model_options = replace(options_of[name], **run.case.builds)
             if built != (built := (model_options, run.per_token)):
                 model = _build(model_options, run)
             rows.append(_row(run, model, model_options, groups, samples, expected))
     return rows
 
 
-def _options_of(options: CheckOptions, model: str) -> CheckOptions:
-    """The table of logits is float32; only the end-to-end model has experts, and only one predicts several tokens."""
-    if model != "multi-token":
-        options = replace(options, mtp_num_layers=None)
-    if model != "end to end":
-        options = replace(
-            options, num_experts=None, expert_model_parallel_size=1, expert_tensor_parallel_size=1
-        )
-    if model == "hybrid":
-        return replace(options, transformer_impl="local")
-    return (
-        replace(options, dtype="fp32", transformer_impl="local")
-        if model == "loss only"
-        else options
-    )
-
-
 def _references(
     options: CheckOptions, runs: Sequence[Run]
 ) -> list[tuple[Sequence[Sample], Expected]]:
     """The samples of each run of a model, and what their step should give."""
-    model = WholeModel(options, MODELS[runs[0].model])
+    model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[bool, bool], ScoredSamples] = {}
     known: dict[tuple[object, ...], Expected] = {}
@@ -165,8 +170,7 @@ def _packs(
 def _build(options: CheckOptions, run: Run) -> list[Any]:
     """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
     config = model_config(options, calculate_per_token_loss=run.per_token)
-    vocab_size = options.padded_vocab_size
-    chunks: list[Any] = build_model(options, config, MODELS[run.model], vocab_size=vocab_size)
+    chunks: list[Any] = build_model(options, config, MODELS[run.model].new)
     if options.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]

@@ -59,21 +59,15 @@ def _option_violations(
 def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[str]:
     """Settings that lack what they need, or would silently be ignored."""
     divisor = values.get("loss_aggregation_divisor")
-    if sound.custom_pg_loss_reducer_function_path is not None and (
-        divisor is not None or sound.loss_aggregation == "constant"
-    ):
-        yield (
-            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore "
-            f"--loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor or the path"
-        )
-    if (
-        sound.custom_pg_loss_reducer_function_path is not None
-        and sound.loss_weight_denominator == "weights"
-    ):
-        yield (
-            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --loss-weight-denominator "
-            "weights: drop one of the two"
-        )
+    if sound.custom_pg_loss_reducer_function_path is not None:
+        replaces = "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore"
+        if divisor is not None or sound.loss_aggregation == "constant":
+            yield (
+                f"{replaces} --loss-aggregation-divisor (found {divisor}) and --loss-aggregation constant: drop the divisor "
+                "or the path"
+            )
+        if sound.loss_weight_denominator == "weights":
+            yield f"{replaces} --loss-weight-denominator weights: drop one of the two"
     for low, high in BOUNDS:
         lowest, highest = getattr(sound, low), getattr(sound, high)
         if lowest > highest:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_pg.config.combinations import violations_of
@@ -119,9 +120,9 @@ def _settled_spelling(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
     divisor = found.get("pg_loss_divisor")
     if divisor is None:
         return values, []
-    interval = fields["loss_aggregation_divisor"].interval
-    if interval is not None and not interval.contains(divisor):
-        return values, [f"--pg-loss-divisor must be a finite number {interval}; found {divisor!r}"]
+    field = replace(fields["loss_aggregation_divisor"], name="pg_loss_divisor")
+    if violation := field.violation(divisor):
+        return values, [violation]
     refused = []
     if chosen not in (None, "constant"):
         refused.append(

@@ -55,19 +55,18 @@ def parse_version(text: str) -> tuple[int, int, int]:
     return major, minor, patch
 
 
-def require_supported_version(version: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
-    """The version given (None: the installed one) where it is supported; call it once at start.
+def require_supported_version() -> None:
+    """Refuses a Megatron-Core that is not supported; call it once at start.
 
     Raises:
         UnsupportedMegatronError: it is missing or outside the supported range.
     """
-    found = megatron_core_version() if version is None else version
+    found = megatron_core_version()
     if not OLDEST_SUPPORTED <= found[:2] < FIRST_UNSUPPORTED:
         raise UnsupportedMegatronError(
             f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
             "version in that range."
         )
-    return found
 
 
 def per_token_moe_under_context_parallel_is_right() -> bool:
@@ -148,11 +147,8 @@ class KnownMistake:
     """Of github.com/NVIDIA/Megatron-LM, or the file that it was read in."""
 
     def __str__(self) -> str:
-        until = (
-            ""
-            if self.fixed == FIRST_UNSUPPORTED
-            else f", right from {self.fixed[0]}.{self.fixed[1]}"
-        )
+        major, minor = self.fixed
+        until = "" if self.fixed == FIRST_UNSUPPORTED else f", right from {major}.{minor}"
         return f"{self.what} ({self.reference}{until})"
 
 

@@ -89,8 +89,7 @@ def _aggregation_report(
     ]
     sample_mean = AGGREGATIONS["sample_mean"]
     outer_count = mode.outer_count(totals)
-    weights = torch.ones(len(lengths), dtype=torch.float64)
-    weights /= mode.divisors(mode.denominators(totals, step.samples), divisor)
+    weights = 1.0 / mode.divisors_of(totals, step.samples, divisor)
     total = mode.total_weight(totals, divisor or 1.0)
     of_samples = weights * torch.tensor(sizes, dtype=torch.float64)
     shares: list[float] = (of_samples / (total or 1)).tolist()

@@ -16,13 +16,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
-from numbers import Integral
 from typing import Any
 
 from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
 from megatron_pg.integrations.startup import Trainer, require
 from megatron_pg.integrations.startup import check as check_of
 from megatron_pg.loss.aggregation import Aggregation
+from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
 
 
@@ -178,11 +178,10 @@ def _steps(
     for index, (sample, mask) in enumerate(zip(samples, data["loss_masks"], strict=True)):
         group, prompt = None, None
         if "group_index" in row.inputs:
-            group = sample.group_index
-            if isinstance(group, bool) or not isinstance(group, Integral):
+            if (group := as_integer(sample.group_index)) is None:
                 raise ValueError(
-                    f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is {group!r}, expected "
-                    "the number of its prompt group: set Sample.group_index as miles' data source does"
+                    f"{MILES.path('prompt_mean')}: group_index of sample {index} (index {sample.index}) is "
+                    f"{sample.group_index!r}, expected the number of its prompt group: set Sample.group_index as miles' data source does"
                 )
             prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length]))
         name = f"sample {sample.index}"

@@ -58,14 +58,13 @@ def _reducer(
     """
     refuse_flag(aggregation, calculate_per_token_loss)
     cp_rank, cp_size = context_parallel_place()
+    needs_divisor = aggregation == "constant"
     return get_pg_loss_reducer(
         total_lengths,
         response_lengths,
         loss_masks,
         aggregation=aggregation,
-        divisor=find_divisor(global_args(), f"{PREFIX}constant")
-        if aggregation == "constant"
-        else None,
+        divisor=find_divisor(global_args(), f"{PREFIX}constant") if needs_divisor else None,
         cp_rank=cp_rank,
         cp_size=cp_size,
         qkv_format=getattr(global_args(), "qkv_format", None) or "thd",

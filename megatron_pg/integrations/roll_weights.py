@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.integrations.settings import DIVISOR_VARIABLE, one_divisor
+from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.step.agreement import gather
+from megatron_pg.step.totals import BareSample, step_totals
 
 
 def step_weights(
@@ -40,32 +44,22 @@ def step_weights(
         ValueError: a prompt's samples are split over optimizer steps, or a prompt is in the step twice.
     """
     mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
-    gathered: list[Any] = [mine]
-    if group is not None:
-        gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group=group)
-    everything = [pair for of_rank in gathered for pair in of_rank]
-    num_samples, num_tokens = len(everything), sum(count for _, count in everything)
-    own = np.maximum(np.asarray(tokens, dtype=np.float64), 1.0)
-    if aggregation == "token_mean":
-        return np.full(len(own), 1.0 / max(num_tokens, 1))
-    if aggregation == "constant":
-        return np.full(len(own), 1.0 / (num_samples * float(divisor or 1.0)))
-    if aggregation == "sample_mean":
-        return 1.0 / (num_samples * own)
-    totals: dict[bytes, list[int]] = {}
-    for prompt, count in everything:
-        totals.setdefault(prompt, []).append(count)
-    if split := [len(counts) for counts in totals.values() if len(counts) != rollouts_per_prompt]:
+    everyone = [pair for of_rank in gather(mine, group) for pair in of_rank]
+    sizes = Counter(prompt for prompt, _ in everyone)
+    split = [size for size in sizes.values() if size != rollouts_per_prompt]
+    if split and aggregation == "prompt_mean":
         raise ValueError(
-            f"megatron_pg prompt_mean: {len(split)} of the {len(totals)} prompts of this optimizer step have {split[0]} samples "
+            f"megatron_pg prompt_mean: {len(split)} of the {len(sizes)} prompts of this optimizer step have {split[0]} samples "
             f"in it and not {rollouts_per_prompt} (num_return_sequences_in_group). With more, the prompt was drawn twice: "
             "groups are told apart by their prompt's tokens, so remove it from the data or the batch. With fewer, the group is "
             "split over steps; let actor_train.training_args.per_device_train_batch_size times gradient_accumulation_steps times "
             "data parallelism be the whole batch (rollout_batch_size times num_return_sequences_in_group)"
         )
-    of_group = np.array([max(sum(totals[prompt]), 1) for prompt, _ in mine], dtype=np.float64)
-    return 1.0 / (len(totals) * of_group)
+    group_of = {prompt: number for number, prompt in enumerate(sizes)}
+    totals = step_totals([BareSample(count, group_of[prompt]) for prompt, count in everyone])
+    samples = [BareSample(count, group_of[prompt]) for prompt, count in mine]
+    mode = AGGREGATIONS[aggregation]
+    return (1.0 / (mode.divisors_of(totals, samples, divisor) * mode.outer_count(totals))).numpy()
 
 
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:

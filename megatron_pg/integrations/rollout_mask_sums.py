@@ -13,10 +13,9 @@ Below 1 their clamp would change it: such a step is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -90,13 +89,8 @@ def _of_step(
     # Prompts are compared above, in words that fit the trainer.
     totals = step_totals(samples, allow_different_prompts=True)
     outer_count = aggregation.outer_count(totals)
-    divisors = aggregation.divisors(aggregation.denominators(totals, samples), divisor)
     # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
-    sums = (
-        torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
-        * outer_count
-        / num_rollouts
-    )
+    sums = aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts
     for sample, value in zip(samples, sums.tolist(), strict=True):
         if value < 1 and sample.num_active_tokens:
             counted = (
@@ -112,24 +106,14 @@ def _of_step(
     return sums
 
 
-def _by_group(samples: Sequence[BareSample]) -> Iterator[tuple[int | None, list[BareSample]]]:
-    groups: dict[int | None, list[BareSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
-    yield from groups.items()
-
-
 def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
-    first_step: dict[int | None, int] = {}
-    split = {}
+    steps_of: dict[int | None, list[int]] = {}
     for number, samples in enumerate(steps):
-        for group, _ in _by_group(samples):
-            if first_step.setdefault(group, number) != number:
-                split[group] = (first_step[group], number)
+        for group in dict.fromkeys(sample.group_index for sample in samples):
+            steps_of.setdefault(group, []).append(number)
+    split = [(group, found) for group, found in steps_of.items() if len(found) > 1]
     if split:
-        named = ", ".join(
-            f"{group} (steps {a} and {b})" for group, (a, b) in list(split.items())[:8]
-        )
+        named = ", ".join(f"{group} (steps {of[0]} and {of[-1]})" for group, of in split[:8])
         raise ValueError(
             f"prompt_mean: {trainer} trains the samples of {len(split)} prompt groups in several optimizer steps of this "
             f"rollout: {named}. A prompt mean is of whole groups: make --global-batch-size a multiple of "
@@ -140,7 +124,10 @@ def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) ->
 def _refuse_different_prompts(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
     """Where each rollout of a group is one sample, they have one prompt: else the groups are not what they are taken for."""
     for samples in steps:
-        for group, members in _by_group(samples):
+        groups: dict[int | None, list[BareSample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_index, []).append(sample)
+        for group, members in groups.items():
             first, is_plain = members[0], len({m.rollout_id for m in members}) == len(members)
             other = next((m for m in members if m.prompt_hash != first.prompt_hash), None)
             if is_plain and other is not None:

@@ -14,8 +14,6 @@ whole number in the field of `rollout_data` that `loss_aggregation_group_key` na
 from __future__ import annotations
 
 import functools
-from itertools import islice
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from megatron_pg.integrations.startup import check as check_of
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.megatron.trainer_globals import data_parallel_group
 from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample
 
 SLIME = Trainer(
@@ -165,15 +164,16 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
             f"{SLIME.path('prompt_mean')}: slime's rollout data has no field {field} to tell prompt groups by; it has "
             f"{', '.join(rollout_data)}. Name one with loss_aggregation_group_key in --custom-config-path"
         )
-    values = list(rollout_data[field])
-    for number, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, Integral):
+    groups = []
+    for number, value in enumerate(rollout_data[field]):
+        if (index := as_integer(value)) is None:
             raise ValueError(
                 f"{SLIME.path('prompt_mean')}: {field} of sample {number} of this rank is {value!r}, expected a whole number "
                 "that tells its prompt group; set Sample.index as slime's data source does, or name a field that has the "
                 "group with loss_aggregation_group_key in --custom-config-path"
             )
-    return [value // divisor for value in values]
+        groups.append(index // divisor)
+    return groups
 
 
 def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
@@ -187,5 +187,5 @@ def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
             strict=True,
         )
     ]
-    flat = iter(torch.cat(prompts).tolist())
-    return [hash(tuple(islice(flat, len(prompt)))) for prompt in prompts]
+    on_host = torch.split(torch.cat(prompts).cpu(), [len(prompt) for prompt in prompts])
+    return [hash(tuple(prompt.tolist())) for prompt in on_host]

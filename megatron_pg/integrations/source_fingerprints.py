@@ -23,21 +23,18 @@ _accepted: set[str] = set()
 
 def fingerprint(source: str) -> str:
     """16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
-    tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
-    kept = [list(line) for line in lines]
+    lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
-            kept[row - 1][column:] = []
-    for node in ast.walk(tree):
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(
             node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
         ) and ast.get_docstring(node):
-            docstring = node.body[0]
-            for row in range(docstring.lineno - 1, docstring.end_lineno or docstring.lineno):
-                kept[row] = []
-    code = [line for each in kept if (line := "".join(each).rstrip())]
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    code = [line.rstrip() for line in lines if line.strip()]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 

@@ -126,24 +126,17 @@ def _violations(trainer: Trainer, row: Aggregation, args: Any) -> Iterator[str]:
         )
     if reducer := _setting(args, "custom_pg_loss_reducer_function_path"):
         yield f"--custom-pg-loss-reducer-function-path {reducer} divides a second time: drop it"
-    if (
-        row.name != "constant"
-        and (divisor := _setting(args, "loss_aggregation_divisor")) is not None
-    ):
+    divisor = _setting(args, "loss_aggregation_divisor")
+    if divisor is not None and row.name != "constant":
         yield f"loss_aggregation_divisor {divisor} is of constant alone: drop it, or take {trainer.path('constant')}"
     wanted = _setting(args, "loss_aggregation")
     if wanted not in (None, row.name):
         yield f"loss_aggregation {wanted} in the settings is another aggregation: drop it, or take {trainer.path(wanted)}"
-    if row.name == "prompt_mean":
-        yield from _split_by_batch_size(args)
-    yield from _without_window(args)
-    yield from trainer.refusals(args, row)
-
-
-def _split_by_batch_size(args: Any) -> Iterator[str]:
     batch, group = _setting(args, "global_batch_size"), _setting(args, "n_samples_per_prompt")
-    if batch and group and batch % group:
+    if row.name == "prompt_mean" and batch and group and batch % group:
         yield (
             f"--global-batch-size {batch} is no multiple of --n-samples-per-prompt {group}: a prompt group would lie in two "
             "optimizer steps"
         )
+    yield from _without_window(args)
+    yield from trainer.refusals(args, row)

@@ -10,22 +10,12 @@ import argparse
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from logging.handlers import BufferingHandler
 
 MODULE = "megatron_pg.integrations.verl_plugin"
-
-
-class _Heard(logging.Handler):
-    """Keeps what verl says about plugins that it could not load."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "plugin" in record.getMessage():
-            self.messages.append(record.getMessage())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"plugin: no entry point of the group verl.plugins names {MODULE}; install this package again (pip install)"
         )
-    heard = _Heard()
+    heard = BufferingHandler(sys.maxsize)
     log = logging.getLogger("verl")
     level = log.level
     log.addHandler(heard)
@@ -64,8 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     if named:
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         print(f"plugin: entry point {named[0].name} ({MODULE}); VERL_USE_EXTERNAL_PLUGINS={policy}")
-    for message in heard.messages:
-        print(f"plugin: verl says: {message}")
+    for message in (record.getMessage() for record in heard.buffer):
+        if "plugin" in message:  # such as that one could not be loaded
+            print(f"plugin: verl says: {message}")
     return _registered()
 
 

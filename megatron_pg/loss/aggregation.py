@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
@@ -55,6 +56,13 @@ class Aggregation(Row):
         if denominators is not None:
             return denominators.masked_fill(denominators == 0, 1.0)
         return 1.0 if divisor is None else float(divisor)
+
+    def divisors_of(
+        self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
+    ) -> Tensor:
+        """Divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
+        divisors = self.divisors(self.denominators(totals, samples), divisor)
+        return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
 
 
 AGGREGATIONS: Table[Aggregation] = Table(

@@ -67,14 +67,12 @@ class MicroBatchWeights:
             reducer, per_token = custom_reducer(config, batch), config.calculate_per_token_loss
             outer_count = max(counted.num_active_tokens if per_token else counted.num_rollouts, 1)
         else:
-            divisors["loss"] = mode.divisors(mode.denominators(counted, samples), divisor)
+            divisors["loss"] = mode.divisors_of(counted, samples, divisor)
             outer_count = mode.outer_count(counted)
         if config.kl_loss_coef or config.entropy_coef:
-            denominators = sample_mean.denominators(counted, samples)
-            divisors["sample_mean"] = sample_mean.divisors(denominators, None)
+            divisors["sample_mean"] = sample_mean.divisors_of(counted, samples)
         if config.pg_metrics != "none":
-            denominators = sample_mean.denominators(totals, samples)
-            divisors |= {"documents": sample_mean.divisors(denominators, None), "tokens": 1.0}
+            divisors |= {"documents": sample_mean.divisors_of(totals, samples), "tokens": 1.0}
             if ratio_of(config) == "sequence":
                 own = [max(sample.num_active_tokens, 1) for sample in samples]
                 divisors["sequences"] = torch.tensor(own, dtype=torch.float64)

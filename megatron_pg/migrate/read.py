@@ -108,7 +108,7 @@ def _read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         if parent.is_file() and depth < MAX_DEPTH:
             found |= _read_yaml(parent, depth + 1)
     # slime and miles name a flag by its attribute.
-    return found | {key: value for key, value in _flat(tree)}
+    return found | dict(_flat(tree))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -36,9 +36,8 @@ def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
     mode = AGGREGATIONS[term.aggregation]
     rows = [BareSample(n, i // group_size, None, f"rollout {i}") for i, n in enumerate(lengths)]
     totals = step_totals(rows)
-    divisors = mode.divisors(mode.denominators(totals, rows), term.divisor)
-    each = [divisors] * len(rows) if isinstance(divisors, float) else divisors.tolist()
-    return [1 / (divisor * mode.outer_count(totals)) for divisor in each]
+    divisors = mode.divisors_of(totals, rows, term.divisor)
+    return (1 / (divisors * mode.outer_count(totals))).tolist()
 
 
 def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int) -> str:

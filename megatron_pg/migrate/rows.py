@@ -28,7 +28,6 @@ Settings = Mapping[str, Any]
 CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
 CLOSE = 0.86
 """From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
-OF_THE_SETTINGS = "of the settings"
 
 
 @dataclass(frozen=True)
@@ -115,20 +114,21 @@ class Trainer:
         """The terms of the loss, the policy loss first; those that are off have coefficient 0."""
         found = []
         for row in self._table["terms"]:
-            name = _first(row.get("aggregation", self._table["aggregation"]), given)
-            if name == OF_THE_SETTINGS:
-                name = _first(self._table["aggregation"], given)
+            name = self._first("aggregation", row, given)
             coefficient = given[row["coefficient"]] if "coefficient" in row else 1.0
             is_on = holds(row.get("when", ""), given)
             divisor = None
             if name == "constant":
-                key = _first(row.get("divisor", self._table["divisor"]), given)
-                if key == OF_THE_SETTINGS:
-                    key = _first(self._table["divisor"], given)
+                key = self._first("divisor", row, given)
                 divisor = (given[key] or None) if isinstance(key, str) else key
             sign = row.get("sign", 1)
             found.append(Term(row["name"], name, sign * coefficient if is_on else 0.0, divisor))
         return found
+
+    def _first(self, what: str, term: Mapping[str, Any], given: Settings) -> Any:
+        """The first case whose condition holds, of a term's own and then of the table's."""
+        cases = [*term.get(what, ()), *self._table[what]]
+        return next(found for condition, found in cases if holds(condition, given))
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """Where the line is off, with its values filled in."""
@@ -165,10 +165,6 @@ def holds(condition: str, given: Settings) -> bool:
         if is_true == bool(negated):
             return False
     return True
-
-
-def _first(cases: Iterable[tuple[str, Any]], given: Settings) -> Any:
-    return next(found for condition, found in cases if holds(condition, given))
 
 
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:

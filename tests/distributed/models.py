@@ -19,6 +19,8 @@ from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
 from megatron_pg.megatron import add_value_head
 
+from .steps import VOCAB_SIZE
+
 NUM_EXPERTS = 4
 SHAPE = {"num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 
@@ -106,6 +108,7 @@ def check_options(sharding: Sharding, options: ModelOptions) -> CheckOptions:
         num_experts=NUM_EXPERTS if options.mixture_of_experts else None,
         use_distributed_optimizer=options.distributed_optimizer,
         average_in_collective=options.average_in_collective,
+        overlap_grad_reduce=options.overlap_grad_reduce,
         mtp_num_layers=options.mtp_num_layers,
         cp_partition_mode=options.cp_partition_mode,  # type: ignore[arg-type]
     )
@@ -143,7 +146,7 @@ def build_model(
     config = transformer_config(sharding, options)
     new_model: Any = GPTModel
     if options.hybrid:
-        from megatron_pg.check.hybrid_model import hybrid_model as new_model
+        new_model = builder.hybrid_model
     if options.mtp_num_layers is not None:
         new_model = builder.multi_token_model
     if options.output_bias:
@@ -158,8 +161,8 @@ def build_model(
         check_options(sharding, options),
         config,
         whole_model,
+        vocab_size=-(-VOCAB_SIZE // sharding.tensor) * sharding.tensor,
         max_sequence_length=256,
-        overlap_grad_reduce=options.overlap_grad_reduce,
         share_embeddings_and_output_weights=options.tied_embeddings,
     )
 

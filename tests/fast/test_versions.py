@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatron_pg.megatron
+from megatron_pg.config import versions
 from megatron_pg.config.versions import (
     KNOWN_MISTAKES,
     SUPPORTED_RANGE,
@@ -43,15 +44,21 @@ def test_text_that_is_no_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("version", [(0, 15, 0), (0, 19, 2), (0, 20, 9)])
-def test_supported_versions_are_accepted(version: tuple[int, int, int]) -> None:
-    assert require_supported_version(version) == version
+def test_supported_versions_are_accepted(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
+    require_supported_version()
 
 
 @pytest.mark.parametrize("version", [(0, 14, 9), (0, 21, 0), (1, 0, 0)])
-def test_other_versions_are_refused_with_the_range(version: tuple[int, int, int]) -> None:
+def test_other_versions_are_refused_with_the_range(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     found = ".".join(map(str, version))
     with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>=0\.15,<0\.21"):
-        require_supported_version(version)
+        require_supported_version()
 
 
 def test_without_megatron_an_import_says_what_to_install() -> None:

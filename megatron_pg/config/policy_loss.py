@@ -230,8 +230,8 @@ class PolicyLossConfig:
 
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the
-    logits of all tokens in memory. Needs megatron-core 0.18 or later, a GPTModel, and a step built
-    with PolicyStep. Not with bshd."""
+    logits of all tokens in memory. Needs a model whose output layer is Megatron's
+    ColumnParallelLinear, and a step built with PolicyStep and the model. Not with bshd."""
 
     fp32_lm_head: bool = False
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head

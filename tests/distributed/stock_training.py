@@ -58,7 +58,8 @@ def stock_step(
 
     samples = package_samples(run.samples)
     micro_batches = cut(samples)
-    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=get_num_microbatches())
+    count = get_num_microbatches()
+    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=count, model=chunks)
 
     def batches() -> Iterator[PackedBatch]:
         rank = torch.distributed.get_rank()

@@ -15,6 +15,7 @@ in_one_lane = pytest.mark.skipif(
     sys.version_info < (3, 12),
     reason="is about no version of Python or Megatron-Core: in the other lane",
 )
-"""Of `tests/distributed`: launchers, the package's own sums over ranks, and what the tests themselves would see."""
+"""Of `tests/distributed`: launchers and killed runs, the package's own objectives and sums over ranks, and what the
+tests themselves would see."""
 in_both_lanes = pytest.mark.in_both_lanes
 """Of `tests/fast`: what asks for the version, reads Megatron-Core, parses flags, or does without Megatron-Core."""

@@ -1,6 +1,7 @@
 """Runs `megatron-pg check` under each breakage of Megatron, and says which are missed or misnamed.
 
-In CI one aggregation of each row is run, in one loss mode where both are alike (test_breakages.py). All rows, of all groups or of one, with the words that were
+In CI one aggregation of each row is run, in one loss mode where both are alike, of models with a layer a chunk
+(test_breakages.py). All rows, of all groups or of one, with the words that were
 found beside those that failed:
 
     python -m tests.distributed.break_check [--group "TP2 SP"] [--breakage "part of its name"] [--words]
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def rows_of_breakages(
         flags: of `megatron-pg check`.
         group: None for the check without a breakage alone.
         part: of the names of the breakages.
-        everything: whether to run all aggregations.
+        everything: whether to run all aggregations, of a model with more than one layer a chunk.
     """
     if "cuda" not in flags:
         enable_cpu_runtime()
@@ -59,6 +60,8 @@ def rows_of_breakages(
     from megatron_pg.check.options import parse_options
 
     options, _ = parse_options(flags)
+    if not everything:
+        options = replace(options, num_layers=options.num_chunks)
     names = [each.name for each in family() if each.group == group and part in each.name]
     found = {}
     with pytest.MonkeyPatch.context() as patch:

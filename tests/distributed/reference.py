@@ -41,18 +41,25 @@ def reference_steps(options: ModelOptions, runs: list[Run]) -> list[Outcome]:
     initialize_groups(Sharding())
     (model,) = build_model(Sharding(), replace(options, dtype=torch.float64))
     outcomes = []
+    outputs: dict[tuple[tuple[int, ...], ...], tuple[list[Tensor], list[list[Tensor]]]] = {}
     for run in runs:
         model.zero_grad_buffer()
         if isinstance(run, ValueRun):
             loss, metrics = value_loss_alone(model, run)
         else:
-            with outputs_ahead(model, options.mtp_num_layers) as ahead:
-                logits = [logits_alone(model, sample) for sample in run.samples]
+            # One forward serves every loss of the same tokens, but where it has Megatron's loss of tokens ahead, whose
+            # backward overwrites what it has saved.
+            tokens = tuple(tuple(sample.tokens) for sample in run.samples)
+            if tokens not in outputs or options.mtp_num_layers is not None:
+                with outputs_ahead(model, options.mtp_num_layers) as ahead:
+                    logits = [logits_alone(model, sample) for sample in run.samples]
+                outputs[tokens] = logits, ahead
+            logits, ahead = outputs[tokens]
             result = oracle.policy_loss(run.samples, logits, run.objective)
             loss, metrics = result.loss, _metrics(run, result)
             loss = loss + loss_ahead(run.samples, ahead)
         with model.no_sync():
-            loss.backward()
+            loss.backward(retain_graph=True)
         gradients = gather_gradients([model])
         assert gradients is not None
         outcomes.append(Outcome(gradients, metrics))

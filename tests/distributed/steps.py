@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -59,7 +61,7 @@ def _told_apart_by_float32(samples: list[PlainSample]) -> list[PlainSample]:
 KEPT_SIZES = (1, 2, 3, 5, 8, 12, 0)
 
 
-def with_kept_sets(samples: list[PlainSample]) -> list[PlainSample]:
+def with_kept_sets(samples: Sequence[PlainSample]) -> list[PlainSample]:
     """Every response token with the ids that it was sampled from, seven in all sizes; one in seven from the whole vocabulary.
 
     Old and reference log-probs move with the sets, of which a model without a preference gives each id 1 / size.
@@ -111,6 +113,14 @@ def one_active_token() -> list[PlainSample]:
     return samples
 
 
+@functools.cache
+def changed(
+    shape: str, change: Callable[[Sequence[PlainSample]], list[PlainSample]]
+) -> list[PlainSample]:
+    """The samples of a shape after a change; one list for all who ask, as a cut does for every sample."""
+    return change(SHAPES[shape])
+
+
 MATRIX_SHAPES = ("ragged", "short")
 SHAPES["one active token"] = one_active_token()
 SHAPES["no active token"] = [
@@ -143,7 +153,7 @@ class Run:
 
     @property
     def samples(self) -> list[PlainSample]:
-        return with_kept_sets(SHAPES[self.shape]) if self.kept else SHAPES[self.shape]
+        return changed(self.shape, with_kept_sets) if self.kept else SHAPES[self.shape]
 
     @property
     def config(self) -> PolicyLossConfig:
@@ -206,7 +216,7 @@ class ValueRun(Run):
 
     @property
     def samples(self) -> list[PlainSample]:
-        return with_values(SHAPES[self.shape])
+        return changed(self.shape, with_values)
 
 
 AGGREGATIONS = oracle.AGGREGATIONS

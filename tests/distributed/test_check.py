@@ -155,7 +155,11 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
 )
 def test_fused_head_passes(flags: list[str]) -> None:
     ranks = run_ranks(
-        run_check_command, 2, free_port(), None, ["--json", "--fused-lm-head", *flags]
+        run_check_command,
+        2,
+        free_port(),
+        None,
+        ["--json", "--fused-lm-head", "--num-layers", "1", *flags],
     )
     assert [status for status, _, _ in ranks] == [0, 0], ranks[0][2]
     report = json.loads(ranks[0][1])
@@ -183,8 +187,9 @@ def test_fused_head_passes(flags: list[str]) -> None:
     ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
 )
 def test_other_shardings_pass(flags: list[str]) -> None:
-    """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model."""
-    ranks = run_ranks(run_check_command, 2, free_port(), None, ["--json", *flags], True)
+    """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
+    layers = ["--num-layers", "4" if "--pipeline-model-parallel-size" in flags else "1"]
+    ranks = run_ranks(run_check_command, 2, free_port(), None, ["--json", *flags, *layers], True)
     report = json.loads(ranks[0][1])
     assert report["passed"] is True, ranks[0][1]
     found = {row["what"] for row in report["rows"]}

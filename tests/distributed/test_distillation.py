@@ -16,6 +16,7 @@ from megatron_pg.megatron import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
 from tests.fast import distillation_oracle
+from tests.lanes import in_one_lane
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
@@ -23,6 +24,8 @@ from .models import ModelOptions, Sharding, build_model, gather_gradients, initi
 from .one_step import Outcome, build, train_step
 from .reference import logits_alone
 from .steps import VOCAB_SIZE, Run
+
+pytestmark = in_one_lane
 
 TEACHER_HIDDEN, K, COEFFICIENT = 5, 4, 0.7
 BETA = 0.3

@@ -13,6 +13,7 @@ from megatron_pg.head import Ragged, sparse_layer
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.step.batch import PackedBatch
+from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 
@@ -22,6 +23,8 @@ from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
 from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
+
+pytestmark = in_one_lane  # of the matrix, a case with kept sets is in both
 
 RUNS = [
     Run(

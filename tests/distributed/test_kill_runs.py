@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.lanes import in_one_lane
+
 from .kill_runs import KINDS, compare, random_moments
+
+pytestmark = in_one_lane  # test_quickstart_critic.py resumes a run in both
 
 
 def test_moments_are_seeded_and_of_every_kind() -> None:

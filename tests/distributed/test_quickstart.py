@@ -151,7 +151,7 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted:
     assert max(step["kl_new_old"] for step in steps[1::2]) > 1e-7
 
 
-@in_one_lane  # kill_runs.py does as much in both, without the launcher
+@in_one_lane
 def test_a_resumed_run_equals_an_uninterrupted_one(
     project: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -64,7 +64,10 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
-        sys.exit(f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}")
+        free = shutil.disk_usage(partial).free // 2**20
+        sys.exit(
+            f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}; {free} MiB are free there"
+        )
     dist.barrier()
     if dist.get_rank() == 0 and not final.exists():
         partial.rename(final)
@@ -118,6 +121,8 @@ def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
             aside = next(path for path in numbered if not path.exists())
             folder.rename(aside)
             print(f"the earlier run in {folder} is now in {aside}", flush=True)
+    elif args.resume:
+        print(f"there is no run in {folder} to resume: this one starts anew", flush=True)
     folder.mkdir(exist_ok=True)
     settings.write_text(json.dumps(mine, indent=2))
     return lock

@@ -30,6 +30,10 @@ def check_teacher_args(args: argparse.Namespace) -> None:
         )
     if args.teacher and not (args.teacher / "summary.json").exists():
         raise ValueError(f"--teacher {args.teacher} is not the folder of a finished run")
+    if args.teacher and args.teacher.resolve() == args.run_dir.resolve():
+        raise ValueError(
+            f"--teacher and --run-dir are both {args.teacher}, which a new run moves aside: give another --run-dir"
+        )
     for name in SHARED if args.teacher else ():
         if (theirs := _settings(args)[name]) != str(mine := getattr(args, name)):
             flag = f"--{name.replace('_', '-')}"

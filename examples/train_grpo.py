@@ -44,6 +44,7 @@ from megatron_pg.megatron import (
     torch_block_spec,
 )
 from megatron_pg.step.agreement import compute_and_gather
+from megatron_pg.step.token_window import padded_length
 
 SIZES = {
     "tensor-model-parallel-size": (1, "TP"),
@@ -96,6 +97,12 @@ def parse_arguments() -> argparse.Namespace:
     pg.validate_policy_loss_args(args, sample_fields=fields)
     model_ranks = args.tensor_model_parallel_size * args.context_parallel_size
     data_size, rest = divmod(int(os.environ.get("WORLD_SIZE", "1")), model_ranks)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.device == "cuda" and (found := torch.cuda.device_count()) < local:
+        raise ValueError(
+            f"--device cuda takes a GPU for each of the {local} processes here and torch sees {found}: give --device cpu, or "
+            "fewer processes by --nproc-per-node of torchrun (PROCESSES= of quickstart.sh)"
+        )
     if rest or not data_size:
         raise ValueError(
             f"--tensor-model-parallel-size x --context-parallel-size is {model_ranks}, which does not divide the processes: "
@@ -120,6 +127,13 @@ class Run:
         self.args, self.config = args, pg.PolicyLossConfig.from_args(args)
         self.device = torch.device(args.device)
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
+        longest = self.tasks.longest_sequence(args.max_response_len)
+        least = padded_length(longest, args.context_parallel_size, args.cp_partition_mode)
+        if args.max_tokens_per_microbatch < least:
+            raise ValueError(
+                f"--max-tokens-per-microbatch is {args.max_tokens_per_microbatch}: give {least} or more, what the longest "
+                "question and answer take"
+            )
         self.groups = ParallelGroups.from_parallel_state()
         self.model = self._build_model()
         self.reference: torch.nn.Module | None = None
@@ -333,10 +347,10 @@ def main() -> None:
         args = parse_arguments()
         start_megatron(args)
         place = dist.get_world_size(), dist.get_rank()
+        run = Run(args)
         lock, _ = compute_and_gather(lambda: claim_folder(args, *place), id, dist.group.WORLD)
     except (ValueError, NotImplementedError) as error:
         sys.exit(f"error: {error}" if is_to_speak() else 1)
-    run = Run(args)
     if args.resume and (found := checkpoints(args.run_dir)):
         run.restore(found[-1])
     train(run, Log(args, run.progress) if lock else None)

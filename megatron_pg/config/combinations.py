@@ -28,14 +28,14 @@ def violations_of(settings: type, values: Mapping[str, Any]) -> tuple[list[str],
         for row in table.rows_on(sound):
             violations += row.refusals(sound)
         violations += _option_violations(table, sound, values, fields_of(settings))
-    violations += _combination_violations(sound, values)
+    violations += _combination_violations(sound, values, fields_of(settings))
     return violations, sound
 
 
 def _option_violations(
     table: Any, sound: Any, values: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Settings of one row that were given with another, which would ignore them, and those that a row lacks."""
+    """Settings of some rows that were given with others, which would ignore them, and those that a row lacks."""
     if table.is_replaced(sound):
         return
     on = table.rows_on(sound)
@@ -51,12 +51,23 @@ def _option_violations(
         if value == fields[option].default or any(option in row.options for row in on):
             continue
         given = flag_of(option) if value is True else f"{flag_of(option)} {value}"
-        owners = " and ".join(row.name for row in table.values() if option in row.options)
+        owners = [row for row in table.values() if option in row.options]
         flag = flag_of(table.field)
-        yield f"{given} belongs to {flag} {owners}: drop it with {flag} {getattr(sound, table.field)}"
+        if owners[0].flag:
+            switches = [table.switch_of_row(row) for row in owners]
+            least = [
+                s for s in switches if not any(set(o.split()) < set(s.split()) for o in switches)
+            ]
+            flags = " or ".join(dict.fromkeys(least))
+            yield f"{given} is about {flags}: add what is missing, or drop it"
+        else:
+            names = " and ".join(row.name for row in owners)
+            yield f"{given} belongs to {flag} {names}: drop it with {flag} {getattr(sound, table.field)}"
 
 
-def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[str]:
+def _combination_violations(
+    sound: Any, values: Mapping[str, Any], fields: Mapping[str, Any]
+) -> Iterator[str]:
     """Settings that lack what they need, or would silently be ignored."""
     divisor = values.get("loss_aggregation_divisor")
     if sound.custom_pg_loss_reducer_function_path is not None:
@@ -87,13 +98,7 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
             "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "
             "drop one of the two"
         )
-    if sound.kl_loss_gradient == "k2" and not sound.kl_loss_coef:
-        yield "--kl-loss-gradient k2 is about the KL term: give --kl-loss-coef, or drop it"
-    if sound.custom_tis_function_path is not None and not sound.use_tis:
-        yield (
-            "--custom-tis-function-path takes the place of the weights of --use-tis: add --use-tis, or drop the path"
-        )
-    yield from _distillation_violations(sound)
+    yield from _distillation_violations(sound, fields)
     if sound.kept_set_mass:
         yield from _mass_violations(sound)
     if sound.fused_lm_head and sound.qkv_format != "thd":
@@ -103,7 +108,7 @@ def _combination_violations(sound: Any, values: Mapping[str, Any]) -> Iterator[s
         )
 
 
-def _distillation_violations(sound: Any) -> Iterator[str]:
+def _distillation_violations(sound: Any, fields: Mapping[str, Any]) -> Iterator[str]:
     """A teacher without distillation, distillation without a teacher, and what is defined for neither."""
     is_loss = sound.policy_loss == "distill" and sound.custom_policy_loss_path is None
     is_on = is_loss or sound.distill_coef > 0
@@ -119,8 +124,15 @@ def _distillation_violations(sound: Any) -> Iterator[str]:
             "--replay-sampling-set renormalises the student to a set that the teacher's distribution does not have: drop it, "
             "or the distillation"
         )
-    if sound.distill_beta == 1:
+    divergence, beta = sound.distill_divergence, sound.distill_beta
+    if divergence != fields["distill_divergence"].default and not is_on:
+        yield (
+            f"--distill-divergence {divergence} is about --policy-loss distill and --distill-coef: give one of them, or drop it"
+        )
+    if beta == 1:
         yield "--distill-beta 1 leaves nothing of the student in the mixture: give a number below 1"
+    elif beta != fields["distill_beta"].default and divergence != "jsd":
+        yield f"--distill-beta {beta:g} is about --distill-divergence jsd: add what is missing, or drop it"
 
 
 def _mass_violations(sound: Any) -> Iterator[str]:

@@ -136,6 +136,10 @@ class Table(dict[str, RowType]):
         """The flags that turn a row on, for error messages."""
         return row.flag.format(config=config) or f"--{self.field.replace('_', '-')} {row.name}"
 
+    def switch_of_row(self, row: Row) -> str:
+        """The flags that turn a row on, without the value that a config would fill in."""
+        return row.flag.partition(" {")[0]
+
 
 TABLES: dict[str, Table[Any]] = {}
 """Every table, by its field."""

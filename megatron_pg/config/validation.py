@@ -239,7 +239,14 @@ def _log_decisions(config: PolicyLossConfig, aggregation: str) -> None:
                 for name in (table.replaced_by, table.field)
             )
             logger.warning(f"{new} takes the place of {old}.")
-        for row in table.rows_on(config):
+        on = table.rows_on(config)
+        chosen: Any = getattr(config, table.field, None)
+        # Said and not refused: a trainer's own flag may have another word as its default.
+        if chosen in table and chosen != fields_of(PolicyLossConfig)[table.field].default:
+            if not on and not table.is_replaced(config):
+                switch = table.switch_of_row(table[chosen])
+                logger.warning(f"{flag_of(table.field)} {chosen} is not read without {switch}.")
+        for row in on:
             for name in row.unread_settings(config):
                 value = getattr(config, name)
                 if value != fields_of(PolicyLossConfig)[name].default:

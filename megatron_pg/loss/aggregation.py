@@ -14,6 +14,7 @@ That is why the objective and its gradient do not depend on how the step is cut.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,12 @@ AGGREGATIONS: Table[Aggregation] = Table(
 
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
+        lacking = [
+            each.name for each in itertools.chain(*totals.counts) if each.group_index is None
+        ]
         raise ValueError(
-            "--loss-aggregation prompt_mean: some sample of the step has no group_index; give one to every sample "
-            "(all samples of a prompt share it)"
+            f"--loss-aggregation prompt_mean: {lacking[0] if lacking else 'some sample of the step'} has no group_index; "
+            "give one to every sample (all samples of a prompt share it)"
         )
     return max(totals.num_prompt_groups, 1)
 
@@ -96,6 +100,7 @@ AGGREGATIONS.add(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
         about="D_i the active tokens of rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
+        options=("loss_weight_denominator",),
         denominator=StepTotals.rollout_denominators,
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         inner_weight=lambda totals, divisor: totals.num_active_rollouts,
@@ -108,6 +113,7 @@ AGGREGATIONS.add(
         about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; DAPO's paper, arXiv:2503.14476 "
         "eq. 8)",
         inputs=("group_index",),
+        options=("loss_weight_denominator",),
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
         inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
@@ -116,6 +122,7 @@ AGGREGATIONS.add(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
         about="T active tokens (most implementations of DAPO)",
+        options=("loss_weight_denominator",),
         outer_count=lambda totals: totals.num_active_tokens or 1,
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",

@@ -29,6 +29,10 @@ MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
 REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
+TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
+"""The settings of `--use-tis`; a custom function may read the others too."""
+OF_REJECTION = ("rejection_denominator",)
+"""The settings of every correction that drops tokens."""
 
 
 class Corrected(NamedTuple):
@@ -156,9 +160,10 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 @correction(
     "f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask)",
     about="a function of your own in place of the weights",
-    flag="--custom-tis-function-path",
+    flag="--use-tis --custom-tis-function-path",
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,
     inputs=MISMATCH_INPUTS,
+    options=TIS_SETTINGS + OF_REJECTION,
     rejects=True,
 )
 def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
@@ -186,6 +191,7 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     flag="--use-opsm",
     when=lambda config: config.use_opsm,
     inputs=(ANCHOR,),
+    options=("opsm_delta", *OF_REJECTION),
     sequence_sums=("policy",),
     is_sum_over_tokens=True,
     rejects=True,

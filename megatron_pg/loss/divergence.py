@@ -24,6 +24,7 @@ class KLEstimate(Row):
     """What the estimate is held within, with zero gradient outside: itself, or with `--use-unbiased-kl` its product with r.
     None does not hold it."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
+    options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient")
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 

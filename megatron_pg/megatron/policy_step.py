@@ -18,7 +18,7 @@ from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.fused_head import FusedHead
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
@@ -121,6 +121,9 @@ class PolicyStep:
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk = model, chunk
+        self._table_sizes = _table_sizes(chunk)
+        if plan is not None:
+            _require_one_length(plan, model_config)
         self.scale = scale_contract(
             model_config,
             totals,
@@ -157,6 +160,7 @@ class PolicyStep:
         if context_group is not None:
             require_own_group(self.scale, self.model, self.config.cp_partition_mode)
         self.check_packing(batch, context_group)
+        self._check_embedding(batch)
         inputs = model_inputs(batch, context_group)
         if self._predicts_more:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals)
@@ -169,6 +173,22 @@ class PolicyStep:
         return MicroBatchHead(
             lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
         )
+
+    def _check_embedding(self, batch: PackedBatch) -> None:
+        """Refuses ids and lengths beyond the tables of the model's first stage, where a GPU would only say that an index is
+        out of bounds."""
+        longest = max(batch.window.total_lengths, default=0)
+        found = {"token id": batch.largest_token, "position": longest - 1}
+        sizes = {"token id": self._table_sizes[0], "position": self._table_sizes[1]}
+        for what, size in sizes.items():
+            if size is not None and found[what] >= size:
+                lengths = {"token id": [int(s.tokens.max()) for s in batch.samples]}
+                largest = lengths.get(what, [s.total_length - 1 for s in batch.samples])
+                sample = batch.samples[largest.index(max(largest))]
+                raise ValueError(
+                    f"{sample.name} has {what} {max(largest)} and the model's embedding {size} rows: take the tokenizer of the "
+                    "model, or shorten the sample (max_sequence_length, with learned positions)"
+                )
 
     def fused_head(
         self,
@@ -254,6 +274,26 @@ class PolicyStep:
                 f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
                 f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
             )
+
+
+def _table_sizes(chunk: Any | None) -> tuple[int | None, int | None]:
+    """Rows of the embeddings of token ids and of learned positions; None for one that is not on this stage, or not known."""
+    embedding = getattr(unwrapped(chunk), "embedding", None)
+    tables = (getattr(embedding, f"{name}_embeddings", None) for name in ("word", "position"))
+    tokens, positions = (getattr(table, "num_embeddings", None) for table in tables)
+    return tokens, positions if getattr(embedding, "add_position_embedding", False) else None
+
+
+def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
+    """Refuses micro-batches of several lengths where stages exchange tensors of one."""
+    stages = getattr(model_config, "pipeline_model_parallel_size", 1) or 1
+    lengths = sorted(set(plan.microbatch_tokens))
+    if stages > 1 and len(lengths) > 1 and not model_config.variable_seq_lengths:  # type: ignore[union-attr]
+        raise ValueError(
+            f"the model's config has pipeline_model_parallel_size={stages} and variable_seq_lengths=False, and the plan's "
+            f"micro-batches are of {len(lengths)} lengths ({lengths[0]} to {lengths[-1]} tokens): set variable_seq_lengths=True, "
+            'which needs moe_token_dispatcher_type="alltoall" in a dense model too'
+        )
 
 
 def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class PackedBatch:
     """The returns [window] float32 that the critic is trained to, or None."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
+    largest_token: int
+    """The largest token id of the micro-batch, prompts included; known on the host."""
     largest_target: int
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
     coefficients: Tensor
@@ -188,6 +190,7 @@ def pack(
         window_segment_ids=window.window_segment_ids,
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
+        largest_token=int(tokens.max()) if len(tokens) else 0,
         largest_target=max([int(targets.max()), *beside.pop("largest_kept")]),
         coefficients=coefficients_of_window(samples, window),
         **beside,

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -220,10 +220,11 @@ class Sample:
     def _checked_advantages(self) -> Tensor:
         """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
         given: object = self.advantages
-        if isinstance(given, numbers.Real) or (isinstance(given, Tensor) and given.dim() == 0):
+        if isinstance(given, numbers.Real) or getattr(given, "ndim", None) == 0:
+            number: Any = given  # or a tensor or array without dimensions
             try:
-                advantages = torch.full((self.response_length,), float(given), dtype=torch.float32)
-            except (RuntimeError, OverflowError) as error:
+                advantages = torch.full((self.response_length,), float(number), dtype=torch.float32)
+            except (RuntimeError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{self.name}: advantages is {given!r}, expected a number that float32 holds"
                 ) from error

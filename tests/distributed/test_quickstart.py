@@ -334,6 +334,32 @@ def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
         parse_for_two_ranks(flags)
 
 
+def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    message = "a GPU for each of the 2 processes here and torch sees 1: give --device cpu"
+    with pytest.raises(ValueError, match=message):
+        parse_for_two_ranks("--device cuda")
+
+
+def test_a_student_in_its_teachers_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    flags = (
+        f"--teacher {tmp_path} --run-dir {tmp_path} --policy-loss distill --distill-teacher hidden"
+    )
+    with pytest.raises(ValueError, match="give another --run-dir"):
+        parse_for_two_ranks(flags)
+
+
+def test_a_resumed_run_that_finds_none_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim(tmp_path / "run", "--resume").release()
+    assert "no run in" in capsys.readouterr().out
+    claim(tmp_path / "run", "--resume").release()
+    assert capsys.readouterr().out == ""
+
+
 def test_the_script_explains_its_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,9 +247,32 @@ REFUSED = [
     (
         "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl",
         {},
-        ["2 settings", "--use-tis would weigh the same", "--policy-loss sft has none"],
+        [
+            "3 settings",
+            "--use-tis would weigh the same",
+            "--policy-loss sft has none",
+            "--use-unbiased-kl is about --kl-loss-coef",
+        ],
     ),
     ("--ratio-anchor rollout --use-tis --tis-mode mask", {}, ["--use-tis", "drop one of the two"]),
+    ("--tis-clip 5", {}, ["--tis-clip 5.0 is about --use-tis: add what is missing, or drop it"]),
+    ("--use-unbiased-kl", {}, ["--use-unbiased-kl is about --kl-loss-coef: add"]),
+    (
+        "--use-tis --rejection-denominator accepted",
+        {},
+        [
+            "is about --use-tis --custom-tis-function-path or --use-opsm or --use-tis --tis-mode mask or"
+        ],
+    ),
+    ("--distill-beta 0.3", {}, ["--distill-beta 0.3 is about --distill-divergence jsd: add"]),
+    ("--distill-divergence jsd", {}, ["--distill-divergence jsd is about --policy-loss distill"]),
+    (
+        "--loss-aggregation constant --loss-aggregation-divisor 4 --loss-weight-denominator weights",
+        {},
+        [
+            "--loss-weight-denominator weights belongs to --loss-aggregation sample_mean and prompt_mean"
+        ],
+    ),
     ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
     *[
         (
@@ -433,12 +456,24 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
         {"ratio_anchor": "rollout", "policy_loss": "reinforce", "use_opsm": True},
         {"ratio_anchor": "rollout", "custom_policy_loss_path": "a.b"},
         {"ratio_anchor": "rollout", "use_geometric_rejection": True},
-        {"tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
-        {"geometric_rejection_low": 1, "geometric_rejection_high": 1},
-        {"geometric_rejection_low": 1.1, "geometric_rejection_high": math.inf},
-        {"sequence_rejection_low": 0, "sequence_rejection_high": 0.5},
+        {"use_tis": True, "tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
+        {
+            "use_geometric_rejection": True,
+            "geometric_rejection_low": 1,
+            "geometric_rejection_high": 1,
+        },
+        {
+            "use_geometric_rejection": True,
+            "geometric_rejection_low": 1.1,
+            "geometric_rejection_high": math.inf,
+        },
+        {
+            "use_sequence_rejection": True,
+            "sequence_rejection_low": 0,
+            "sequence_rejection_high": 0.5,
+        },
         {"tis_level": "sequence", "tis_mode": "mask", "use_tis": True},
-        {"opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
+        {"use_opsm": True, "opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
         {"calculate_per_token_loss": True, "loss_aggregation": "prompt_mean"},
         {"grad_divisor": 2},
         {"rejection_denominator": "accepted", "use_tis": True, "tis_mode": "mask"},
@@ -473,7 +508,6 @@ REQUIRED = [
     (f"--custom-policy-loss-path {HERE}.custom_policy_loss", ""),
     ("--policy-loss reinforce --kl-loss-coef 0.1", "ref_log_probs"),
     ("--policy-loss reinforce --kl-loss-coef 0.1 --use-unbiased-kl", "old_log_probs ref_log_probs"),
-    ("--policy-loss reinforce --use-unbiased-kl", ""),
     ("--policy-loss reinforce --use-opsm", "old_log_probs"),
     ("--use-tis", "old_log_probs rollout_log_probs"),
     ("--use-geometric-rejection", "old_log_probs rollout_log_probs"),
@@ -517,7 +551,7 @@ LOGGED = [
     ("--kl-loss-coef 0.1 --kl-loss-type k1", "--kl-loss-type k1"),
     ("--kl-loss-coef 0.1 --kl-loss-type k1 --use-unbiased-kl", None),
     ("--kl-loss-coef 0.1 --kl-loss-type k1 --kl-loss-gradient k2", None),
-    ("--kl-loss-type k1", None),
+    ("--kl-loss-type k1", "--kl-loss-type k1 is not read without --kl-loss-coef"),
     *[
         (f"--policy-loss {name} --{flag}", f"--{flag} is not read by --policy-loss {name}")
         for name in ("reinforce", "sft", "sapo", "dppo_tv", "dppo_kl")

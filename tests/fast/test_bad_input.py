@@ -444,3 +444,15 @@ def test_no_default_dtype_rounds_the_numbers_of_a_sample(dtype: torch.dtype) -> 
 def test_numpy_integers_and_scalars_are_numbers() -> None:
     kept = sample(response_length=np.int64(3), advantages=np.float32(0.5))
     assert kept.response_length == 3 and kept.advantages.tolist() == [0.5] * 3
+
+
+def test_one_advantage_as_an_array_without_dimensions() -> None:
+    assert sample(advantages=np.array(0.5)).advantages.tolist() == [0.5] * 3
+    message = refusal_of(lambda: sample(advantages=np.array("much")))
+    assert NAME in message and "advantages" in message
+
+
+def test_a_prompt_mean_names_the_sample_without_a_group() -> None:
+    samples = [sample(), sample(name="other", group_index=None)]
+    message = refusal_of(lambda: AGGREGATIONS["prompt_mean"].outer_count(step_totals(samples)))
+    assert "other has no group_index" in message

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_pg as pg
 from megatron_pg.config import PolicyLossConfig, versions
 from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
@@ -566,3 +567,71 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
         for wrong in ({"grad_divisor": 0.0}, {"grad_divisor": math.nan}):
             with pytest.raises(ValueError, match="grad_divisor must be a finite number > 0"):
                 step_loss(config, batch, totals, num_microbatches=1, groups=Groups(), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "words"),
+    [
+        (10, 6, None),
+        (9, 6, "long has token id 9 and the model's embedding 9 rows"),
+        (10, 5, "long has position 5 and the model's embedding 5 rows"),
+    ],
+)
+def test_what_the_model_has_no_row_for_is_refused_by_sample(
+    tokens: int, positions: int, words: str | None
+) -> None:
+    """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
+    samples = [
+        pg.Sample(
+            tokens=[1, 2], response_length=1, loss_mask=[1], old_log_probs=[-1.0], name="short"
+        ),
+        pg.Sample(
+            tokens=[9, 2, 3, 4, 5, 6],
+            response_length=1,
+            loss_mask=[1],
+            old_log_probs=[-1.0],
+            name="long",
+        ),
+    ]
+    table = SimpleNamespace
+    embedding = SimpleNamespace(
+        word_embeddings=table(num_embeddings=tokens),
+        position_embeddings=table(num_embeddings=positions),
+        add_position_embedding=True,
+    )
+    config = SimpleNamespace(calculate_per_token_loss=False)
+    step = PolicyStep(
+        PolicyLossConfig(),
+        totals=step_totals(samples),
+        num_microbatches=1,
+        model=SimpleNamespace(config=config, embedding=embedding),
+        groups=Groups(),  # type: ignore[arg-type]
+    )
+    if words is None:
+        step.head(pack(samples))
+        return
+    with pytest.raises(ValueError, match=words):
+        step.head(pack(samples))
+
+
+def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several() -> None:
+    samples = [
+        pg.Sample(tokens=[1] * n, response_length=1, loss_mask=[1], old_log_probs=[-1.0])
+        for n in (5, 9)
+    ]
+    config = SimpleNamespace(
+        calculate_per_token_loss=False, pipeline_model_parallel_size=2, variable_seq_lengths=False
+    )
+
+    def step(max_tokens: int) -> PolicyStep:
+        plan = pg.plan_step(samples, max_tokens_per_microbatch=max_tokens)
+        model, groups = SimpleNamespace(config=config), Groups()
+        return PolicyStep(PolicyLossConfig(), plan, model=model, groups=groups)  # type: ignore[arg-type]
+
+    step(14)  # one micro-batch
+    with pytest.raises(
+        ValueError, match=r"2 lengths \(5 to 9 tokens\): set variable_seq_lengths=True"
+    ):
+        step(9)
+    config.variable_seq_lengths = True
+    step(9)

@@ -53,6 +53,7 @@ CORRECTION = Correction(
     name="drop_long_mismatch",
     formula="sequences drop where sum_t d < 0",
     flag="--opsm-delta 7",
+    options=("opsm_delta", "rejection_denominator"),
     when=lambda config: config.opsm_delta == 7.0,
     function=drop_long_mismatch,
     inputs=("old_log_probs", "rollout_log_probs"),

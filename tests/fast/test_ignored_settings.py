@@ -1,0 +1,157 @@
+"""No setting is passed over in silence: given by itself it changes the loss, or it is refused, or it is said.
+
+Every field of the config, beside every base, on a step whose samples bring all that a loss may read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pg import (
+    PolicyLossConfig,
+    Sample,
+    accepted_samples,
+    pack,
+    policy_loss_function,
+    step_totals,
+    validate_policy_loss_args,
+)
+from megatron_pg.config.fields import Field, fields_of
+from megatron_pg.loss.corrections import CORRECTIONS
+from megatron_pg.loss.divergence import KL_ESTIMATES
+
+HOW = {
+    "calculate_per_token_loss",
+    "qkv_format",
+    "cp_partition_mode",
+    "fused_lm_head",
+    "fp32_lm_head",
+    "check_aggregation",
+}
+"""What says how the loss is computed and checked, and not what."""
+NUMBERS = (0.05, 0.3, 0.9, 1.5, 4.0)
+REJECTION = {
+    "use_sequence_rejection": True,
+    "sequence_rejection_low": 0.3,
+    "sequence_rejection_high": 1e3,
+    "loss_aggregation": "token_mean",  # a sample mean of whole sequences has the same denominators either way
+}
+BASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tis": {"use_tis": True},
+    "tis mask": {"use_tis": True, "tis_mode": "mask"},
+    "kl": {"kl_loss_coef": 0.1},
+    "opsm": {"use_opsm": True},
+    "rejection": REJECTION,
+    "cispo": {"policy_loss": "cispo"},
+    "reinforce": {"policy_loss": "reinforce"},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 3.0},
+}
+VOCABULARY = 7
+
+
+def whole_step() -> list[Sample]:
+    generator = torch.Generator().manual_seed(5)
+
+    def one(number: int, length: int) -> Sample:
+        def log_probs() -> torch.Tensor:
+            return torch.randn(length, generator=generator, dtype=torch.float64) - 2.0
+
+        tokens = torch.randint(VOCABULARY, (length + 2,), generator=generator)
+        tokens[:2] = number // 2
+        return Sample(
+            tokens=tokens,
+            response_length=length,
+            loss_mask=torch.ones(length),
+            advantages=torch.randn(length, generator=generator),
+            old_log_probs=log_probs(),
+            ref_log_probs=log_probs(),
+            rollout_log_probs=log_probs(),
+            group_index=number // 2,
+            loss_weights=torch.rand(length, generator=generator) + 0.5,
+            kept_tokens=[sorted({int(token), 0, 3}) for token in tokens[2:]],
+        )
+
+    return [one(number, length) for number, length in enumerate((3, 5, 4, 6, 9, 9, 8, 8))]
+
+
+STEP = whole_step()
+
+
+def outcome(settings: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The loss, its gradient and the metrics of the step, by name."""
+    config = PolicyLossConfig(**settings)
+    samples = accepted_samples(config, STEP)
+    batch = pack(samples)
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(len(batch.tokens), VOCABULARY, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    loss, metrics = policy_loss_function(config, batch, logits, totals=step_totals(samples))
+    loss.backward()
+    assert logits.grad is not None
+    return [("loss", loss.detach()), ("gradient", logits.grad), *sorted(metrics.items())]
+
+
+def is_equal(one: list[tuple[str, torch.Tensor]], other: list[tuple[str, torch.Tensor]]) -> bool:
+    return [name for name, _ in one] == [name for name, _ in other] and all(
+        torch.equal(left.nan_to_num(), right.nan_to_num())
+        for (_, left), (_, right) in zip(one, other, strict=True)
+    )
+
+
+def other_values(field: Field) -> Iterator[Any]:
+    if field.type is bool:
+        yield True
+    elif field.choices is not None:
+        yield from (word for word in field.choices if word != field.default)
+    elif field.interval is not None:
+        yield from (n for n in NUMBERS if field.interval.contains(n) and n != field.default)
+
+
+def silent_settings(base: Mapping[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The fields of which some value is neither refused nor said, and of which none changes anything."""
+    expected, found = outcome(base), []
+    for field in fields_of(PolicyLossConfig).values():
+        if field.name in HOW or field.name in base:
+            continue
+        passed_over, changes = [], False
+        for value in other_values(field):
+            settings = {**base, field.name: value}
+            args = argparse.Namespace(**settings)
+            caplog.clear()
+            try:
+                with caplog.at_level(logging.WARNING, "megatron_pg"):
+                    validate_policy_loss_args(args)
+            except (ValueError, NotImplementedError):
+                continue
+            if field.flag in caplog.text:
+                continue
+            changes = changes or not is_equal(outcome(settings), expected)
+            passed_over.append(value)
+        if passed_over and not changes:
+            found.append(field.name)
+    return found
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_setting_is_passed_over(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert silent_settings(BASES[base], caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "option"), [(CORRECTIONS, "opsm_delta"), (KL_ESTIMATES, "use_unbiased_kl")]
+)
+def test_mutant_a_row_that_does_not_name_its_settings(
+    table: Any, option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, row in list(table.items()):
+        kept = tuple(each for each in row.options if each != option)
+        monkeypatch.setitem(table, name, dataclasses.replace(row, options=kept))
+    assert silent_settings({}, caplog) == [option]

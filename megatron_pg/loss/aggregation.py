@@ -100,7 +100,6 @@ AGGREGATIONS.add(
         name="sample_mean",
         formula="1/N sum_i (sum_t m x / max(D_i, 1))",
         about="D_i the active tokens of rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
-        options=("loss_weight_denominator",),
         denominator=StepTotals.rollout_denominators,
         outer_count=lambda totals: max(totals.num_rollouts, 1),
         inner_weight=lambda totals, divisor: totals.num_active_rollouts,
@@ -113,7 +112,6 @@ AGGREGATIONS.add(
         about="G_g the active tokens of prompt group g, P groups (ScaleRL, arXiv:2510.13786; DAPO's paper, arXiv:2503.14476 "
         "eq. 8)",
         inputs=("group_index",),
-        options=("loss_weight_denominator",),
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
         inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
@@ -122,7 +120,6 @@ AGGREGATIONS.add(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
         about="T active tokens (most implementations of DAPO)",
-        options=("loss_weight_denominator",),
         outer_count=lambda totals: totals.num_active_tokens or 1,
         inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",

@@ -48,7 +48,7 @@ class DistillRun(Run):
             super().config,
             distill_teacher=self.teacher,
             distill_divergence=self.divergence,
-            distill_beta=BETA,
+            distill_beta=BETA if self.divergence == "jsd" else 0.5,
             **distillation,
         )
 

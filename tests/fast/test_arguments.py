@@ -266,13 +266,6 @@ REFUSED = [
     ),
     ("--distill-beta 0.3", {}, ["--distill-beta 0.3 is about --distill-divergence jsd: add"]),
     ("--distill-divergence jsd", {}, ["--distill-divergence jsd is about --policy-loss distill"]),
-    (
-        "--loss-aggregation constant --loss-aggregation-divisor 4 --loss-weight-denominator weights",
-        {},
-        [
-            "--loss-weight-denominator weights belongs to --loss-aggregation sample_mean and prompt_mean"
-        ],
-    ),
     ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
     *[
         (

@@ -436,8 +436,8 @@ def test_both_denominators(case: str, denominator: str, aggregation: str) -> Non
 
 def test_accepted_samples_leaves_what_needs_no_rejection_alone() -> None:
     samples = [package_sample(s) for s in random_sequences(6)]
-    for settings in ({}, {"use_tis": True}):
-        config = PolicyLossConfig(rejection_denominator="accepted", **settings)
+    for settings in ({}, {"use_tis": True}, ICEPOP):
+        config = PolicyLossConfig(**settings)
         assert all(a is b for a, b in zip(accepted_samples(config, samples), samples, strict=True))
     config = PolicyLossConfig(rejection_denominator="accepted", **ICEPOP)
     bare = dataclasses.replace(samples[0], rollout_log_probs=None, name="the first")

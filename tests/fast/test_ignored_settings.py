@@ -52,7 +52,12 @@ BASES: dict[str, dict[str, Any]] = {
     "rejection": REJECTION,
     "cispo": {"policy_loss": "cispo"},
     "reinforce": {"policy_loss": "reinforce"},
-    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 3.0},
+    "constant": {
+        "loss_aggregation": "constant",
+        "loss_aggregation_divisor": 3.0,
+        # Neither N nor L counts tokens, so that either word is true of it.
+        "loss_weight_denominator": "mask",
+    },
 }
 VOCABULARY = 7
 

@@ -153,7 +153,8 @@ class PolicyStep:
 
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
-                one's, or lacks an input of the objective.
+                one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
+                embedding has no row for.
             NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
                 or of multi-token prediction.
         """
@@ -178,16 +179,17 @@ class PolicyStep:
         """Refuses ids and lengths beyond the tables of the model's first stage, where a GPU would only say that an index is
         out of bounds."""
         longest = max(batch.window.total_lengths, default=0)
-        found = {"token id": batch.largest_token, "position": longest - 1}
-        sizes = {"token id": self._table_sizes[0], "position": self._table_sizes[1]}
-        for what, size in sizes.items():
-            if size is not None and found[what] >= size:
-                lengths = {"token id": [int(s.tokens.max()) for s in batch.samples]}
-                largest = lengths.get(what, [s.total_length - 1 for s in batch.samples])
-                sample = batch.samples[largest.index(max(largest))]
+        largest = {
+            "token id": (batch.largest_token, lambda sample: int(sample.tokens.max())),
+            "position": (longest - 1, lambda sample: sample.total_length - 1),
+        }
+        for (what, (found, of_sample)), size in zip(
+            largest.items(), self._table_sizes, strict=True
+        ):
+            if size is not None and found >= size:
                 raise ValueError(
-                    f"{sample.name} has {what} {max(largest)} and the model's embedding {size} rows: take the tokenizer of the "
-                    "model, or shorten the sample (max_sequence_length, with learned positions)"
+                    f"{max(batch.samples, key=of_sample).name} has {what} {found} and the model's embedding {size} rows: take "
+                    "the tokenizer of the model, or shorten the sample (max_sequence_length, with learned positions)"
                 )
 
     def fused_head(

@@ -322,3 +322,20 @@ def test_a_token_that_neither_side_gives_any_probability_adds_nothing(
     torch.testing.assert_close(wider, value, rtol=0, atol=1e-14)
     torch.testing.assert_close(wider_gradient[:, :6], gradient, rtol=0, atol=1e-14)
     assert not wider_gradient[:, 6:].any()
+
+
+@pytest.mark.parametrize("teacher", ["logits", "top k"])
+def test_a_masked_row_has_no_divergence_and_no_gradient(teacher: str) -> None:
+    """Whatever its logits are, and whatever gradient arrives for it."""
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(6))
+    logits[1] = torch.nan
+    logits.requires_grad_()
+    given: WholeTeacher | TopKTeacher = WholeTeacher(DIVERGENCES[1], logits=torch.ones(2, 6))
+    if teacher == "top k":
+        given = TopKTeacher(DIVERGENCES[1], torch.tensor([[1], [1]]), torch.full((2, 1), -1.0))
+    *_, value = log_probs_and_divergence(
+        logits, torch.tensor([0, 0]), given, row_mask=torch.tensor([True, False])
+    )
+    value.sum().backward()
+    assert value[0] > 0 and value[1] == 0
+    assert logits.grad[0].any() and logits.grad[1].tolist() == [0.0] * 6

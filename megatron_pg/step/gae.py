@@ -143,12 +143,11 @@ def _recurrence(
     counts = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
     longest = int(counts.max()) if len(masks) else 0
     response = torch.arange(len(masks)).repeat_interleave(counts)
-    # Aligned at their last token, behind which the bootstrap value stands.
-    ends = counts.cumsum(0)
-    column = torch.arange(values.numel()) - ends[response] + longest
+    # From the end, as they are aligned at their last token, behind which the bootstrap value stands.
+    column = torch.arange(values.numel()) - counts.cumsum(0)[response]
     reward, value = (torch.zeros(len(masks), longest, dtype=torch.float64) for _ in range(2))
     reward[response, column], value[response, column] = rewards, values
-    delta = reward + gamma * torch.cat([value[:, 1:], bootstrap[:, None]], dim=1)[:, :longest]
+    delta = reward + gamma * torch.cat([value[:, 1:], bootstrap[:, None]], dim=1)
     delta -= value
     for place in range(longest - 2, -1, -1):
         delta[:, place] += decay * delta[:, place + 1]

@@ -297,3 +297,45 @@ def test_a_teacher_of_another_vocabulary_is_refused() -> None:
         ValueError, match=r"the teacher's logits are \[4, 20\] and the student's \[4, 28\]"
     ):
         problem.one_pass()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+def test_a_token_that_neither_side_gives_any_probability_adds_nothing(
+    divergence: Divergence,
+) -> None:
+    """Its logits are -inf on both sides, as a sampling filter leaves them: 0 log 0/0 is 0, in value and gradient."""
+    generator = torch.Generator().manual_seed(5)
+    student, teacher = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
+    incoming = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
+    found = []
+    for width in (6, 8):
+        both = (torch.full((3, width), -torch.inf, dtype=torch.float64) for _ in range(2))
+        logits, of_teacher = both
+        logits[:, :6], of_teacher[:, :6] = student, teacher
+        logits.requires_grad_()
+        *_, value = log_probs_and_divergence(
+            logits, torch.tensor([0, 1, 2]), WholeTeacher(divergence, logits=of_teacher)
+        )
+        (value * incoming).sum().backward()
+        found.append((value.detach(), logits.grad))
+    (value, gradient), (wider, wider_gradient) = found
+    torch.testing.assert_close(wider, value, rtol=0, atol=1e-14)
+    torch.testing.assert_close(wider_gradient[:, :6], gradient, rtol=0, atol=1e-14)
+    assert not wider_gradient[:, 6:].any()
+
+
+@pytest.mark.parametrize("teacher", ["logits", "top k"])
+def test_a_masked_row_has_no_divergence_and_no_gradient(teacher: str) -> None:
+    """Whatever its logits are, and whatever gradient arrives for it."""
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(6))
+    logits[1] = torch.nan
+    logits.requires_grad_()
+    given: WholeTeacher | TopKTeacher = WholeTeacher(DIVERGENCES[1], logits=torch.ones(2, 6))
+    if teacher == "top k":
+        given = TopKTeacher(DIVERGENCES[1], torch.tensor([[1], [1]]), torch.full((2, 1), -1.0))
+    *_, value = log_probs_and_divergence(
+        logits, torch.tensor([0, 0]), given, row_mask=torch.tensor([True, False])
+    )
+    value.sum().backward()
+    assert value[0] > 0 and value[1] == 0
+    assert logits.grad[0].any() and logits.grad[1].tolist() == [0.0] * 6

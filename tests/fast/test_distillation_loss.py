@@ -16,6 +16,7 @@ from megatron_pg import (
     step_totals,
 )
 from megatron_pg.loss.policy_loss import gradient_scope, leaves_out_zero_advantages
+from tests.fast import distillation_oracle as oracle
 
 DISTILL = {"policy_loss": "distill", "distill_teacher": "top_k"}
 
@@ -81,6 +82,50 @@ def test_the_loss_is_the_divergence_and_the_term_its_multiple() -> None:
     plain = loss(given, {})
     mixed = loss(given, {"distill_coef": 0.25, "distill_teacher": "logits"})
     torch.testing.assert_close(mixed, plain + 0.25 * of_logits)
+
+
+@pytest.mark.parametrize("teacher", ["logits", "top_k"])
+def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teacher: str) -> None:
+    """Padding columns weigh nothing on either side, and a masked token's teacher is not read."""
+    generator = torch.Generator().manual_seed(1)
+    logits, of_teacher = torch.randn(4, 8, generator=generator), torch.randn(6, generator=generator)
+    log_q = oracle.log_softmax_of(list(of_teacher.double()), 0.7)
+    nothing = torch.full((2, 2), torch.nan)
+    channels = {
+        "teacher_logits": torch.stack([torch.cat([of_teacher, nothing[0]]), torch.full((8,), torch.nan)]),
+        "teacher_ids": torch.tensor([[4, 1], [0, 0]]),
+        "teacher_log_probs": nothing.index_copy(0, torch.tensor([0]), torch.stack([log_q[4], log_q[1]])[None].float()),
+    }  # fmt: skip
+    given = Sample([1, 2, 3, 4], 2, [1, 0], name="a", side_channels=channels)
+    settings = {**DISTILL, "distill_teacher": teacher, "rollout_temperature": 0.7}
+    of_loss = logits.clone().requires_grad_()
+    found, _ = policy_loss_function(
+        PolicyLossConfig(**settings),
+        pack([given]),
+        of_loss,
+        totals=step_totals([given]),
+        vocab_size=6,
+    )
+    found.backward()
+    of_oracle = logits.double().requires_grad_()
+    log_p = oracle.log_softmax_of(list(of_oracle[1, :6]), 0.7)
+    if teacher == "top_k":
+        wanted = oracle.over_top_k(
+            "reverse_kl", 0.5, log_p, [4, 1], [float(log_q[v]) for v in (4, 1)]
+        )
+    else:
+        wanted = oracle.divergence("reverse_kl", 0.5, log_p, log_q)
+    wanted.backward()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_loss.grad.double(), of_oracle.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_of_another_micro_batch_are_refused() -> None:
+    given = sample()
+    with pytest.raises(ValueError, match="logits have 5 rows and the micro-batch 4 tokens"):
+        policy_loss_function(
+            PolicyLossConfig(), pack([given]), torch.zeros(5, 8), totals=step_totals([given])
+        )
 
 
 def test_what_follows_from_the_settings() -> None:

@@ -67,6 +67,12 @@ def test_lambda_1_is_the_return_less_the_value() -> None:
     assert found.returns[0].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_response_that_is_masked_as_a_whole_may_keep_its_reward() -> None:
+    """As `filter_overlong` leaves it; it has neither advantages nor returns."""
+    found = gae([[0.0, 1.0]], [[0.5, 0.5]], [[0, 0]])
+    assert found.advantages[0].tolist() == found.returns[0].tolist() == [0.0, 0.0]
+
+
 def test_no_response_and_values_of_masked_tokens_that_are_not_read() -> None:
     assert gae([], [], []).advantages == []
     found = gae([[1.0, 0.0]], [[0.5, float("nan")]], [[1, 0]])

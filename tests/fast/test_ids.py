@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -279,6 +280,19 @@ def test_ids_that_do_not_count_from_0_cannot_be_made_distinct(
         RolloutFiles([path], distinct_ids=True).pull(1)
     message = refusal(with_distinct_ids, sample([5], identifier, name="answer 7"), 1)
     assert f"answer 7: group_index is {identifier}" in message and "--distinct-ids" in message
+
+
+def test_distinct_ids_are_those_of_the_group_and_of_the_rollout() -> None:
+    given = dataclasses.replace(sample([5], 3), rollout_id=4)
+    found = with_distinct_ids(given, 2)
+    assert (found.group_index, found.rollout_id) == (2 * 2**40 + 3, 2 * 2**40 + 4)
+    assert "is 3, expected 0 or more" in refusal(with_distinct_ids, given, 2**23)
+
+
+def test_a_prompt_group_has_at_least_one_rollout() -> None:
+    assert "samples_per_group is 0: expected 1 or more" in refusal(
+        totals, [[sample([5], 3)]], samples_per_group=0
+    )
 
 
 def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:

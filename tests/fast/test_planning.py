@@ -368,3 +368,23 @@ def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() ->
     parser.add_argument("--docs-per-step", dest="n")
     with pytest.raises(ValueError, match="--docs-per-step is already a flag"):
         add_planning_args(parser)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, 8 * (2 * 8 + 2 * 8) + 2 * 8 * 32),  # head size 8 / 2, as many groups as heads, 4 * 8
+        ({"swiglu": True}, 8 * (2 * 8 + 2 * 8) + 3 * 8 * 32),
+        ({"num_experts": 4}, 8 * (2 * 8 + 2 * 8) + 2 * 8 * 32),  # one expert for a token
+        (
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 5},
+            8 * (2 * 8 + 2 * 8) + 2 * 8 * (32 + 5),
+        ),
+    ],
+)
+def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(
+    settings: dict[str, object], weights: int
+) -> None:
+    shape = SimpleNamespace(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+    assert SampleCost.of_model(shape, 0) == SampleCost(2.0 * weights, 2.0 * 8)
+    assert SampleCost.balancing("time", shape, 3).per_token == 2.0 * (weights + 8 * 3)

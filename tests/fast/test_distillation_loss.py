@@ -133,3 +133,14 @@ def test_what_follows_from_the_settings() -> None:
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
     assert gradient_scope(term) == "token" and not leaves_out_zero_advantages(term)
     assert leaves_out_zero_advantages(PolicyLossConfig())
+
+
+def test_the_token_whose_teacher_is_nan_is_told() -> None:
+    """Beside an objective that knows nothing of it."""
+    of_teacher = torch.zeros(2, 8).index_fill(0, torch.tensor([1]), torch.nan)
+    given = sample(teacher_logits=of_teacher)
+    config = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
+    _, metrics = policy_loss_function(
+        config, pack([given]), torch.zeros(4, 8), totals=step_totals([given])
+    )
+    assert metrics.is_nan.tolist() == [False, True]

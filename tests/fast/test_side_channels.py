@@ -151,3 +151,13 @@ def test_largest_id_and_empty_micro_batch() -> None:
     assert pack([sample([[1, 40], [2], [3]])]).largest_target == 40
     assert pack([sample([[1], [2], [3, 99]], [1, 1, 0])]).largest_target == 3
     assert len(pack([]).kept_tokens) == 0
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(1, 3), slice(2, 2), slice(3, 4)], ids=str)
+def test_consecutive_rows_of_a_ragged_tensor(rows: slice) -> None:
+    whole = Ragged(torch.arange(1, 7), torch.tensor([0, 2, 2, 3, 6]))
+    found = whole.slice(rows)
+    assert [row.tolist() for row in found.values.split(found.sizes.tolist())] == (
+        [[1, 2], [], [3], [4, 5, 6]][rows]
+    )
+    assert int(found.offsets[0]) == 0

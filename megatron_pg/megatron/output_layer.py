@@ -207,7 +207,8 @@ class _Processed:
 def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Before a forward of a chunk: its output layer has the product that it is called with."""
     processor = keywords.pop("output_processor", None)
-    if processor is not None:
+    # A stage of multi-token prediction that is not the last has an output layer, and no loss of the policy's.
+    if processor is not None and getattr(module, "post_process", True):
         others = (
             getattr(module.config, "mtp_num_layers", None) if derives_multi_token_labels() else 0
         )

@@ -11,14 +11,16 @@ import torch
 
 from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.policy_loss import gradient_scope
-from megatron_pg.megatron import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
+from tests.random_steps import package_samples
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
@@ -474,3 +476,28 @@ def test_tokens_without_advantage_come_last() -> None:
         assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
     rows, count = active_rows(PolicyLossConfig(), pack([]))
     assert (rows.tolist(), count) == ([], 0)
+
+
+def scores_beside_multi_token_prediction() -> list[float]:
+    """The largest difference between log-probs of logits and of the fused head, of each pipeline rank."""
+    chunks = build(Sharding(pipeline=2), replace(DENSE, mtp_num_layers=2, dtype=torch.float64))
+    samples = package_samples(RUNS[0].samples)
+    of_logits, fused = (
+        compute_log_probs(
+            chunks, samples, PolicyLossConfig(fused_lm_head=is_fused), max_tokens_per_microbatch=64
+        ).log_probs
+        for is_fused in (False, True)
+    )
+    return [
+        float((one - other).abs().max())
+        for one, other in zip(of_logits, fused, strict=True)
+        if one.numel()
+    ]
+
+
+@pytest.mark.skipif(
+    not derives_multi_token_labels(), reason="multi-token prediction without labels: 0.19 and later"
+)
+def test_the_last_product_of_multi_token_prediction_is_the_policy_s() -> None:
+    for differences in run_ranks(scores_beside_multi_token_prediction, 2):
+        assert max(differences) < 1e-6  # float32, as they are returned

@@ -64,10 +64,10 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
-        free = shutil.disk_usage(partial).free // 2**20
-        sys.exit(
-            f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}; {free} MiB are free there"
-        )
+        free = ""
+        if partial.exists():
+            free = f"; {shutil.disk_usage(partial).free // 2**20} MiB are free there"
+        sys.exit(f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}{free}")
     dist.barrier()
     if dist.get_rank() == 0 and not final.exists():
         partial.rename(final)

@@ -209,11 +209,10 @@ def _exchange_product(module: Any, args: Any, keywords: dict[str, Any]) -> tuple
     processor = keywords.pop("output_processor", None)
     # A stage of multi-token prediction that is not the last has an output layer, and no loss of the policy's.
     if processor is not None and getattr(module, "post_process", True):
-        others = (
-            getattr(module.config, "mtp_num_layers", None) if derives_multi_token_labels() else 0
-        )
+        depths = getattr(module.config, "mtp_num_layers", None) or 0
+        others = depths if derives_multi_token_labels() else 0
         for layer in _output_layers(module, None):
-            layer._forward_impl = _Processed(processor, layer._forward_impl, others or 0)
+            layer._forward_impl = _Processed(processor, layer._forward_impl, others)
     return args, keywords
 
 

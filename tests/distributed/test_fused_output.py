@@ -501,3 +501,24 @@ def scores_beside_multi_token_prediction() -> list[float]:
 def test_the_last_product_of_multi_token_prediction_is_the_policy_s() -> None:
     for differences in run_ranks(scores_beside_multi_token_prediction, 2):
         assert max(differences) < 1e-6  # float32, as they are returned
+
+
+def refusals_of_layers() -> list[str]:
+    """What is said of an output layer that gathers its logits, and of one with a bias."""
+    (chunk,) = build(Sharding(tensor=2), DENSE)
+    layer, said = chunk.module.output_layer, []
+    for name, value in (("gather_output", True), ("bias", torch.nn.Parameter(torch.zeros(1)))):
+        before = getattr(layer, name)
+        setattr(layer, name, value)
+        with pytest.raises(NotImplementedError) as refused:
+            take_output_processor([chunk])
+        said.append(str(refused.value))
+        setattr(layer, name, before)
+    take_output_processor([chunk])
+    return said
+
+
+def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:
+    for gathered, biased in run_ranks(refusals_of_layers, 2):
+        assert gathered.startswith("--fused-lm-head of a model that gathers its logits")
+        assert biased.startswith("--fused-lm-head takes an output layer without bias")

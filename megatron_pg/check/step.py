@@ -77,7 +77,8 @@ MODELS = {
     ),
 }
 """`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
-learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32 logits for parameters, and no output layer that could be fused."""
+learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32
+logits for parameters, and no output layer that could be fused."""
 
 
 @dataclass(frozen=True)

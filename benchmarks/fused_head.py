@@ -1,10 +1,11 @@
 """Table: from hidden states and output weight to the loss and all gradients.
 
     python -m benchmarks.fused_head [--tokens 8192] [--hidden 4096] [--columns 151936] [--goal-alone | --sequences 8]
+        [--without-entropy]
 
 Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient accumulated in float32, and
 6 bytes a logit over the copy rate, both of the same run. Every method gets the same inputs and loss, with the
-entropy's gradient; the weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times
+entropy's gradient (--without-entropy: without; peers keep it); the weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times
 the products and ours and nothing else: single calls of both vary by more than they differ, so that takes many rounds.
 --sequences times them and gspo over so many sequences, of ragged lengths, in chunks of whole sequences and with logits that
 are kept or made twice: the package's own loss with its metrics.
@@ -42,6 +43,8 @@ GOAL = 1.3
 class Work:
     """Leaves and their gradients; the weight has a float32 `main_grad` as under Megatron's DDP."""
 
+    with_entropy = True
+
     def __init__(self, tokens: int, hidden_size: int, columns: int) -> None:
         hidden, weight = hidden_and_weight(tokens, hidden_size, columns)
         self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -72,11 +75,14 @@ class Work:
             self.hidden,
             self.weight,
             self.tokens.targets,
-            self.tokens.loss,
-            HeadOptions(**options),
+            self.loss,
+            HeadOptions(with_entropy=self.with_entropy, **options),
             defer=defer,
         )
         loss.backward()
+
+    def loss(self, log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return self.tokens.loss(log_probs, entropy if self.with_entropy else None, rows)
 
     def downstream(self, *, keep_logits: bool) -> None:
         """Coefficients known in backward only."""
@@ -169,13 +175,18 @@ def contenders(
 ) -> list[Contender]:
     methods: dict[str, Callable[[], object]]
     if goal_alone or sequences is not None:
-        methods = {"three products alone": work.products, OWN: work.known}
+        methods = {
+            "three products alone": work.products,
+            OWN: work.known,
+            "megatron_pg, own kernels": lambda: work.known(use_quack=False),
+        }
         if sequences is not None:
             methods |= sequences.contenders()
         return [Contender(name, call, work.clear) for name, call in methods.items()]
     methods = {
         "three products alone": work.products,
         OWN: work.known,
+        "megatron_pg, own kernels": lambda: work.known(use_quack=False),
         "megatron_pg, in forward": lambda: work.known(defer=False),
         "megatron_pg, one chunk": lambda: work.known(chunk_tokens=len(work.hidden)),
         "megatron_pg, float32 logits": lambda: work.known(fp32_logits=True),
@@ -239,13 +250,14 @@ class Exact:
 
 def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> None:
     work = Work(setting["tokens"], setting["hidden_size"], setting["columns"])
+    work.with_entropy = not options.without_entropy
     torch.compiler.reset()
     sequences = Sequences(work, options.sequences) if options.sequences else None
     methods = contenders(work, goal_alone=options.goal_alone, sequences=sequences)
     errors: dict[str, str] = {}
     if sequences is not None:
-        errors = sequences.differences(methods[2:])
-    elif not options.goal_alone:
+        errors = sequences.differences(methods[3:])
+    elif not options.goal_alone and work.with_entropy:
         exact = Exact(work)
         torch.cuda.empty_cache()
         errors = {method.name: exact.errors(work, method) for method in methods[1:]}
@@ -269,6 +281,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[151936])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--goal-alone", action="store_true", help="products and ours alone")
+    parser.add_argument("--without-entropy", action="store_true", help="of ours and the products")
     parser.add_argument("--sequences", type=int, help="gspo over so many, and nothing of peers")
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()

@@ -130,3 +130,41 @@ def verl() -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda hidden, weight, targets: module.linear_cross_entropy(
         hidden, weight, targets, 1.0, "none"
     )
+
+
+def quack() -> Callable[..., tuple[Tensor, Tensor]]:
+    """(hidden, weight, targets) -> gradients of both, of the weight in float32; QuACK's cross-entropy in one go."""
+    from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # A chunk as long as the hidden states are wide is refused as ambiguous.
+        chunk = 4096 if hidden.shape[1] != 4096 else 8192
+        parts = hidden.detach(), weight.detach(), targets
+        return scaled_exp_linear_cross_entropy_fwd(*parts, chunk)[1:]
+
+    return call
+
+
+def liger_cross_entropy() -> Callable[..., Tensor]:
+    """(hidden, weight, targets) -> loss; Liger's cross-entropy for Hopper, the weight's gradient in bfloat16."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
+
+    return lambda *inputs: liger_fused_linear_cross_entropy_sm90(*inputs, reduction="sum")
+
+
+def torchtitan() -> Callable[..., Tensor]:
+    """(hidden, weight, targets) -> loss; torchtitan's loss in chunks, its cross-entropy compiled."""
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+    wrapper = ChunkedLossWrapper(
+        ChunkedLossWrapper.Config(num_chunks=8, loss_fn=CrossEntropyLoss.Config())
+    )
+    wrapper.loss_fn.fn = torch.compile(wrapper.loss_fn.fn)
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wrapper.lm_head = lambda chunk: chunk @ weight.t()
+        return wrapper(hidden[None], targets[None])[0]
+
+    return call

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 1 -m benchmarks.whole_step --tokens 8192 32768
     torchrun --nproc-per-node 2 -m benchmarks.whole_step --context-parallel-size 2 --tokens 32768
     torchrun --nproc-per-node 2 -m benchmarks.whole_step --tensor-model-parallel-size 2 --tokens 32768
-    torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --tiny --context-parallel-size 2 --tokens 64
+    torchrun --nproc-per-node 2 -m benchmarks.whole_step --device cpu --model tiny --context-parallel-size 2 --tokens 64
 
-GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the embedding) with random
-weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed optimizer, Megatron's
+GPTModel of about 1 billion parameters (2048 wide, 16 layers, vocabulary 151936 tied to the embedding; --model 8b: 8 layers
+of Llama 3's 8 billion, 4096 wide, vocabulary 128256, untied) with random weights, bfloat16, Transformer Engine, DDP with gradients in float32 and the distributed optimizer, Megatron's
 schedule, gradient clipping and Adam (at rate 0, so that every head sees the same weights) included, no recomputation. A step is two micro-batches of `tokens` packed
 tokens over the context-parallel group, each of two synthetic rollouts, an eighth of them prompt. The loss is PPO's
 clipped one without entropy or KL term. Tensor parallelism comes with sequence parallelism.
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
-from benchmarks.whole_step_model import Trainer, build_trainer
+from benchmarks.whole_step_model import SHAPES, Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.megatron import PolicyStep
@@ -236,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--rounds", type=int, default=TIMED_ROUNDS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy model: does it run?")
+    parser.add_argument("--model", choices=list(SHAPES), default="1b")
     args = parser.parse_args()
     size = args.tensor_model_parallel_size * args.context_parallel_size
     if size != int(os.environ["WORLD_SIZE"]):

@@ -21,6 +21,27 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from megatron_pg.megatron.groups import ParallelGroups
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    is_tied: bool = True
+
+
+SHAPES = {
+    "tiny": Shape(2, 256, 512, 4, 4, 512),
+    "1b": Shape(16, 2048, 5632, 16, 8, 151936),
+    # Llama 3's 8 billion, with 8 of its 32 layers: what fits one GPU with its optimizer.
+    "8b": Shape(8, 4096, 14336, 32, 8, 128256, is_tied=False),
+}
+
+
 @dataclass
 class Trainer:
     """What a step needs besides its batches."""
@@ -37,7 +58,7 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     device = _join(args)
     is_cuda = device.type == "cuda"
-    vocab_size = 512 if args.tiny else 151936
+    shape = SHAPES[args.model]
     options = CheckOptions(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
@@ -49,11 +70,11 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     )
     config = model_config(
         options,
-        num_layers=2 if args.tiny else 16,
-        hidden_size=256 if args.tiny else 2048,
-        ffn_hidden_size=512 if args.tiny else 5632,
-        num_attention_heads=4 if args.tiny else 16,
-        num_query_groups=4 if args.tiny else 8,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -64,9 +85,9 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         options,
         config,
         same_parameters=False,
-        vocab_size=vocab_size,
+        vocab_size=shape.vocab_size,
         max_sequence_length=max(args.tokens),
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=shape.is_tied,
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
@@ -85,7 +106,7 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
     optimizer = get_megatron_optimizer(optimizer_config, [model])
     config.grad_scale_func = optimizer.scale_loss
     groups = ParallelGroups.from_parallel_state()
-    return Trainer(model, optimizer, groups, device, vocab_size)
+    return Trainer(model, optimizer, groups, device, shape.vocab_size)
 
 
 def _join(args: argparse.Namespace) -> torch.device:

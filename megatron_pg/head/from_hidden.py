@@ -26,7 +26,13 @@ from torch import Tensor
 from megatron_pg.head.divergence import Teacher
 from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
 from megatron_pg.head.kept_set import check_rows
-from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, wide_dtype
+from megatron_pg.head.output_layer import (
+    FactorGradients,
+    HeadOptions,
+    OutputLayer,
+    row_statistics,
+    wide_dtype,
+)
 from megatron_pg.head.ragged import Ragged, to_device
 from megatron_pg.head.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.vocabulary_shard import RowStatistics
@@ -154,7 +160,8 @@ def linear_token_loss(
             that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    layer = OutputLayer(hidden, weight, targets, options or HeadOptions(), teacher=teacher)
+    options = options or HeadOptions()
+    layer = OutputLayer(hidden, weight, targets, options, teacher=teacher, may_be_exponentials=True)
     tokens = len(hidden)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -251,7 +258,14 @@ class LinearTokenLoss(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             return (*gradients.finish(grad_loss), None, None, None)
         hidden, _, targets = ctx.saved_tensors
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, teacher=ctx.teacher)
+        layer = OutputLayer(
+            hidden,
+            ctx.parameter,
+            targets,
+            ctx.options,
+            teacher=ctx.teacher,
+            may_be_exponentials=True,
+        )
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
         for awaited, found in zip(ctx.awaited, outputs, strict=True):
@@ -286,13 +300,13 @@ def _loss_in_pieces(
     """Loss, log-probabilities, entropy, with a teacher the divergence; adds to `gradients` those of `incoming` times the loss
     (None: of the loss)."""
     logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
-    passes, zero, teacher = row_passes(logits), torch.zeros_like(layer.temperature), layer.teacher
+    zero, teacher = torch.zeros_like(layer.temperature), layer.teacher
     values, parts, divergences = [], [], [zero.new_empty(0)]
     for piece, chunks in pieces:
         found, of_piece, of_teacher = [], [zero.new_empty(0)], None
         for rows in chunks:
-            chunk = layer.chunk(rows, logits)
-            found.append(passes.row_statistics(chunk))
+            chunk: Any = layer.first_product(rows, logits)
+            found.append(row_statistics(chunk))
             if teacher is not None:
                 of_teacher = teacher.on(chunk, found[-1], rows)
                 of_piece.append(of_teacher.value)
@@ -306,9 +320,10 @@ def _loss_in_pieces(
         for rows in reversed(chunks):  # the last one's logits are still there
             if rows.start < gradient_rows:
                 place = slice(rows.start - piece.start, rows.stop - piece.start)
-                chunk = layer.chunk(rows, logits, is_kept=rows is chunks[-1])
-                of_rows = tuple(None if each is None else each[place] for each in coefficients)
+                if rows is not chunks[-1]:
+                    chunk = layer.first_product(rows, logits)
                 own, more = statistics.rows(place), None
+                of_rows = tuple(None if each is None else each[place] for each in coefficients)
                 if teacher is not None and of_rows[2] is not None:
                     if of_teacher is None or rows is not chunks[-1]:
                         of_teacher = teacher.on(chunk, own, rows)

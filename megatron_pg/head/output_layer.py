@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import pairs_torch
+from megatron_pg.head import exponentials, pairs_torch
 from megatron_pg.head.divergence import Teacher
+from megatron_pg.head.exponentials import ExponentialRows
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, row_passes
 from megatron_pg.head.kept_set import KeptPairs, keep_only
 from megatron_pg.head.ragged import Ragged
@@ -38,6 +39,11 @@ class HeadOptions:
     dtype of the hidden states, the one rounding before the two other products."""
     chunk_tokens: int | None = None
     """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
+    with_entropy: bool = True
+    """The entropy is asked for; otherwise it may be NaN, with a gradient that is not used."""
+    use_quack: bool = True
+    """Where QuACK is installed and takes these sizes, `linear_token_loss` without entropy, or with float32 logits, has the first
+    product leave exponentials, which need no pass of their own (`exponentials`)."""
 
 
 def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
@@ -118,6 +124,7 @@ class OutputLayer:
     Args:
         hidden, weight, targets, options, kept: as for `linear_log_probs_and_entropy`.
         teacher: whose divergence is asked for.
+        may_be_exponentials: `first_product` may give `ExponentialRows`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
@@ -131,6 +138,8 @@ class OutputLayer:
         options: HeadOptions,
         kept: Ragged | None = None,
         teacher: Teacher | None = None,
+        *,
+        may_be_exponentials: bool = False,
     ) -> None:
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
@@ -145,14 +154,23 @@ class OutputLayer:
         group = options.tensor_parallel_group
         self.shard = VocabularyShard.build(columns, options.vocab_size, group)
         self.temperature, self.chunk_tokens = temperature_tensor(options.temperature, hidden), size
-        self.options = replace(options, temperature=self.temperature, chunk_tokens=size)
+        self.options = replace(options, chunk_tokens=size)
         """As worked out: of them the same layer can be made again."""
+        self.products: ModuleType | None = None
+        """The products of exponentials, where `first_product` gives these."""
+        is_faster = not options.with_entropy or options.fp32_logits
+        if may_be_exponentials and is_faster and options.use_quack and teacher is None:
+            self.products = exponentials.find_products(
+                hidden, weight, self.shard, options.temperature, _main_grad(weight)
+            )
 
     def new_logits(self, chunks: list[slice]) -> Tensor:
         """Uninitialised logits [rows, v/tp] of the largest of these chunks."""
         rows = max((each.stop - each.start for each in chunks), default=0)
         dtype = self.weight.dtype
-        if self.options.fp32_logits:
+        if self.products is not None:
+            rows = exponentials.padded(rows)
+        elif self.options.fp32_logits:
             dtype = wide_dtype(dtype)
         return self.weight.new_empty((rows, self.weight.shape[0]), dtype=dtype)
 
@@ -161,6 +179,15 @@ class OutputLayer:
         end = len(self.hidden) if end is None else end
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
+
+    def first_product(self, rows: slice, buffer: Tensor) -> LogitRows | ExponentialRows:
+        """Some rows at the front of `buffer`, as logits or as exponentials."""
+        if self.products is None:
+            return self.chunk(rows, buffer)
+        return exponentials.first_product(
+            self.products, self.hidden[rows], self.weight.detach(), self.targets[rows], self.shard,
+            float(self.options.temperature), buffer, with_entropy=self.options.with_entropy,
+        )  # fmt: skip
 
     def chunk(self, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> LogitRows:
         """Some rows with their logits at the front of `buffer`, computed unless they are kept there."""
@@ -181,6 +208,14 @@ def _main_grad(weight: Tensor) -> Tensor | None:
     if hasattr(weight, "__fsdp_param__") or not hasattr(weight, "grad_added_to_main_grad"):
         return None
     return getattr(weight, "main_grad", None)
+
+
+def row_statistics(chunk: LogitRows | ExponentialRows) -> RowStatistics:
+    """Statistics of each row over the whole vocabulary; every tensor-parallel rank must call."""
+    if isinstance(chunk, ExponentialRows):
+        return exponentials.row_statistics(chunk)
+    found: RowStatistics = row_passes(chunk.logits).row_statistics(chunk)
+    return found
 
 
 class FactorGradients:
@@ -207,7 +242,7 @@ class FactorGradients:
         self,
         rows: slice,
         hidden: Tensor,
-        chunk: LogitRows,
+        chunk: LogitRows | ExponentialRows,
         statistics: RowStatistics,
         incoming: tuple[Tensor | None, ...],
         more: Tensor | None = None,
@@ -216,11 +251,14 @@ class FactorGradients:
 
         Args:
             rows: where the chunk is in `hidden`, which is [tokens, hidden].
-            chunk: where its logits are wider than the hidden states, their gradient takes the front of each row,
+            chunk: also exponentials, without `more`; where its logits are wider than the hidden states, their gradient takes the front of each row,
                 in the dtype of the hidden states.
             statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
             more: a gradient of the logits to be added, [rows, v/tp] in the dtype of the hidden states.
         """
+        if isinstance(chunk, ExponentialRows):
+            self._add_exponentials(rows, hidden, chunk, statistics, incoming)
+            return
         gradient = chunk.logits
         if gradient.dtype != hidden.dtype:
             gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
@@ -235,10 +273,42 @@ class FactorGradients:
             multiply(gradient, self._weight, self._hidden[rows])
         if self._needs_weight:
             is_new = self._sum is None
-            if self._sum is None:
-                dtype = wide_dtype(self._weight.dtype)
-                self._sum = self._weight.new_empty(self._weight.shape, dtype=dtype)
-            multiply(gradient.t(), hidden, self._sum, add=not is_new)
+            multiply(gradient.t(), hidden, self._weight_sum(), add=not is_new)
+
+    def _add_exponentials(
+        self,
+        rows: slice,
+        hidden: Tensor,
+        chunk: ExponentialRows,
+        statistics: RowStatistics,
+        incoming: tuple[Tensor | None, ...],
+    ) -> None:
+        """The same of exponentials; with a gradient to the entropy they become that of the logits first."""
+        to_log_probs, to_entropy = incoming
+        if to_log_probs is None or to_entropy is not None:
+            gradient = exponentials.write_gradient(chunk, statistics, incoming)
+            self.add_products(rows, hidden[rows], gradient)
+            return
+        found = exponentials.gradient_factors(chunk, statistics, to_log_probs)
+        factors, strips, scaled_hidden = found
+        products, left = chunk.products, chunk.exponentials
+        if self._hidden is not None:
+            out = self._hidden[rows]
+            whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
+            products.write_hidden_gradient(left, strips, factors, self._weight.detach(), whole)
+            if whole is not out:
+                out.copy_(whole[: len(out)])
+        if self._needs_weight:
+            is_new = self._sum is None
+            total = self._weight_sum()
+            products.add_weight_gradient(left, strips, scaled_hidden, total, add=not is_new)
+
+    def _weight_sum(self) -> Tensor:
+        """Where the weight's gradient is added up, uninitialised if it is new."""
+        if self._sum is None:
+            dtype = wide_dtype(self._weight.dtype)
+            self._sum = self._weight.new_empty(self._weight.shape, dtype=dtype, requires_grad=False)
+        return self._sum
 
     def add_pairs(self, hidden: Tensor, pairs: KeptPairs, gradient: Tensor) -> None:
         """Multiplies the gradient [pairs] of the logits of pairs, of `hidden` [tokens, hidden], by both factors."""

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from megatron_pg.head import kernels
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
 # logit -> columns of a tile, tiles of a segment.
@@ -43,15 +43,26 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
         of_sets = rows.of_sets.clone()
         of_sets[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
         own = torch.where(rows.has_set[:, None], of_sets, own)
+    combine(own, shard, temperature, row_mask, outputs)
+    return outputs
+
+
+def combine(
+    own: Tensor,
+    shard: VocabularyShard,
+    temperature: Tensor,
+    row_mask: Tensor | None,
+    outputs: RowStatistics,
+) -> None:
+    """Writes the statistics over all shards from those of this one, [tokens, 4]; every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
-    shards = gathered.shape[0]
+    shards, tokens = gathered.shape[:2]
     kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
         gathered, row_mask, temperature,
         *outputs,
         tokens, shards,
         ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
     )  # fmt: skip
-    return outputs
 
 
 def write_gradient(

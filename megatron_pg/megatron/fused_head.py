@@ -60,6 +60,7 @@ class OutputRows:
             vocab_size=vocab_size,
             fp32_logits=config.fp32_lm_head,
             chunk_tokens=chunk_tokens,
+            with_entropy=config.needs_entropy,
         )
         """What the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)

@@ -1,0 +1,176 @@
+"""The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK (`quack-kernels`, PyPI).
+
+Of each tile of a row of logits the first product keeps `E = 2 ** (log2(e) z / temperature - offset)` with a whole number as
+offset, and the tile's sums; `exponentials` makes the factors of rows and tiles of them, and the other two products take E
+times those factors as it is read. So logits and their gradient are neither written nor read by a pass of their own.
+
+Read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`: the order of work and the tiles.
+Importing this module needs QuACK; a call compiles its kernel where that has not been done (seconds, kept on disk by QuACK).
+"""
+
+# QuACK and CUTLASS carry no types.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,misc"
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.library import identity_epi
+from quack.epilogue.math import pexp2
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect
+from quack.epilogue.scaled_exp import LOG2E, MaxLog2
+from quack.operand_transform import a_transform
+from quack.operand_transform.host import transform_a_operand
+from torch import Tensor
+
+ROWS = 128
+"""Rows and columns of exponentials come in multiples of it: a tile of the second and of the third product."""
+STRIP = 64
+"""Columns that have one factor."""
+_K = 64
+
+
+def tile_of(columns: int, *, with_dots: bool) -> int:
+    """Columns that have one offset, a tile of the first product: 192 where that divides them. A second sum of each row costs a
+    tile of 192 its registers (9.8 ms in place of 6.5 for 4096 x 4096 x 128256 on an H200)."""
+    return 128 if with_dots or columns % 192 else 192
+
+
+class _Offset(MaxLog2):
+    """The largest logit of a tile, times `scale`, as a whole number."""
+
+    def __init__(self, name: str, scale: float) -> None:
+        super().__init__(name)
+        self.scale = scale
+
+    def config_key(self) -> tuple[object, ...]:
+        return (*super().config_key(), self.scale)
+
+    @cute.jit
+    def stat_value(self, total, group_cols):
+        return cute.math.roundeven(total * Float32(self.scale))
+
+
+def _prepass(acc: Any) -> dict[str, Any]:
+    return {"offset": acc}
+
+
+@functools.cache
+def _epilogue(temperature: float, with_dots: bool) -> Any:
+    """The temperature is part of the kernel: as an argument it costs it registers."""
+    scale = LOG2E / temperature
+    offset, target = _Offset("offset", scale), ColVecLoad("targets")
+    sinks = {"sums": ColVecReduce("sums")}
+    if with_dots:
+        sinks["dots"] = ColVecReduce("dots", scaled=True)
+
+    def exponentials(acc: Any, offset: Any) -> dict[str, Any]:
+        exponential = pexp2(acc * scale - offset)
+        return {"D": exponential, "sums": exponential, "target_logits": acc}
+
+    def exponentials_and_dots(acc: Any, offset: Any) -> dict[str, Any]:
+        exponent = acc * scale - offset
+        exponential = pexp2(exponent)
+        return {
+            "D": exponential,
+            "sums": exponential,
+            "dots": (exponential, exponent),
+            "target_logits": acc,
+        }
+
+    return gemm_epilogue(
+        ops={"offset": offset},
+        prepass=_prepass,
+        prepass_outs=("offset",),
+        reduces=sinks,
+        outs={"target_logits": ColVecSelect("target_logits", idx_op=target)},
+        extra_ops=(offset.out("offsets"), target),
+    )(exponentials_and_dots if with_dots else exponentials)
+
+
+@gemm_epilogue(ops={"factors": ColVecLoad("factors")})
+def _times_row(acc: Any, factors: Any) -> dict[str, Any]:
+    return {"D": acc * factors}
+
+
+@a_transform(vec_size=8, args={"strips": "colvec_ktile"})
+def _times_strip_of_row(x: Any, strips: Any) -> Any:
+    return x * strips
+
+
+@a_transform(vec_size=8, args={"strips": "kvec_m64"})
+def _times_strip_of_column(x: Any, strips: Any) -> Any:
+    return x * strips
+
+
+def write_exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    out: Tensor,
+    *,
+    offsets: Tensor,
+    sums: Tensor,
+    dots: Tensor | None,
+    target_logits: Tensor,
+) -> None:
+    """The first product.
+
+    Args:
+        hidden, weight: [rows, hidden] and [columns, hidden] bfloat16.
+        targets: [rows] int64 columns; of one outside [0, columns) nothing is written to `target_logits`.
+        temperature: a kernel is compiled for each.
+        out: [rows, columns] bfloat16, 2 ** (log2(e) z / temperature - offset of the tile), at most sqrt(2).
+        offsets, sums, dots: [rows, tiles] float32: whole numbers; the sum of the tile's exponentials; the sum of those
+            times their exponents, where asked for.
+        target_logits: [rows] float32.
+    """
+    tile = len(weight) // offsets.shape[1]
+    arguments = {
+        "offset": tile, "offsets": offsets, "sums": sums, "targets": targets,
+        "target_logits": target_logits,
+    }  # fmt: skip
+    if dots is not None:
+        arguments["dots"] = dots
+    _epilogue(temperature, dots is not None).gemm(
+        hidden, weight, out, epi_args=arguments,
+        tile_M=ROWS, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=True,
+    )  # fmt: skip
+
+
+def write_hidden_gradient(
+    exponentials: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
+) -> None:
+    """The second product: (exponentials times the factors of rows and strips) @ weight into `out` [rows, hidden] bfloat16.
+
+    `strips` is [columns / STRIP, rows] bfloat16, powers of two; `factors` [rows] float32.
+    """
+    left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, ROWS, _K)
+    _times_row.gemm(
+        left, weight.mT, out, epi_args={"factors": factors[None]}, transform_a=_times_strip_of_row,
+        tile_M=ROWS, tile_N=_tile_of_hidden(weight), tile_K=_K, cluster_M=2, cluster_N=1,
+    )  # fmt: skip
+
+
+def add_weight_gradient(
+    exponentials: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
+) -> None:
+    """The third product: (exponentials times the strips' factors).T @ scaled hidden states [rows, hidden] into `out`
+    [columns, hidden] float32, or added to it."""
+    left = transform_a_operand(
+        _times_strip_of_column, exponentials.t(), {"strips": strips}, ROWS, _K
+    )
+    identity_epi.gemm(
+        left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column,
+        add_to_output=add,
+        tile_M=ROWS, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
+    )  # fmt: skip
+
+
+def _tile_of_hidden(factor: Tensor) -> int:
+    return 192 if factor.shape[1] % 192 == 0 else 256

@@ -1,0 +1,214 @@
+"""Rows as exponentials through Triton's interpreter, the three products in plain torch; `test_log_probs_triton` starts the
+process. On a GPU `tests/gpu/test_exponentials_cuda.py` has QuACK's products."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.head import HeadOptions, exponentials, linear_token_loss
+from megatron_pg.head.vocabulary_shard import VocabularyShard
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="run by test_log_probs_triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+HIDDEN, STRIP = 24, 64
+# The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding leaves 1.7e-3.
+ROUNDING = 8e-3
+
+
+def write_exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    out: Tensor,
+    **outputs: Tensor,
+) -> None:
+    logits = hidden.float() @ weight.float().t()
+    tiles = (logits / temperature * math.log2(math.e)).unflatten(
+        1, (outputs["offsets"].shape[1], -1)
+    )
+    outputs["offsets"].copy_(tiles.amax(2).round())
+    exponents = tiles - outputs["offsets"][..., None]
+    outputs["sums"].copy_(exponents.exp2().sum(2))
+    if outputs["dots"] is not None:
+        outputs["dots"].copy_((exponents.exp2() * exponents).sum(2))
+    out.copy_(exponents.exp2().flatten(1))
+    for row, target in enumerate(targets.tolist()):
+        outputs["target_logits"][row] = logits[row, target] if 0 <= target < len(weight) else 1e30
+
+
+def write_hidden_gradient(
+    left: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
+) -> None:
+    scaled = left.float() * strips.t().float().repeat_interleave(STRIP, 1)
+    out.copy_(factors[:, None] * (scaled @ weight.float()))
+
+
+def add_weight_gradient(
+    left: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
+) -> None:
+    scaled = left.float() * strips.t().float().repeat_interleave(STRIP, 1)
+    product = scaled.t() @ scaled_hidden.float()
+    out.copy_(out + product if add else product)
+
+
+def products(tile: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        STRIP=STRIP, tile_of=lambda columns, with_dots: tile, write_exponentials=write_exponentials,
+        write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
+    )  # fmt: skip
+
+
+class Problem:
+    def __init__(self, columns: int, tokens: int = 20, gap: float = 0.0) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(columns, HIDDEN).bfloat16()
+        self.weight[: columns // 2, 0] -= gap
+        self.targets = torch.randint(0, columns, (tokens,))
+        hidden = 0.3 * self.weight[self.targets].float() + torch.randn(tokens, HIDDEN)
+        if gap:
+            hidden[:, 0] = torch.linspace(0.5, 2, tokens)
+        self.hidden = hidden.bfloat16()
+        self.advantages = torch.randn(tokens)
+        self.advantages[3] = 0
+
+    def token_loss(self, entropy_coef: float):
+        def loss(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+            part = self.advantages[rows].to(log_probs)
+            value = (part * log_probs).sum()
+            if entropy_coef:
+                value = value - entropy_coef * (part * part * entropy).sum()
+            return value / 7
+
+        return loss
+
+    def found(self, entropy_coef: float, *, main_grad: bool, **settings: object):
+        hidden = self.hidden.clone().requires_grad_()
+        weight = self.weight.clone().requires_grad_()
+        if main_grad:
+            weight.main_grad = torch.ones(weight.shape)
+            weight.grad_added_to_main_grad = False
+        options = HeadOptions(
+            temperature=0.7,
+            chunk_tokens=settings.pop("chunk_tokens", None),
+            with_entropy=settings.pop("with_entropy", True),
+            fp32_logits=True,
+        )
+        outputs = linear_token_loss(
+            hidden, weight, self.targets, self.token_loss(entropy_coef), options, **settings
+        )
+        (3 * outputs[0]).backward()
+        of_weight = weight.main_grad - 1 if main_grad else weight.grad
+        return (*(each.detach() for each in outputs), hidden.grad, of_weight)
+
+    def wanted(self, entropy_coef: float) -> tuple[Tensor, ...]:
+        hidden = self.hidden.double().requires_grad_()
+        weight = self.weight.double().requires_grad_()
+        log_p = (hidden @ weight.t() / 0.7).log_softmax(1)
+        log_probs = log_p.gather(1, self.targets[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(1)
+        loss = self.token_loss(entropy_coef)(log_probs, entropy, slice(None))
+        gradients = torch.autograd.grad(3 * loss, (hidden, weight))
+        return (*(each.detach() for each in (loss, log_probs, entropy)), *gradients)
+
+
+def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for value, exact in zip(found[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(value.double(), exact, rtol=2e-5, atol=2e-5)
+    for value, exact in zip(found[3:], wanted[3:], strict=True):
+        error = (value.double() - exact).norm() / exact.norm()
+        assert error <= ROUNDING, error
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch):
+    def with_tile(tile: int) -> None:
+        monkeypatch.setattr(exponentials, "find_products", lambda *_: products(tile))
+
+    return with_tile
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("columns, tile", [(384, 192), (640, 128)])
+@pytest.mark.parametrize("way", ["deferred", "in forward", "chunks", "rows without gradient"])
+def test_gradients(way: str, columns: int, tile: int, entropy_coef: float, use) -> None:
+    use(tile)
+    problem, settings = Problem(columns), {"defer": way != "in forward"}
+    if way == "chunks":
+        settings["chunk_tokens"] = 7
+    if way == "rows without gradient":
+        problem.advantages[13:], settings["gradient_rows"] = 0, 13
+    found = problem.found(entropy_coef, main_grad=way != "in forward", **settings)
+    compare(found, problem.wanted(entropy_coef))
+
+
+def test_without_entropy(use) -> None:
+    use(128)
+    problem = Problem(640)
+    found = problem.found(0.0, main_grad=True, defer=True, with_entropy=False)
+    wanted = problem.wanted(0.0)
+    assert found[2].isnan().all()
+    compare((*found[:2], wanted[2], *found[3:]), wanted)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_targets_that_are_next_to_impossible(entropy_coef: float, use) -> None:
+    """Tiles a hundred exponents of two and more below the largest: factors are bounded and products stay finite."""
+    use(128)
+    problem = Problem(256, gap=60.0)
+    wanted = problem.wanted(entropy_coef)
+    assert wanted[1].min() < -150 and ((wanted[1] < -60) & (wanted[1] > -150)).any()
+    compare(problem.found(entropy_coef, main_grad=True, defer=True), wanted)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef: float, use) -> None:
+    use(128)
+    problem = Problem(256)
+    problem.hidden[3] = float("nan")  # advantage 0
+    found = problem.found(entropy_coef, main_grad=True, defer=True)
+    if entropy_coef == 0:
+        problem.hidden[3] = 0
+        for value, exact in zip(found[3:], problem.wanted(0.0)[3:], strict=True):
+            keep = torch.ones(len(exact), dtype=torch.bool)
+            assert (value.double() - exact)[keep].norm() <= ROUNDING * exact.norm()
+    problem.hidden[5] = float("nan")
+    found = problem.found(entropy_coef, main_grad=True, defer=True)
+    assert found[3][5].isnan().all() and found[4].isnan().any()
+
+
+def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics of two shards, put together, are those of the whole; a target of none is NaN."""
+    problem, tile = Problem(256), 128
+    problem.targets[2] = 256
+    targets = problem.targets
+
+    def rows_of(weight: Tensor, shard: VocabularyShard) -> exponentials.ExponentialRows:
+        buffer = torch.empty((128, len(weight)), dtype=torch.bfloat16)
+        return exponentials.first_product(
+            products(tile), problem.hidden, weight, targets, shard, 0.7, buffer,
+            with_entropy=True,
+        )  # fmt: skip
+
+    whole = exponentials.row_statistics(rows_of(problem.weight, VocabularyShard(0, 256, 256, None)))
+    gathered: list[Tensor] = []
+    for index in range(2):
+        shard = VocabularyShard(128 * index, 128, 256, object())  # type: ignore[arg-type]
+        monkeypatch.setattr(
+            VocabularyShard, "gather", lambda self, own: gathered.append(own) or own[None]
+        )
+        exponentials.row_statistics(rows_of(problem.weight.split(128)[index], shard))
+    monkeypatch.setattr(VocabularyShard, "gather", lambda self, own: torch.stack(gathered))
+    both = exponentials.row_statistics(rows_of(problem.weight.split(128)[1], shard))
+    assert both.log_probs[2].isnan() and whole.log_probs[2].isnan()
+    for found, wanted in zip(both[2:], whole[2:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)

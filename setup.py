@@ -78,6 +78,7 @@ setup(
     extras_require={
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]>=2.11"],
+        "quack": ["quack-kernels[cu13]>=0.6.5,<0.7"],
         "tools": TOOLS,
         "docs": DOCS,
         "test": TEST,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
-_VERSIONS = ((0, 6), (0, 7))
+_VERSIONS = ((0, 6, 5), (0, 7))
 """Of quack-kernels, from the first and before the second: its pieces have no promise of staying."""
 _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
 _MULTIPLE = 128
@@ -69,12 +70,16 @@ def _products() -> ModuleType | str:
     except ModuleNotFoundError:
         return ""
     low, high = _VERSIONS
-    if not low <= tuple(int(part) for part in found.split(".")[:2]) < high:
-        return f"quack-kernels {found} is not one of {'.'.join(map(str, low))} to before {'.'.join(map(str, high))}"
+    if not low <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < high:
+        return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {found}"
     try:
         return importlib.import_module("megatron_pg.head.quack_products")
     except Exception as error:  # whatever a compiler that does not fit this machine raises
         return f"quack-kernels {found} cannot be imported ({type(error).__name__}: {error})"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def find_products(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_pg.config.versions import derives_multi_token_labels
+from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 
 from .models import ModelOptions, Sharding
 from .steps import AGGREGATIONS, CUTS, MATRIX_SHAPES, Run, ValueRun
@@ -18,6 +18,7 @@ EXPERTS = ModelOptions(mixture_of_experts=True)
 CRITIC = ModelOptions(value_head=True)
 CONTIGUOUS = ModelOptions(cp_partition_mode="contiguous")
 AHEAD = ModelOptions(mtp_num_layers=2)
+HYBRID = ModelOptions(hybrid=True)
 
 DENSE_SHARDINGS = [
     Sharding(),
@@ -100,6 +101,14 @@ AHEAD_SHARDINGS = [
 ]
 """Of megatron-core 0.19 and later."""
 
+HYBRID_SHARDINGS = [
+    Sharding(),
+    Sharding(tensor=2, sequence_parallel=True),
+    Sharding(context=2),
+    Sharding(context=2, data=2),
+    Sharding(tensor=2, sequence_parallel=True, context=2),
+]
+"""Where there is a HybridModel."""
 
 KEPT_SHARDINGS = [
     Sharding(),
@@ -123,7 +132,7 @@ class Case:
     def configuration(self) -> str:
         """Model and sharding."""
         kinds = {EXPERTS: "MoE ", TIED: "tied ", CRITIC: "critic ", CONTIGUOUS: "contiguous "}
-        kinds[AHEAD] = "MTP "
+        kinds |= {AHEAD: "MTP ", HYBRID: "HybridModel "}
         sets = "kept sets " if self.runs[0].kept else ""
         model = replace(self.options.unsharded, num_layers=DENSE.num_layers)
         return f"{sets}{kinds.get(model, '')}{self.sharding}"
@@ -198,6 +207,7 @@ def all_cases() -> list[Case]:
         (CRITIC, CRITIC_SHARDINGS),
         (CONTIGUOUS, CONTIGUOUS_SHARDINGS),
         (AHEAD, AHEAD_SHARDINGS * derives_multi_token_labels()),
+        (HYBRID, HYBRID_SHARDINGS * has_hybrid_model()),
     ]
     of_sets = [
         with_sets(

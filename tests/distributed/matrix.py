@@ -37,7 +37,7 @@ expert parallelism, whose ranks exchange tokens in every micro-batch); an empty 
 parameter is compared by itself, each expert and each bias too (dense models have biases). A *critic* has a
 value head in the place of its output layer, and the value loss. *contiguous* packs are cut into one slice for
 each context-parallel rank, *MTP* models predict two further tokens beside the policy's loss (float32 alone,
-as Megatron computes that loss).
+as Megatron computes that loss), *HybridModel* is the successor that megatron-core 0.19 names for GPTModel.
 
 Tolerances: float32 1e-6; float64 1e-12, also in per-token mode, since the steps' token counts are
 powers of two, by which Megatron divides in float32 without error. The

@@ -89,6 +89,7 @@ class ModelOptions:
         return ModelOptions(
             mixture_of_experts=self.mixture_of_experts,
             tied_embeddings=self.tied_embeddings,
+            hybrid=self.hybrid,
             value_head=self.value_head,
             mtp_num_layers=self.mtp_num_layers,
             cp_partition_mode=self.cp_partition_mode,

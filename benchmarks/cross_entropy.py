@@ -85,10 +85,8 @@ def contenders(work: CrossEntropy) -> list[Contender]:
     methods: dict[str, Callable[[], object]] = {
         "three products alone": work.products,
         OWN: work.own,
-        "megatron_pg, own kernels": lambda: work.own(use_quack=False),
-        "megatron_pg, own kernels, float32 logits": lambda: work.own(
-            use_quack=False, fp32_logits=True
-        ),
+        "megatron_pg, float32 logits": lambda: work.own(fp32_logits=True, use_quack=False),
+        "megatron_pg, on QuACK's products": lambda: work.own(fp32_logits=True),
     }
     loaders = {
         "QuACK": peers.quack,

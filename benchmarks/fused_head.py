@@ -178,7 +178,7 @@ def contenders(
         methods = {
             "three products alone": work.products,
             OWN: work.known,
-            "megatron_pg, own kernels": lambda: work.known(use_quack=False),
+            "megatron_pg, on QuACK's products": lambda: work.known(fp32_logits=True),
         }
         if sequences is not None:
             methods |= sequences.contenders()
@@ -186,10 +186,10 @@ def contenders(
     methods = {
         "three products alone": work.products,
         OWN: work.known,
-        "megatron_pg, own kernels": lambda: work.known(use_quack=False),
+        "megatron_pg, on QuACK's products": lambda: work.known(fp32_logits=True),
         "megatron_pg, in forward": lambda: work.known(defer=False),
         "megatron_pg, one chunk": lambda: work.known(chunk_tokens=len(work.hidden)),
-        "megatron_pg, float32 logits": lambda: work.known(fp32_logits=True),
+        "megatron_pg, float32 logits": lambda: work.known(fp32_logits=True, use_quack=False),
         "megatron_pg, kept logits": lambda: work.downstream(keep_logits=True),
         "megatron_pg, recomputed logits": lambda: work.downstream(keep_logits=False),
     }

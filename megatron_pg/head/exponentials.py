@@ -1,4 +1,4 @@
-"""Rows of logits as exponentials: no pass reads or writes the logits of a loss without an entropy term.
+"""Rows of float32 logits as exponentials: no pass reads or writes the logits of a loss without an entropy term.
 
 The first product leaves `E = 2 ** (log2(e) z / temperature - k)` of each tile of a row, with a whole number k, and sums.
 Then, with L the logarithm (base 2) of the row's sum and r a whole number near it, the probability of column j is
@@ -17,7 +17,8 @@ entropy the factor of a column is not one of its row and tile: E is overwritten 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
+import math
 import re
 import warnings
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
 _VERSIONS = ((0, 6, 5), (0, 7))
 """Of quack-kernels, from the first and before the second: its pieces have no promise of staying."""
+_MAX_TEMPERATURES = 4
+_temperatures: set[float] = set()
+"""Each is a kernel to be compiled and kept."""
 _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
 _MULTIPLE = 128
 """Of rows and columns: a tile of the products."""
@@ -63,12 +67,17 @@ def padded(rows: int) -> int:
 
 
 @functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("quack") is not None
+
+
+@functools.cache
 def _products() -> ModuleType | str:
-    """The module `quack_products`, or why it cannot be had; "" where QuACK is not installed."""
+    """The module `quack_products`, or why it cannot be had."""
     try:
         found = metadata.version("quack-kernels")
     except ModuleNotFoundError:
-        return ""
+        return "there is a module quack and no package quack-kernels"
     low, high = _VERSIONS
     if not low <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < high:
         return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {found}"
@@ -90,15 +99,14 @@ def find_products(
     main_grad: Tensor | None,
 ) -> ModuleType | None:
     """The products of exponentials for these factors, or None; why not is said once where QuACK is installed."""
-    if not hidden.is_cuda:
+    if not hidden.is_cuda or not _is_installed():
         return None
-    products = _products()
-    reason = products if isinstance(products, str) else ""
-    if not isinstance(products, str):
-        reason = _refusal(hidden, weight, shard, temperature, main_grad)
-    if reason:
-        _say(reason)
-    return None if isinstance(products, str) or reason else products
+    reason = _refusal(hidden, weight, shard, temperature, main_grad)
+    products = reason or _products()
+    if isinstance(products, str):
+        _say(products)
+        return None
+    return products
 
 
 def _refusal(
@@ -117,6 +125,11 @@ def _refusal(
         return f"it takes weights of a multiple of {_MULTIPLE} columns and 8 hidden, found {columns} and {size}"
     if isinstance(temperature, Tensor):
         return "its kernels hold the temperature, which is a tensor here"
+    _temperatures.add(float(temperature))
+    if len(_temperatures) > _MAX_TEMPERATURES:
+        return (
+            f"its kernels hold the temperature, of which this process has had {_MAX_TEMPERATURES}"
+        )
     if shard.columns != columns:
         return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
     if main_grad is not None and main_grad.dtype != torch.float32:
@@ -157,10 +170,11 @@ def first_product(
     elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
         hidden = hidden.clone(memory_format=torch.contiguous_format)
     tiles = columns // products.tile_of(columns, with_dots=with_entropy)
-    value = torch.full((), temperature, device=hidden.device)
+    value = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
     dots = torch.empty_like(sums) if with_entropy else None
-    exponentials, target_logits = buffer[:whole], value.new_empty(whole)
+    # The product leaves out targets of -inf.
+    exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
     products.write_exponentials(
         hidden, weight, local, temperature, exponentials,
         offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,

@@ -240,12 +240,15 @@ def gradient_kernel(
         scale = LOG2_E / value
         row_maximum = tl.load(maximum + row)
         log2_sum = tl.load(log_sum + row) * LOG2_E
-        constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
+        ENTROPY: tl.constexpr = grad_entropy is not None
+        total = to_log_prob
+        if ENTROPY:  # without, it may be NaN
+            total += to_entropy * tl.load(entropy + row)
+        constant = -total / value
         slope = -to_entropy * LN_2 / value
         to_target = to_log_prob / value
         local = tl.load(targets + row) - start
         local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
-        ENTROPY: tl.constexpr = grad_entropy is not None
         if LINE > 0:
             if begin < 0:
                 _gradient_tile(

@@ -36,14 +36,15 @@ class HeadOptions:
     """True size of the vocabulary; columns from it on are padding."""
     fp32_logits: bool = False
     """Float32 logits out of bfloat16 operands, not upcast. The gradient of the logits is rounded to the
-    dtype of the hidden states, the one rounding before the two other products."""
+    dtype of the hidden states, the one rounding before the two other products; with exponentials these are rounded, and the
+    hidden states times the factor of their row."""
     chunk_tokens: int | None = None
     """Rows of logits in memory at once; None: about 1.25 GiB of bfloat16 logits."""
     with_entropy: bool = True
     """The entropy is asked for; otherwise it may be NaN, with a gradient that is not used."""
     use_quack: bool = True
-    """Where QuACK is installed and takes these sizes, `linear_token_loss` without entropy, or with float32 logits, has the first
-    product leave exponentials, which need no pass of their own (`exponentials`)."""
+    """Where QuACK is installed and takes these sizes, `linear_token_loss` with float32 logits has the first product leave
+    exponentials in their place (`exponentials`)."""
 
 
 def largest_chunk(columns: int, budget: int = _CHUNK_BYTES) -> int:
@@ -158,8 +159,7 @@ class OutputLayer:
         """As worked out: of them the same layer can be made again."""
         self.products: ModuleType | None = None
         """The products of exponentials, where `first_product` gives these."""
-        is_faster = not options.with_entropy or options.fp32_logits
-        if may_be_exponentials and is_faster and options.use_quack and teacher is None:
+        if may_be_exponentials and options.fp32_logits and options.use_quack and teacher is None:
             self.products = exponentials.find_products(
                 hidden, weight, self.shard, options.temperature, _main_grad(weight)
             )

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, exponentials, linear_token_loss
-from megatron_pg.head.vocabulary_shard import VocabularyShard
+from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="run by test_log_probs_triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
+if INTERPRETED:
+    from megatron_pg.head import rows_triton
+
 HIDDEN, STRIP = 24, 64
 # The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding leaves 1.7e-3.
 ROUNDING = 8e-3
@@ -184,6 +187,57 @@ def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef: float, use)
     problem.hidden[5] = float("nan")
     found = problem.found(entropy_coef, main_grad=True, defer=True)
     assert found[3][5].isnan().all() and found[4].isnan().any()
+
+
+def test_whole_sequences(use) -> None:
+    """One chunk a piece, and a piece of several of which all but the last are multiplied again."""
+    use(128)
+    problem = Problem(256)
+    sizes, settings = [0, 13, 7], {"chunk_tokens": 2, "piece_sizes": [0, 13, 7]}
+    assert sum(sizes) == len(problem.targets)
+    compare(problem.found(0.0, main_grad=True, defer=True, **settings), problem.wanted(0.0))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_factor_alone(frozen: str, use) -> None:
+    use(128)
+    problem, options = Problem(256), HeadOptions(temperature=0.7, fp32_logits=True)
+    factors = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}
+    learned = next(name for name in factors if name != frozen)
+    factors[learned].requires_grad_()
+    loss, *_ = linear_token_loss(
+        **factors, targets=problem.targets, token_loss=problem.token_loss(0.0), options=options, defer=True
+    )  # fmt: skip
+    (3 * loss).backward()
+    wanted = problem.wanted(0.0)[3 if learned == "hidden" else 4]
+    error = (factors[learned].grad.double() - wanted).norm() / wanted.norm()
+    assert factors[frozen].grad is None and error <= ROUNDING
+
+
+def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without entropy the one sends NaN in its place, and the other's gradient does not have it."""
+    problem, group = Problem(256), object()
+    first, second = (VocabularyShard(128 * i, 128, 256, group) for i in range(2))  # type: ignore[arg-type]
+    weights, value = problem.weight.split(128), torch.tensor(0.7)
+    gathered: list[Tensor] = []
+    keep = lambda shard, own: gathered.append(own) or own[None]  # noqa: E731
+    monkeypatch.setattr(VocabularyShard, "gather", keep)
+    of_first = exponentials.first_product(
+        products(128), problem.hidden, weights[0], problem.targets, first, 0.7,
+        torch.empty((128, 128), dtype=torch.bfloat16), with_entropy=False,
+    )  # fmt: skip
+    exponentials.row_statistics(of_first)
+    logits = problem.hidden.float() @ weights[1].float().t()
+    of_second = LogitRows(logits, problem.targets, second, value)
+    rows_triton.row_statistics(of_second)
+    monkeypatch.setattr(VocabularyShard, "gather", lambda shard, own: torch.stack(gathered))
+    statistics = rows_triton.row_statistics(of_second)
+    assert statistics.entropy.isnan().all()
+    rows_triton.write_gradient(of_second, statistics, (problem.advantages, None), logits)
+    exact = (problem.hidden.double() @ problem.weight.double().t()).requires_grad_()
+    log_p = (exact / 0.7).log_softmax(1).gather(1, problem.targets[:, None])[:, 0]
+    (wanted,) = torch.autograd.grad(log_p @ problem.advantages.double(), exact)
+    torch.testing.assert_close(logits.double(), wanted[:, 128:], rtol=1e-4, atol=1e-6)
 
 
 def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

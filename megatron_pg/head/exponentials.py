@@ -125,11 +125,6 @@ def _refusal(
         return f"it takes weights of a multiple of {_MULTIPLE} columns and 8 hidden, found {columns} and {size}"
     if isinstance(temperature, Tensor):
         return "its kernels hold the temperature, which is a tensor here"
-    _temperatures.add(float(temperature))
-    if len(_temperatures) > _MAX_TEMPERATURES:
-        return (
-            f"its kernels hold the temperature, of which this process has had {_MAX_TEMPERATURES}"
-        )
     if shard.columns != columns:
         return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
     if main_grad is not None and main_grad.dtype != torch.float32:
@@ -137,6 +132,9 @@ def _refusal(
     tensors = [weight] if main_grad is None else [weight, main_grad]
     if not all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors):
         return "weight or gradient are not contiguous from 16 bytes on"
+    _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])
+    if temperature not in _temperatures:
+        return f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} others"
     return ""
 
 
@@ -158,7 +156,7 @@ def first_product(
     *,
     with_entropy: bool,
 ) -> ExponentialRows:
-    """Multiplies the rows of `hidden` and `weight` into the front of `buffer` [at least padded rows, v/tp]."""
+    """Multiplies the rows of `hidden`, one or more, and `weight` into the front of `buffer` [padded rows or more, v/tp]."""
     from megatron_pg.head import exponentials_kernels
 
     rows, columns = len(hidden), len(weight)
@@ -180,12 +178,11 @@ def first_product(
         offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,
     )  # fmt: skip
     of_shard = value.new_empty((rows, 4))
-    if rows:
-        exponentials_kernels.tile_statistics_kernel[(rows,)](
-            offsets, sums, dots, target_logits, targets.contiguous(), value, of_shard,
-            tiles, shard.columns, shard.start, shard.vocab_size,
-            TILES=_power_of_two(tiles), num_warps=_WARPS,
-        )  # fmt: skip
+    exponentials_kernels.tile_statistics_kernel[(rows,)](
+        offsets, sums, dots, target_logits, targets.contiguous(), value, of_shard,
+        tiles, shard.columns, shard.start, shard.vocab_size,
+        TILES=_power_of_two(tiles), num_warps=_WARPS,
+    )  # fmt: skip
     return ExponentialRows(hidden, exponentials, offsets, of_shard, targets, shard, value, products)
 
 
@@ -195,8 +192,7 @@ def row_statistics(rows: ExponentialRows) -> RowStatistics:
 
     count = len(rows.targets)
     outputs = RowStatistics(*(rows.temperature.new_empty(count) for _ in RowStatistics._fields))
-    if count:
-        rows_triton.combine(rows.of_shard, rows.shard, rows.temperature, None, outputs)
+    rows_triton.combine(rows.of_shard, rows.shard, rows.temperature, None, outputs)
     return outputs
 
 

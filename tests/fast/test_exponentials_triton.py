@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,36 @@ def test_gradients(way: str, columns: int, tile: int, entropy_coef: float, use) 
         problem.advantages[13:], settings["gradient_rows"] = 0, 13
     found = problem.found(entropy_coef, main_grad=way != "in forward", **settings)
     compare(found, problem.wanted(entropy_coef))
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        ({"columns": 250}, "a multiple of 128 columns .*, found 250 and 24"),
+        ({"dtype": torch.float16}, "bfloat16 hidden states, found torch.float16"),
+        ({"temperature": torch.tensor(1.0)}, "which is a tensor here"),
+        ({"real": 200}, "56 of the 256 columns of this rank are padding"),
+        ({"main_grad": torch.zeros(256, HIDDEN).bfloat16()}, "float32 gradients, found torch.bf"),
+        ({"main_grad": torch.zeros(257 * HIDDEN)[1 : 256 * HIDDEN + 1].view(256, -1)}, "16 bytes"),
+        ({"capability": (10, 0)}, "Hopper"),
+        ({"temperature": 0.5}, "has 4 others"),
+        ({"temperature": 4.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_it_takes(
+    change: dict[str, object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
+    given |= {"real": None, "capability": (9, 0), **change}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
+    monkeypatch.setattr(exponentials, "_temperatures", {1.0, 2.0, 3.0, 4.0})
+    weight = torch.zeros(given["columns"], HIDDEN, dtype=given["dtype"])
+    shard = VocabularyShard.build(len(weight), given["real"], None)
+    reason = exponentials._refusal(
+        weight[:3].clone(), weight, shard, given["temperature"], given["main_grad"]
+    )
+    assert bool(reason) == bool(found) and re.search(found, reason)
 
 
 def test_without_entropy(use) -> None:

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, exponentials, linear_token_loss
+from megatron_pg.head import HeadOptions, exponentials, linear_token_loss, output_layer
 from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
+from tests.distributed.launch import run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
@@ -269,6 +271,34 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
     log_p = (exact / 0.7).log_softmax(1).gather(1, problem.targets[:, None])[:, 0]
     (wanted,) = torch.autograd.grad(log_p @ problem.advantages.double(), exact)
     torch.testing.assert_close(logits.double(), wanted[:, 128:], rtol=1e-4, atol=1e-6)
+
+
+def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tuple[Tensor, ...]:
+    """Through `linear_token_loss` on two tensor-parallel ranks, of which `quack` names those with QuACK's products."""
+    rank, problem = dist.get_rank(), Problem(columns)
+    exponentials.find_products = lambda *_: products(128) if quack[rank] else None  # type: ignore[assignment]
+    output_layer.row_passes = lambda logits: rows_triton  # type: ignore[assignment]
+    hidden = problem.hidden.clone().requires_grad_()
+    weight = problem.weight.chunk(2)[rank].clone().requires_grad_()
+    options = HeadOptions(
+        dist.group.WORLD, temperature=0.7, fp32_logits=True, chunk_tokens=7, with_entropy=entropy_coef > 0
+    )  # fmt: skip
+    loss = problem.token_loss(entropy_coef)
+    outputs = linear_token_loss(hidden, weight, problem.targets, loss, options, defer=True)
+    (3 * outputs[0]).backward()
+    return (*(each.detach() for each in outputs), hidden.grad, weight.grad)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("quack", [(True, True), (True, False)], ids=["both", "one of them"])
+def test_tensor_parallel_ranks(quack: tuple[bool, bool], entropy_coef: float) -> None:
+    ranks = run_ranks(on_ranks, 2, quack, entropy_coef, 512)
+    of_hidden = sum(rank[3].float() for rank in ranks)
+    of_weight = torch.cat([rank[4] for rank in ranks])
+    wanted = Problem(512).wanted(entropy_coef)
+    for rank in ranks:
+        found = [*rank[:2], rank[2] if entropy_coef else wanted[2]]
+        compare((*found, of_hidden, of_weight), wanted)
 
 
 def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

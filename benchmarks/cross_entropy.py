@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.fused_head import Work
-from benchmarks.timing import OWN, Contender, copy_rate, measure, relative_error, table
+from benchmarks.fused_head import Work, settings
+from benchmarks.timing import OWN, Contender, begin, measure, relative_error, table
 from megatron_pg.head import HeadOptions, linear_token_loss
 
 
@@ -27,11 +27,8 @@ def negative(log_probs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
 
 class CrossEntropy(Work):
     def own(self, **options: object) -> None:
-        settings = HeadOptions(with_entropy=False, **options)
-        targets = self.tokens.targets
-        loss, *_ = linear_token_loss(
-            self.hidden, self.weight, targets, negative, settings, defer=True
-        )
+        head, targets = HeadOptions(with_entropy=False, **options), self.tokens.targets
+        loss, *_ = linear_token_loss(self.hidden, self.weight, targets, negative, head, defer=True)
         loss.backward()
 
     def of(self, call: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> None:
@@ -49,11 +46,8 @@ class CrossEntropy(Work):
     def weight_gradient(self) -> Tensor:
         if self.of_weight is not None:
             return self.of_weight
-        return (
-            self.main_grad
-            if self.weight.grad is None or self.weight.grad.is_sparse
-            else self.weight.grad
-        )
+        own = self.weight.grad is None or self.weight.grad.is_sparse
+        return self.main_grad if own else self.weight.grad
 
 
 class Exact:
@@ -121,16 +115,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[151936, 128256])
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    rate = copy_rate()
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
-    for tokens in options.tokens:
-        for hidden in options.hidden:
-            for columns in options.columns:
-                setting = {"tokens": tokens, "hidden_size": hidden, "columns": columns}
-                run(setting, options.rounds)
-                torch.cuda.empty_cache()
+    begin()
+    for setting in settings(options):
+        run(setting, options.rounds)
 
 
 if __name__ == "__main__":

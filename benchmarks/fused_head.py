@@ -5,8 +5,9 @@
 
 Floor: the three matrix products alone, unchunked, bfloat16 out and the weight's gradient accumulated in float32, and
 6 bytes a logit over the copy rate, both of the same run. Every method gets the same inputs and loss, with the
-entropy's gradient (--without-entropy: without; peers keep it); the weight's gradient ends in a float32 buffer, or for peers where they put it. --goal-alone times
-the products and ours and nothing else: single calls of both vary by more than they differ, so that takes many rounds.
+entropy's gradient (--without-entropy: ours without); the weight's gradient ends in a float32 buffer, or for peers where
+they put it. --goal-alone times the products and ours and nothing else: single calls of both vary by more than they differ,
+so that takes many rounds.
 --sequences times them and gspo over so many sequences, of ragged lengths, in chunks of whole sequences and with logits that
 are kept or made twice: the package's own loss with its metrics.
 """
@@ -14,7 +15,8 @@ are kept or made twice: the package's own loss with its metrics.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,15 +24,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.inputs import DEVICE, exact_gradient, hidden_and_weight, is_clipped, sampled_tokens
-from benchmarks.timing import (
-    OWN,
-    Contender,
-    append_results,
-    copy_rate,
-    measure,
-    relative_error,
-    table,
-)
+from benchmarks.timing import OWN, Contender, append_results, begin, measure, relative_error, table
 from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import largest_chunk
@@ -274,6 +268,13 @@ def run(setting: dict[str, int], rate: float, options: argparse.Namespace) -> No
     print(table(title, timings, floor, {f"{against} of dH, dW": errors}), flush=True)
 
 
+def settings(options: argparse.Namespace) -> Iterator[dict[str, int]]:
+    """Every combination of the sizes that were asked for, each with the device's memory to itself."""
+    for sizes in itertools.product(options.tokens, options.hidden, options.columns):
+        yield dict(zip(("tokens", "hidden_size", "columns"), sizes, strict=True))
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
@@ -285,16 +286,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="gspo over so many, and nothing of peers")
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    rate = copy_rate()
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
-    for tokens in options.tokens:
-        for hidden in options.hidden:
-            for columns in options.columns:
-                setting = {"tokens": tokens, "hidden_size": hidden, "columns": columns}
-                run(setting, rate, options)
-                torch.cuda.empty_cache()
+    rate = begin()
+    for setting in settings(options):
+        run(setting, rate, options)
 
 
 if __name__ == "__main__":

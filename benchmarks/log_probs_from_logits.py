@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.inputs import Tokens, exact_gradient, peaked_logits, sampled_tokens
-from benchmarks.timing import Contender, append_results, copy_rate, measure, relative_error, table
+from benchmarks.timing import Contender, append_results, begin, measure, relative_error, table
 from megatron_pg.head import log_probs_and_entropy
 
 
@@ -134,10 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path, help="append results as JSON lines")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    rate = copy_rate()
-    name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
+    rate = begin()
     for tokens in options.tokens:
         for columns in options.columns:
             run(tokens, columns, rate, options.rounds, options.output)

@@ -97,6 +97,14 @@ def copy_rate() -> float:
     return 2 * source.numel() * 4 / (timing.median * 1e-3)
 
 
+def begin() -> float:
+    """Seeds, says where this runs, and returns the copy rate."""
+    torch.manual_seed(0)
+    rate, name = copy_rate(), torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s\n")
+    return rate
+
+
 def table(title: str, timings: list[Timing], floor_ms: float, columns: dict[str, dict]) -> str:
     """A Markdown table: times, ratios to the floor and to ours, peak memory, further columns by name."""
     extra = list(columns)

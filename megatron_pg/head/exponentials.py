@@ -17,7 +17,7 @@ entropy the factor of a column is not one of its row and tile: E is overwritten 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import math
 import re
 import warnings
@@ -36,8 +36,8 @@ _MAX_TEMPERATURES = 4
 _temperatures: set[float] = set()
 """Each is a kernel to be compiled and kept."""
 _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
-_MULTIPLE = 128
-"""Of rows and columns: a tile of the products."""
+MULTIPLE = 128
+"""Rows and columns of exponentials come in multiples of it: a tile of the second and of the third product."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class ExponentialRows:
 
 def padded(rows: int) -> int:
     """Rows that so many take up."""
-    return -(-rows // _MULTIPLE) * _MULTIPLE
+    return -(-rows // MULTIPLE) * MULTIPLE
 
 
 @functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("quack") is not None
-
-
-@functools.cache
-def _products() -> ModuleType | str:
-    """The module `quack_products`, or why it cannot be had."""
+def _installed() -> str | None:
+    """The version of quack-kernels."""
     try:
-        found = metadata.version("quack-kernels")
-    except ModuleNotFoundError:
-        return "there is a module quack and no package quack-kernels"
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _products(found: str) -> ModuleType | str:
+    """The module `quack_products` with that version, or why it cannot be had."""
     low, high = _VERSIONS
     if not low <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < high:
         return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {found}"
@@ -99,10 +99,11 @@ def find_products(
     main_grad: Tensor | None,
 ) -> ModuleType | None:
     """The products of exponentials for these factors, or None; why not is said once where QuACK is installed."""
-    if not hidden.is_cuda or not _is_installed():
+    version = _installed() if hidden.is_cuda else None
+    if version is None:
         return None
     reason = _refusal(hidden, weight, shard, temperature, main_grad)
-    products = reason or _products()
+    products = reason or _products(version)
     if isinstance(products, str):
         _say(products)
         return None
@@ -121,8 +122,8 @@ def _refusal(
         return "its products are those of Hopper GPUs"
     if hidden.dtype != torch.bfloat16:
         return f"it takes bfloat16 hidden states, found {hidden.dtype}"
-    if columns % _MULTIPLE or size % 8:
-        return f"it takes weights of a multiple of {_MULTIPLE} columns and 8 hidden, found {columns} and {size}"
+    if columns % MULTIPLE or size % 8:
+        return f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} and {size}"
     if isinstance(temperature, Tensor):
         return "its kernels hold the temperature, which is a tensor here"
     if shard.columns != columns:
@@ -167,11 +168,11 @@ def first_product(
         local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
     elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-    tiles = columns // products.tile_of(columns, with_dots=with_entropy)
+    tiles = columns // products.tile_of(columns)
     value = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
     dots = torch.empty_like(sums) if with_entropy else None
-    # The product leaves out targets of -inf.
+    # What the product leaves out: targets of another shard, and of -inf.
     exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
     products.write_exponentials(
         hidden, weight, local, temperature, exponentials,
@@ -180,7 +181,7 @@ def first_product(
     of_shard = value.new_empty((rows, 4))
     exponentials_kernels.tile_statistics_kernel[(rows,)](
         offsets, sums, dots, target_logits, targets.contiguous(), value, of_shard,
-        tiles, shard.columns, shard.start, shard.vocab_size,
+        tiles, shard.vocab_size,
         TILES=_power_of_two(tiles), num_warps=_WARPS,
     )  # fmt: skip
     return ExponentialRows(hidden, exponentials, offsets, of_shard, targets, shard, value, products)

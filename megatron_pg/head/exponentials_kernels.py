@@ -12,7 +12,7 @@ from megatron_pg.head.kernels import LN_2, LOG2_E, SMALLEST, _incoming
 
 # Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
-LEAST_ROW = tl.constexpr(40.0)
+LEAST_ROW = tl.constexpr(-40.0)
 
 
 @triton.jit
@@ -25,10 +25,13 @@ def _local_target(targets, row, start, columns):
 @triton.jit
 def tile_statistics_kernel(
     offsets, sums, dots, target_logits, targets, temperature, shard_out,
-    tiles, columns, start, vocab_size,
+    tiles, vocab_size,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of one row's local columns to `shard_out` [rows, 4], without `dots` with NaN in their place."""
+    """Writes the statistics of one row's local columns to `shard_out` [rows, 4], without `dots` with NaN in their place.
+
+    `target_logits` is -inf where another shard holds the target; of a target outside the vocabulary NaN comes out.
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
     inside = lanes < tiles
@@ -46,11 +49,8 @@ def tile_statistics_kernel(
     value = tl.load(temperature)
     maximum = largest * LN_2 * value
     target = tl.load(targets + row)
-    local = _local_target(targets, row, start, columns)
     known = (target >= 0) & (target < vocab_size)
-    elsewhere = tl.where(known, -float("inf"), float("nan"))
-    target_logit = tl.load(target_logits + row, mask=local >= 0, other=0.0)
-    target_logit = tl.where(local >= 0, target_logit, elsewhere)
+    target_logit = tl.where(known, tl.load(target_logits + row), float("nan"))
     out = shard_out + row * 4
     tl.store(out, maximum)
     tl.store(out + 1, total)
@@ -79,7 +79,7 @@ def row_factors_kernel(
         to_log_prob = tl.load(grad_log_probs + row)
         value = tl.load(temperature)
         log2_total = (tl.load(maximum + row) / value + tl.load(log_sum + row)) * LOG2_E
-        reference = tl.maximum(reference, tl.floor(log2_total) - LEAST_ROW)
+        reference = tl.maximum(reference, tl.floor(log2_total) + LEAST_ROW)
         base = exponentials + row * columns
         if to_log_prob != 0.0:
             factor = -to_log_prob / value * tl.exp2(reference - log2_total)

@@ -155,7 +155,9 @@ class OutputLayer:
         group = options.tensor_parallel_group
         self.shard = VocabularyShard.build(columns, options.vocab_size, group)
         self.temperature, self.chunk_tokens = temperature_tensor(options.temperature, hidden), size
-        self.options = replace(options, chunk_tokens=size)
+        is_number = not isinstance(options.temperature, Tensor)
+        temperature = options.temperature if is_number else self.temperature
+        self.options = replace(options, temperature=temperature, chunk_tokens=size)
         """As worked out: of them the same layer can be made again."""
         self.products: ModuleType | None = None
         """The products of exponentials, where `first_product` gives these."""
@@ -251,8 +253,8 @@ class FactorGradients:
 
         Args:
             rows: where the chunk is in `hidden`, which is [tokens, hidden].
-            chunk: also exponentials, without `more`; where its logits are wider than the hidden states, their gradient takes the front of each row,
-                in the dtype of the hidden states.
+            chunk: where its logits are wider than the hidden states, their gradient takes the front of each row,
+                in the dtype of the hidden states. Exponentials come without `more`.
             statistics, incoming: of the chunk; the gradients to log-probabilities and entropy.
             more: a gradient of the logits to be added, [rows, v/tp] in the dtype of the hidden states.
         """

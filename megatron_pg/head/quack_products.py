@@ -27,17 +27,16 @@ from quack.operand_transform import a_transform
 from quack.operand_transform.host import transform_a_operand
 from torch import Tensor
 
-ROWS = 128
-"""Rows and columns of exponentials come in multiples of it: a tile of the second and of the third product."""
+from megatron_pg.head.exponentials import MULTIPLE
+
 STRIP = 64
 """Columns that have one factor."""
 _K = 64
 
 
-def tile_of(columns: int, *, with_dots: bool) -> int:
-    """Columns that have one offset, a tile of the first product: 192 where that divides them. A second sum of each row costs a
-    tile of 192 its registers (9.8 ms in place of 6.5 for 4096 x 4096 x 128256 on an H200)."""
-    return 128 if with_dots or columns % 192 else 192
+def tile_of(columns: int) -> int:
+    """Columns that have one offset, a tile of the first product: 192 where that divides them (docs/lab_notes.md)."""
+    return 192 if columns % 192 == 0 else MULTIPLE
 
 
 class _Offset(MaxLog2):
@@ -139,7 +138,7 @@ def write_exponentials(
         arguments["dots"] = dots
     _epilogue(temperature, dots is not None).gemm(
         hidden, weight, out, epi_args=arguments,
-        tile_M=ROWS, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=True,
+        tile_M=MULTIPLE, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=True,
     )  # fmt: skip
 
 
@@ -150,10 +149,10 @@ def write_hidden_gradient(
 
     `strips` is [columns / STRIP, rows] bfloat16, powers of two; `factors` [rows] float32.
     """
-    left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, ROWS, _K)
+    left = transform_a_operand(_times_strip_of_row, exponentials, {"strips": strips}, MULTIPLE, _K)
     _times_row.gemm(
         left, weight.mT, out, epi_args={"factors": factors[None]}, transform_a=_times_strip_of_row,
-        tile_M=ROWS, tile_N=_tile_of_hidden(weight), tile_K=_K, cluster_M=2, cluster_N=1,
+        tile_M=MULTIPLE, tile_N=_tile_of_hidden(weight), tile_K=_K, cluster_M=2, cluster_N=1,
     )  # fmt: skip
 
 
@@ -163,12 +162,12 @@ def add_weight_gradient(
     """The third product: (exponentials times the strips' factors).T @ scaled hidden states [rows, hidden] into `out`
     [columns, hidden] float32, or added to it."""
     left = transform_a_operand(
-        _times_strip_of_column, exponentials.t(), {"strips": strips}, ROWS, _K
+        _times_strip_of_column, exponentials.t(), {"strips": strips}, MULTIPLE, _K
     )
     identity_epi.gemm(
         left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column,
         add_to_output=add,
-        tile_M=ROWS, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
+        tile_M=MULTIPLE, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
     )  # fmt: skip
 
 

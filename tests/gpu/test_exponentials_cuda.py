@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -121,8 +122,8 @@ def test_chunks_and_rows_without_gradient(
     found = problem.found(defer=defer, rows=rows, chunk_tokens=256)
     assert used == sizes
     wanted = problem.wanted()
-    # Rounded again where the loss is not deferred: times the gradient that arrives.
-    bound = EXACT if defer else 1.2 * EXACT
+    # Rounded to bfloat16 again where the loss is not deferred, after the gradient that arrives: 1.7e-3 of a random vector.
+    bound = EXACT if defer else math.hypot(EXACT, 1.7e-3)
     assert max(errors(found[3:], wanted[3:])) <= bound, errors(found[3:], wanted[3:])
 
 

@@ -1,0 +1,26 @@
+"""A micro-batch goes to CUDA as bytes in one copy; here the bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg.step.batch import _bytes_of, pack
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(7).expand(1),  # counts as contiguous with a stride of 0
+        torch.tensor([1.5]).expand(3),
+        torch.arange(6)[::2],
+        torch.zeros(0, dtype=torch.float64),
+        pack([]).window.cu_seqlens,
+    ],
+    ids=["one element expanded", "expanded", "every second", "none", "of an empty micro-batch"],
+)
+def test_the_bytes_of_any_strides_are_those_of_the_values(tensor: Tensor) -> None:
+    found = _bytes_of(tensor)
+    assert found.dtype == torch.uint8 and found.numel() == tensor.numel() * tensor.element_size()
+    assert torch.equal(found.view(tensor.dtype), tensor)

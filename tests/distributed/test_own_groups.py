@@ -259,15 +259,22 @@ def wrong_group() -> None:
     step.head(batch, context_group=dist.group.WORLD)
 
 
-def other_samples() -> str:
-    """What every rank is told where one has another sample."""
-    samples = package_samples(RUNS[0].samples)[:6]
-    mine = samples[dist.get_rank() == 1 :]
-    with pytest.raises(ValueError) as refused:
-        plan_hybrid_cp_step(mine, max_tokens_per_rank=64, data_with_context_group=dist.group.WORLD)
-    return str(refused.value)
+def other_samples() -> list[str]:
+    """What every rank is told where rank 1 lacks a sample, has two in another order, or another in the place of one."""
+    samples, told = package_samples(RUNS[0].samples)[:7], []
+    for of_rank_1 in ((1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5), (0, 1, 2, 3, 4, 6)):
+        indices = of_rank_1 if dist.get_rank() == 1 else range(6)
+        mine = [samples[index] for index in indices]
+        with pytest.raises(ValueError) as refused:
+            plan_hybrid_cp_step(
+                mine, max_tokens_per_rank=64, data_with_context_group=dist.group.WORLD
+            )
+        told.append(str(refused.value))
+    return told
 
 
 def test_ranks_that_plan_other_samples_are_told_so() -> None:
-    for said in run_ranks(other_samples, 2):
-        assert "rank 1 of the data-parallel group" in said and "5 samples and rank 0 6" in said
+    for told in run_ranks(other_samples, 2):
+        for said, count in zip(told, (5, 6, 6), strict=True):
+            assert f"rank 1 of the data-parallel group with context parallelism has {count}" in said
+            assert "every rank plans all samples of the step, in one order" in said

@@ -373,6 +373,15 @@ def test_a_sample_is_another_where_anything_of_it_is() -> None:
     assert len(found) == len(changes) + 1
 
 
+def test_kept_sets_of_the_same_ids_cut_elsewhere_make_another_sample() -> None:
+    """Both have the ids 3, 8, 3 in this order; the second token of the one, the first of the other has two."""
+    found = {
+        Sample([5, 3, 3], 2, [1, 1], kept_tokens=kept_tokens).identity
+        for kept_tokens in ([[3], [8, 3]], [[3, 8], [3]])
+    }
+    assert len(found) == 2
+
+
 def test_ranks_are_far_apart() -> None:
     """Three gaps: of n multiples of the golden ratio no two are nearer than 0.38 / n."""
     for count in (2, 8, 100, 1000):

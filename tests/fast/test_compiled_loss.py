@@ -160,6 +160,19 @@ def test_float32_stays_within_float32_of_float64() -> None:
     assert (gradient - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64], ids=str)
+def test_each_dtype_has_a_program_of_its_own(first: torch.dtype) -> None:
+    """A float32 program would round a float64 loss, or give its gradient in float32."""
+    other = torch.float64 if first == torch.float32 else torch.float32
+    for dtype in (first, other):
+        loss, gradient, *rest = evaluated(PolicyLossConfig(), dtype=dtype)
+        expected = by_operators(PolicyLossConfig(), dtype=dtype)
+        assert loss.dtype == gradient.dtype == dtype
+        rounding = 1e-12 if dtype == torch.float64 else 1e-6
+        assert_same((loss, gradient, *rest), expected, rtol=rounding, atol=rounding)
+    assert len(compiled._programs) == 2
+
+
 def step_of(size: int) -> PackedBatch:
     """A micro-batch of some of the random samples, once to several times over."""
     return package_batch((random_sequences(1, spread=0.5) * 3)[:size])

@@ -114,6 +114,7 @@ GIVEN = {"rewards": [[0.0, 1.0]], "values": [[0.0, 0.0]], "loss_mask": [[1, 1]]}
         ({"rewards": [[0.0, 0.0]] * 2}, "rewards has 2 responses and loss_mask 1"),
         ({"loss_mask": [[1, 2]]}, r"loss_mask\[0\]\[1\] is 2.0, expected 0 or 1"),
         ({"loss_mask": [[1, 0]]}, r"rewards\[0\]\[1\] is 1.0 at a token that the loss mask drops"),
+        ({"loss_mask": [[1, 0]], "rewards": [[0.0, -0.5]]}, r"rewards\[0\]\[1\] is -0.5 at a token that"),
         ({"bootstrap_values": [NAN]}, r"bootstrap_values\[0\] is nan"),
         ({"bootstrap_values": [0.0, 0.0]}, r"bootstrap_values\[0\] has shape \[2\], expected \[1\]"),
     ],

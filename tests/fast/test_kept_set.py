@@ -47,7 +47,8 @@ class Problem:
         self.kept, targets = oracle.random_sets(1, TOKENS, VOCAB_SIZE, SIZES[sizes])
         self.sets, self.targets = ragged(self.kept), torch.tensor(targets)
         self.to_log_probs, self.to_entropy = normal(TOKENS), normal(TOKENS)
-        self.to_log_probs[5] = self.to_entropy[5] = 0.0
+        # Row 4 has a gradient of its entropy alone, row 5 none, row 6 one of its log-prob alone.
+        self.to_log_probs[4:6] = self.to_entropy[5:7] = 0.0
         self.incoming = self.to_log_probs, self.to_entropy
         rest = (self.kept, targets, *self.incoming, TEMPERATURE)
         self.wanted = oracle.head(self.hidden, self.weight[:VOCAB_SIZE], *rest)

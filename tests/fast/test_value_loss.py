@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack, step_totals
-from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
 from megatron_pg.loss.value_loss import value_loss as token_loss
 from megatron_pg.megatron.value_step import values_of_output
 from megatron_pg.step.totals import StepTotals
@@ -201,14 +202,52 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     assert ("explained_variance" in found) == (pg_metrics == "basic")
 
 
-def test_equal_returns_explain_nothing() -> None:
-    samples = [Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[0.1, 0.1])]
+@pytest.mark.parametrize(
+    ("tokens", "value", "rounding"), [(2, 0.1, 0), (100, 0.1, -1), (777, 2.8, 1)]
+)
+def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int) -> None:
+    """Of many equal returns rounding makes a variance, -3e-17 of a hundred times 0.1: it is none either."""
+    given = {"old_values": [0.0] * tokens, "returns": [value] * tokens}
+    samples = [Sample([1] * (tokens + 1), tokens, [1] * tokens, **given)]
     config = config_of("sample_mean")
     of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
-    _, metrics = of_batch(torch.tensor([0.3, 0.2]))
+    _, metrics = of_batch(torch.linspace(0.0, 1.0, tokens))
     report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
-    variance = report.metrics(report.sums)["explained_variance"]
-    assert variance != variance
+    sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
+    rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
+    assert (rounded > 0) - (rounded < 0) == rounding
+    assert math.isnan(report.metrics(report.sums)["explained_variance"])
+
+
+def test_a_small_variance_of_large_returns_is_explained() -> None:
+    """Returns 100 +- 0.01: a variance of 1e-8 of the mean square is a variance."""
+    returns = [100.0, 100.01, 99.99, 100.01]
+    samples = [Sample([1] * 5, 4, [1] * 4, old_values=[0.0] * 4, returns=returns)]
+    config = config_of("sample_mean")
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
+    values = samples[0].returns + torch.tensor([0.005, -0.005, 0.005, -0.005])
+    _, metrics = of_batch(values)
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    errors = [r - v for r, v in zip(samples[0].returns.tolist(), values.tolist(), strict=True)]
+    unexplained = critic_oracle.variance(errors) / critic_oracle.variance(samples[0].returns.tolist())
+    found = report.metrics(report.sums)["explained_variance"]
+    assert found == pytest.approx(1 - unexplained, rel=1e-4)
+
+
+def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation() -> None:
+    given = {"old_values": [0.0, 0.0], "returns": [1.0, 2.0]}
+    samples = [Sample([1, 2, 3 + i], 2, [1, 1], name=f"answer {i}", **given) for i in range(3)]
+    config = config_of("sample_mean", check_aggregation=True)
+    for seen, said in ((samples, ""), (samples[:2], "answer 2"), (samples[:2] * 2, "answer 1")):
+        totals = step_totals(samples)
+        of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(seen), totals, 1.0)
+        _, metrics = of_batch(torch.zeros(2 * len(seen)))
+        report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+        if not said:
+            assert report.metrics(report.sums)["value_aggregation_checksum"] == 1.0
+            continue
+        with pytest.raises(RuntimeError, match=said):
+            report.metrics(report.sums)
 
 
 # --------------------------------------------------------------------------------------------------

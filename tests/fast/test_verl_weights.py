@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import numpy as np
@@ -38,6 +39,34 @@ def test_weights_times_losses_are_the_objective(aggregation):
     rows = [row[: len(mask)] for row, mask in zip(losses, MASKS, strict=True)]
     expected = oracle.aggregate(STEP, rows, aggregation, divisor)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_importance_weights_multiply_the_loss_of_their_tokens(monkeypatch):
+    """In the place of verl's `vanilla` its token sum alone: the weights come with the response's shape."""
+    generator = torch.Generator().manual_seed(0)
+    losses, importance = (torch.rand(PADDED.shape, generator=generator) for _ in range(2))
+
+    def vanilla(advantages, response_mask, loss_agg_mode, rollout_is_weights, **_):
+        assert loss_agg_mode == "token-sum"
+        return (-advantages * response_mask * rollout_is_weights).sum(), {}
+
+    core_algos = types.SimpleNamespace(get_policy_loss_fn={"vanilla": vanilla}.__getitem__)
+    for name, module in (
+        ("verl", types.ModuleType("verl")),
+        ("verl.trainer", types.ModuleType("verl.trainer")),
+        ("verl.trainer.ppo", types.SimpleNamespace(core_algos=core_algos)),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    config = types.SimpleNamespace(engine=None, global_batch_info=TOTALS)
+    given = (torch.zeros(PADDED.shape), torch.zeros(PADDED.shape), -losses, PADDED.bool())
+    for weights in (importance, torch.zeros_like(importance), None):
+        found, _ = verl.policy_loss(
+            "sample_mean", *given, config=config, rollout_is_weights=weights
+        )
+        weighted = losses if weights is None else losses * weights
+        rows = [row[: len(mask)].double() for row, mask in zip(weighted, MASKS, strict=True)]
+        expected = oracle.aggregate(STEP, rows, "sample_mean", None)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_verls_padding_samples_are_in_no_prompt_group():

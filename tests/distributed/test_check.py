@@ -13,9 +13,11 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_pg.config.versions import derives_multi_token_labels
@@ -493,3 +495,33 @@ def test_nan_on_one_rank_is_reported_by_all() -> None:
         assert row["loss"] is None and row["gradient_error"] is None
         assert row["diagnosis"].startswith("not finite in ")
     assert "active tokens of this rank have a NaN loss" in ranks[1][2]
+
+
+def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, int]:
+    """The command with a torch product in the place of Apex's extension, and how often Megatron called it."""
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_pg.check import cases, options
+
+    shapes = []
+
+    def add_product(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        shapes.append(inputs.shape)
+        product = gradient.T @ inputs
+        main_grad.copy_(main_grad + product if accumulates else product)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+    layers._grad_accum_fusion_available = True
+    for module in (cases, options):
+        module.has_gradient_accumulation_fusion = lambda _: True
+    flags = ["--gradient-accumulation-fusion", "--json"]
+    return *run_check_command(port, None, flags, one_aggregation=True), len(shapes)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_stand_in_for_the_extension_of_apex_is_called_and_checked(accumulates: bool) -> None:
+    """Apex itself is not on PyPI and was never here; one that forgets the micro-batches before is seen."""
+    ((status, output, errors, calls),) = run_ranks(check_with_stand_in, 1, free_port(), accumulates)
+    report = json.loads(output)
+    assert calls and "--gradient-accumulation-fusion" not in report["not_checked"], errors
+    assert (status, report["passed"]) == ((0, True) if accumulates else (1, False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from megatron_pg.check import main
 from megatron_pg.check.compare import Row
 from megatron_pg.check.job import Launch
-from megatron_pg.check.options import CheckOptions, parse_options
+from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion, parse_options
 from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
 from megatron_pg.config.versions import UnsupportedMegatronError
 from tests.lanes import in_both_lanes
@@ -154,6 +155,18 @@ def test_reports_hold_every_row_and_json_no_nan() -> None:
     assert "not finite in table" in text
     assert "not checked here: experts (needs --num-experts)" in text
     assert text.endswith("FAIL: 1 rows (2 rows)")
+
+
+def test_the_extension_of_apex_is_looked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU without Transformer Engine; never on a CPU."""
+    on_gpu, on_cpu = CheckOptions(device="cuda"), CheckOptions(device="cpu")
+    assert not has_gradient_accumulation_fusion(on_gpu)
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert has_gradient_accumulation_fusion(on_gpu)
+    assert not has_gradient_accumulation_fusion(on_cpu)
 
 
 def test_a_line_for_each_sharding_and_why_one_fails() -> None:

@@ -229,7 +229,9 @@ def test_a_small_variance_of_large_returns_is_explained() -> None:
     _, metrics = of_batch(values)
     report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     errors = [r - v for r, v in zip(samples[0].returns.tolist(), values.tolist(), strict=True)]
-    unexplained = critic_oracle.variance(errors) / critic_oracle.variance(samples[0].returns.tolist())
+    unexplained = critic_oracle.variance(errors) / critic_oracle.variance(
+        samples[0].returns.tolist()
+    )
     found = report.metrics(report.sums)["explained_variance"]
     assert found == pytest.approx(1 - unexplained, rel=1e-4)
 

@@ -16,6 +16,9 @@ def log_softmax_of(row: Sequence[Tensor], temperature: float) -> list[Tensor]:
     return [(z - largest) / temperature - torch.log(total) for z in row]
 
 
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
 def divergence(kind: str, beta: float, log_p: Sequence[Tensor], log_q: Sequence[Tensor]) -> Tensor:
     """Of p, the student's, from q, the teacher's."""
     total = torch.zeros((), dtype=torch.float64)
@@ -25,6 +28,8 @@ def divergence(kind: str, beta: float, log_p: Sequence[Tensor], log_q: Sequence[
             total = total + q * (b - a)
         elif kind == "reverse_kl":
             total = total + p * (a - b)
+        elif kind not in KINDS:
+            raise KeyError(kind)
         else:
             m = beta * q + (1 - beta) * p
             total = total + beta * q * (b - torch.log(m)) + (1 - beta) * p * (a - torch.log(m))

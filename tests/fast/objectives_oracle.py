@@ -153,11 +153,16 @@ def objective(
             pair = against[t], log_prob.item()
             if kept_by_divergence(name, *pair, advantage, delta, delta_high):
                 losses[t] = -ratio * advantage
-        else:
+        elif name == "cispo":
             weight = min(ratio.item(), high)
             weight = max(weight, low) if cispo_lower_bound else weight
             losses[t] = -weight * advantage * log_prob
+        else:
+            raise KeyError(name)
     return losses
+
+
+KL_ESTIMATES = ("k1", "k2", "k3", "low_var_kl")
 
 
 def kl(
@@ -176,6 +181,8 @@ def kl(
             value = difference
         elif kind == "k2":
             value = difference**2 / 2
+        elif kind not in KL_ESTIMATES:
+            raise KeyError(kind)
         else:
             if abs(difference.item()) > 20:
                 difference = torch.tensor(math.copysign(20, difference.item())).double()

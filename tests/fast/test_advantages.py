@@ -27,7 +27,7 @@ def expected_advantages(rewards: list[float], groups: list[int], method: str) ->
             advantages.append(reward - (sum(members) - reward) / (len(members) - 1))
         else:
             centered = reward - sum(members) / len(members)
-            scale = statistics.stdev(members) + 1e-6 if method == "grpo" else 1.0
+            scale = {"grpo": statistics.stdev(members) + 1e-6, "dr_grpo": 1.0}[method]
             advantages.append(centered / scale)
     return advantages
 

@@ -1,0 +1,565 @@
+"""The door of every table: each row against plain float64 loops of its own, value and gradient; a row without loops is refused.
+
+A row is checked through the public loss of a step, on ragged samples of which two share a rollout. The loops are those of
+`tests.oracle`, `objectives_oracle` and `distillation_oracle`, and here those of the metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
+from megatron_pg.config.rows import TABLES
+from megatron_pg.head.divergence import Divergence, Kind
+from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
+from megatron_pg.loss.corrections import Corrected, Scored
+from megatron_pg.loss.metric_table import DERIVED
+from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
+from megatron_pg.loss.objectives import ObjectiveOutput
+from megatron_pg.step import advantages
+from tests import oracle
+from tests.fast import distillation_oracle, objectives_oracle
+from tests.fast.objectives_oracle import Correction, Sequence1
+from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequences
+from tests.fast.test_advantages import expected_advantages
+from tests.fast.test_corrections import CASES as CORRECTION_CASES
+from tests.fast.test_objectives import SETTINGS as OBJECTIVE_CASES
+from tests.oracle import PlainSample
+
+FAR = Sequence1(
+    log_probs=torch.tensor([-4.5, -2.5, -12.5, -0.5], dtype=torch.float64, requires_grad=True),
+    loss_mask=[1, 1, 1, 1],
+    advantages=[0.5, -1.0, 2.0, -0.25],
+    old_log_probs=[-5.0, -2.75, -12.25, -0.625],
+    ref_log_probs=[-0.5, -0.5, -0.5, -3.0],
+    rollout_log_probs=[-4.25, -2.5, -12.5, -0.75],
+)
+"""A response so far from its reference that `low_var_kl` is held."""
+SEQUENCES = [*random_sequences(1), FAR]
+ROLLOUTS = [0, 0, 1, 2, 3, 4, 5, 6]
+GROUPS = [10, 10, 10, 10, 11, 11, 11, 11]
+TokenLosses = Callable[[Sequence1], list[Tensor]]
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss of a step, and the rows that it is made of
+# --------------------------------------------------------------------------------------------------
+
+
+def samples_of(sequences: Sequence[Sequence1], **fields: Sequence[Any]) -> list[Sample]:
+    return [
+        package_sample(
+            sequence,
+            rollout_id=ROLLOUTS[index],
+            group_index=GROUPS[index],
+            **{name: values[index] for name, values in fields.items()},
+        )
+        for index, sequence in enumerate(sequences)
+    ]
+
+
+def aggregated(losses: TokenLosses, aggregation: str = "sample_mean", divisor: float | None = None):
+    """The objective of the step by plain loops."""
+    plain = [
+        PlainSample(
+            tokens=[0] * (len(s.loss_mask) + 2),
+            response_length=len(s.loss_mask),
+            loss_mask=s.loss_mask,
+            advantages=s.advantages,
+            old_log_probs=s.old_log_probs,
+            group_index=group,
+            rollout_id=rollout,
+        )
+        for s, group, rollout in zip(SEQUENCES, GROUPS, ROLLOUTS, strict=True)
+    ]
+    per_token = [oracle.stack(losses(s)) for s in SEQUENCES]
+    return oracle.aggregate(plain, per_token, aggregation, divisor)
+
+
+def check_loss(settings: dict[str, Any], expected: Tensor) -> None:
+    """Loss and gradient of every log-prob are those of the loops."""
+    log_probs, batch = flat_log_probs(SEQUENCES), pack(samples_of(SEQUENCES))
+    config = PolicyLossConfig(**settings)
+    loss, _ = MicroBatchLoss(config, batch, step_totals(batch.samples))(log_probs, None)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    gradient = flat_gradient(expected, SEQUENCES)
+    assert gradient.abs().max() > 0, "nothing is compared"
+    torch.testing.assert_close(log_probs.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def reinforce(sequence: Sequence1) -> list[Tensor]:
+    return objectives_oracle.objective("reinforce", sequence)
+
+
+def check_objective(name: str) -> None:
+    if name == "distill":
+        check_divergence("reverse_kl")
+        return
+    for objective, settings, of_oracle in OBJECTIVE_CASES.values():
+        if objective == name:
+            expected = aggregated(lambda s: objectives_oracle.objective(name, s, **of_oracle))  # noqa: B023
+            check_loss({"policy_loss": name, **settings}, expected)
+
+
+def check_kl_estimate(name: str) -> None:
+    for settings, of_oracle in (
+        ({}, {}),
+        ({"use_unbiased_kl": True}, {"unbiased": True}),
+        ({"kl_loss_gradient": "k2"}, {"gradient_of_k2": True}),
+    ):
+        kl = aggregated(lambda s: objectives_oracle.kl(s, name, **of_oracle))  # noqa: B023
+        chosen = {"policy_loss": "reinforce", "kl_loss_coef": 0.5, "kl_loss_type": name}
+        check_loss({**chosen, **settings}, aggregated(reinforce) + 0.5 * kl)
+
+
+def check_aggregation(name: str) -> None:
+    divisor = 7.0 if name == "constant" else None
+    settings = {"loss_aggregation": name, "loss_aggregation_divisor": divisor}
+    expected = aggregated(reinforce, name, divisor)
+    check_loss({"policy_loss": "reinforce", **settings}, expected)
+
+
+def half_of_likely_tokens(
+    config: PolicyLossConfig, batch: Any, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    return pg_loss / 2, log_probs > -1.5
+
+
+CUSTOM = {"use_tis": True, "custom_tis_function_path": f"{__name__}:half_of_likely_tokens"}
+
+
+def half_by_loops(sequence: Sequence1) -> list[Tensor]:
+    losses = reinforce(sequence)
+    return [
+        loss / 2 if log_prob > -1.5 else 0.0 * loss
+        for loss, log_prob in zip(losses, sequence.log_probs, strict=True)
+    ]
+
+
+def corrections_alone() -> dict[str, list[tuple[dict[str, Any], TokenLosses]]]:
+    """By row, the settings under which it alone is on, and the loops of these settings."""
+
+    def loops_of(correction: Correction) -> TokenLosses:
+        return lambda s: objectives_oracle.correct(s, reinforce(s), correction)[0]
+
+    cases = [(settings, loops_of(of_oracle)) for settings, of_oracle in CORRECTION_CASES.values()]
+    found: dict[str, list[tuple[dict[str, Any], TokenLosses]]] = {}
+    for settings, loops in [*cases, (CUSTOM, half_by_loops)]:
+        rows = CORRECTIONS.rows_on(PolicyLossConfig(**settings))
+        if len(rows) == 1:
+            found.setdefault(rows[0].name, []).append((settings, loops))
+    return found
+
+
+def check_correction(name: str) -> None:
+    for settings, loops in corrections_alone()[name]:
+        check_loss({"policy_loss": "reinforce", **settings}, aggregated(loops))
+
+
+# --------------------------------------------------------------------------------------------------
+# Divergences from a teacher, and advantages
+# --------------------------------------------------------------------------------------------------
+
+
+def check_divergence(kind: str) -> None:
+    """Loss and gradient of every logit, of two samples with a teacher's logits."""
+    generator = torch.Generator().manual_seed(2)
+    vocab_size, lengths, beta, temperature = 6, [(2, [1, 0, 1, 1]), (3, [1, 1])], 0.3, 0.8
+    samples, losses, row = [], [], 0
+    num_rows = sum(prompt + len(mask) for prompt, mask in lengths)
+    logits = torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    for prompt, mask in lengths:
+        tokens = torch.randint(vocab_size, (prompt + len(mask),), generator=generator)
+        teacher = torch.randn(len(mask), vocab_size, generator=generator, dtype=torch.float64)
+        channels = {"teacher_logits": teacher}
+        samples.append(Sample(tokens, len(mask), mask, side_channels=channels))
+        for token in range(len(mask)):
+            if not mask[token]:
+                continue
+            of_row = logits[row + prompt + token - 1]
+            log_p, log_q = (
+                distillation_oracle.log_softmax_of(list(each), temperature)
+                for each in (of_row, teacher[token])
+            )
+            loss = distillation_oracle.divergence(kind, beta, log_p, log_q)
+            losses.append(loss / (sum(mask) * len(lengths)))
+        row += prompt + len(mask)
+    expected = sum(losses, start=torch.zeros((), dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(expected, logits)
+    config = PolicyLossConfig(
+        policy_loss="distill",
+        distill_teacher="logits",
+        distill_divergence=kind,  # type: ignore[arg-type]
+        distill_beta=beta if kind == "jsd" else 0.5,
+        rollout_temperature=temperature,
+    )
+    found, _ = policy_loss_function(config, pack(samples), logits, totals=step_totals(samples))
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def check_advantages(name: str) -> None:
+    rng = random.Random(4)
+    groups = [rng.randrange(4) for _ in range(20)]
+    rewards = [rng.choice([0.0, 1.0, rng.uniform(-2, 2)]) for _ in groups]
+    found = advantages.group_advantages(rewards, groups, method=name).advantages
+    expected = torch.tensor(expected_advantages(rewards, groups, name))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Token:
+    """One active token and all that metrics are made of."""
+
+    document: int
+    log_prob: float
+    old: float
+    ref: float
+    rollout: float
+    advantage: float
+    version: int
+    entropy: float
+    divergence: float
+    set_size: float
+    set_mass: float
+
+    @property
+    def r(self) -> float:
+        return math.exp(self.log_prob - self.old)
+
+    @property
+    def w(self) -> float:
+        return math.exp(self.old - self.rollout)
+
+    @property
+    def d(self) -> float:
+        return self.old - self.rollout
+
+    @property
+    def is_clipped_above(self) -> bool:
+        return self.advantage > 0 and self.r > 1.2
+
+    @property
+    def is_clipped_below(self) -> bool:
+        return self.advantage < 0 and self.r < 0.8
+
+    def kl_ref(self) -> float:
+        difference = self.log_prob - self.ref
+        return min(math.exp(-difference) - 1 + difference, 10.0)
+
+
+VERSIONS = [3, 3, 5, 5, 4, 6, 6, 7]
+TOLD_VERSION = 9
+METRIC_SETTINGS = {"kl_loss_type": "low_var_kl", "pg_metrics": "with_entropy"}
+OF_SETS = {"replay_sampling_set": True, "kept_set_mass": True}
+OF_TEACHER = {"distill_coef": 0.5, "distill_teacher": "logits"}
+
+
+def made_up(seed: int, low: float, high: float) -> Tensor:
+    """A number for every response token of the step, [window] float64."""
+    rng = random.Random(seed)
+    count = sum(len(s.loss_mask) for s in SEQUENCES)
+    return torch.tensor([rng.uniform(low, high) for _ in range(count)], dtype=torch.float64)
+
+
+ENTROPY, DIVERGENCE = made_up(1, 0.5, 2.0), made_up(2, 0.1, 0.9)
+SET_SIZE, SET_MASS = made_up(3, 0.0, 9.0).round(), made_up(4, 0.3, 1.0)
+
+
+def active_tokens() -> list[Token]:
+    found, place = [], 0
+    for index, s in enumerate(SEQUENCES):
+        for t, keep in enumerate(s.loss_mask):
+            numbers = (each[place].item() for each in (ENTROPY, DIVERGENCE, SET_SIZE, SET_MASS))
+            log_probs = (s.old_log_probs[t], s.ref_log_probs[t], s.rollout_log_probs[t])
+            token = Token(
+                ROLLOUTS[index],
+                s.log_probs[t].item(),
+                *log_probs,
+                s.advantages[t],
+                VERSIONS[index],
+                *numbers,
+            )
+            found += [token] * keep
+            place += 1
+    return found
+
+
+def document_mean(value: Callable[[Token], float], tokens: Sequence[Token]) -> float:
+    means = []
+    for document in sorted({token.document for token in tokens}):
+        values = [float(value(token)) for token in tokens if token.document == document]
+        means.append(sum(values) / len(values))
+    return sum(means) / len(means)
+
+
+Loops = Callable[[Sequence[Token]], float]
+
+
+def mean(value: Callable[[Token], float]) -> Loops:
+    return lambda tokens: document_mean(value, tokens)
+
+
+def total(value: Callable[[Token], float]) -> Loops:
+    return lambda tokens: sum(value(token) for token in tokens)
+
+
+def token_mean(value: Callable[[Token], float]) -> Loops:
+    return lambda tokens: sum(value(token) for token in tokens) / len(tokens)
+
+
+def standard_deviation(tokens: Sequence[Token]) -> float:
+    center = document_mean(lambda t: abs(t.d), tokens)
+    return math.sqrt(document_mean(lambda t: (abs(t.d) - center) ** 2, tokens))
+
+
+METRIC_LOOPS: dict[str, Loops] = {
+    "new_logprobs": mean(lambda t: t.log_prob),
+    "advantage": mean(lambda t: t.advantage),
+    "num_tokens": len,
+    "old_logprobs": mean(lambda t: t.old),
+    "ratio_new_old": mean(lambda t: t.r),
+    "ppo_kl": mean(lambda t: t.old - t.log_prob),
+    "kl_new_old": mean(lambda t: t.r - 1 - (t.log_prob - t.old)),
+    "clipped_ratio_fraction": mean(lambda t: not 0.8 <= t.r <= 1.2),
+    "clipped_ratio_effective_fraction": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
+    "pg_clipfrac": mean(lambda t: t.is_clipped_above or t.is_clipped_below),
+    "pg_clipfrac_positive": mean(lambda t: t.is_clipped_above),
+    "pg_clipfrac_negative": mean(lambda t: t.is_clipped_below),
+    "ratio_new_old_sum": total(lambda t: t.r),
+    "ratio_new_old_squared_sum": total(lambda t: t.r**2),
+    "ref_logprobs": mean(lambda t: t.ref),
+    "kl_ref": mean(Token.kl_ref),
+    "ratio_ref_new": mean(lambda t: math.exp(t.ref - t.log_prob)),
+    "rollout_ratio": mean(lambda t: t.w),
+    "rollout_kl": mean(lambda t: t.w - 1 - t.d),
+    "rollout_abs_difference": mean(lambda t: abs(t.d)),
+    "max_rollout_abs_difference": lambda tokens: max(abs(t.d) for t in tokens),
+    "rollout_abs_difference_squared": mean(lambda t: t.d**2),
+    "rollout_chi_square": mean(lambda t: t.w**2 - 1),
+    "rollout_log_ppl_diff": mean(lambda t: t.rollout - t.old),
+    "rollout_ratio_of_tokens": token_mean(lambda t: t.w),
+    "rollout_ratio_squared_of_tokens": token_mean(lambda t: t.w**2),
+    "policy_version": mean(lambda t: t.version),
+    "min_policy_version": lambda tokens: min(t.version for t in tokens),
+    "entropy": mean(lambda t: t.entropy),
+    "kept_set_size": mean(lambda t: t.set_size),
+    "kept_set_mass": mean(lambda t: t.set_mass),
+    "teacher_divergence": mean(lambda t: t.divergence),
+    "max_advantage": lambda tokens: max(t.advantage for t in tokens),
+    "min_advantage": lambda tokens: min(t.advantage for t in tokens),
+}
+DERIVED_LOOPS: dict[str, Loops] = {
+    "effective_sample_size": lambda tokens: (
+        sum(t.r for t in tokens) ** 2 / sum(t.r**2 for t in tokens)
+    ),
+    "rollout_abs_difference_std": standard_deviation,
+    "rollout_ppl_ratio": lambda tokens: math.exp(document_mean(lambda t: -t.d, tokens)),
+    "rollout_effective_sample_size": lambda tokens: (
+        sum(t.w for t in tokens) ** 2 / (len(tokens) * sum(t.w**2 for t in tokens))
+    ),
+    "staleness": lambda tokens: TOLD_VERSION - document_mean(lambda t: t.version, tokens),
+    "max_staleness": lambda tokens: TOLD_VERSION - min(t.version for t in tokens),
+}
+
+
+def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[str, float]]:
+    """The pairs of the step's only micro-batch, and what the step reports."""
+    config = PolicyLossConfig(**METRIC_SETTINGS, **settings)
+    fields: dict[str, Sequence[Any]] = {"policy_version": VERSIONS}
+    if config.replay_sampling_set:
+        fields["kept_tokens"] = [[[0, 1]] * len(s.loss_mask) for s in SEQUENCES]
+    else:
+        teachers = [torch.zeros(len(s.loss_mask), 2) for s in SEQUENCES]
+        fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
+    batch = pack(samples_of(SEQUENCES, **fields))
+    batch = dataclasses.replace(batch, kept_set_size=SET_SIZE, kept_set_mass=SET_MASS)
+    loss = MicroBatchLoss(config, batch, step_totals(batch.samples))
+    _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE)
+    reported = reduce_metrics(
+        config, [pairs], contributes=True, device="cpu", policy_version=TOLD_VERSION
+    )
+    return pairs, reported
+
+
+def check_metric(name: str) -> None:
+    tokens = active_tokens()
+    expected = (METRIC_LOOPS | DERIVED_LOOPS)[name](tokens)
+    assert expected != 0, "nothing is compared"
+    found = [metrics_of_step(settings) for settings in (OF_SETS, OF_TEACHER)]
+    values = [reported[name] for _, reported in found if name in reported]
+    if not values:  # of a micro-batch alone
+        values = [(pairs[name][0] / pairs[name][1]).item() for pairs, _ in found if name in pairs]
+    assert values, f"{name} is in no report"
+    for value in values:
+        assert value == pytest.approx(expected, rel=1e-6), f"{name} is not close to its loops"
+
+
+# --------------------------------------------------------------------------------------------------
+# The door
+# --------------------------------------------------------------------------------------------------
+
+
+class Door(NamedTuple):
+    """A table, and what a row of it is compared with."""
+
+    rows: Callable[[], Iterable[str]]
+    """The names of the table's rows, at the time of the call."""
+    has_oracle: Callable[[], Collection[str]]
+    """The names that there are loops for."""
+    check: Callable[[str], None]
+    """Compares a row with its loops."""
+
+
+DOORS = {
+    "policy_loss": Door(
+        lambda: OBJECTIVES,
+        lambda: {name for name, *_ in OBJECTIVE_CASES.values()} | {"distill"},
+        check_objective,
+    ),
+    "corrections": Door(lambda: CORRECTIONS, corrections_alone, check_correction),
+    "loss_aggregation": Door(lambda: AGGREGATIONS, lambda: oracle.AGGREGATIONS, check_aggregation),
+    "kl_loss_type": Door(
+        lambda: KL_ESTIMATES, lambda: objectives_oracle.KL_ESTIMATES, check_kl_estimate
+    ),
+    "divergences": Door(
+        lambda: typing.get_args(Kind), lambda: distillation_oracle.KINDS, check_divergence
+    ),
+    "advantages": Door(
+        lambda: advantages.METHODS, lambda: ("grpo", "dr_grpo", "rloo"), check_advantages
+    ),
+    "metrics": Door(lambda: [row.name for row in METRICS], lambda: METRIC_LOOPS, check_metric),
+    "derived": Door(lambda: [row.name for row in DERIVED], lambda: DERIVED_LOOPS, check_metric),
+}
+ROWS = [(table, name) for table, door in DOORS.items() for name in door.rows()]
+
+
+def check_row(table: str, name: str) -> None:
+    door = DOORS[table]
+    assert name in door.has_oracle(), f"{name} of {table} has no oracle: write its plain loops"
+    door.check(name)
+
+
+@pytest.mark.parametrize(("table", "name"), ROWS)
+def test_every_row_is_what_its_loops_say(table: str, name: str) -> None:
+    check_row(table, name)
+
+
+def test_every_table_has_a_door() -> None:
+    assert set(TABLES) <= set(DOORS)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the door refuses
+# --------------------------------------------------------------------------------------------------
+
+Change = Callable[[Tensor], Tensor]
+CHANGES: dict[str, Change] = {
+    "value and gradient": torch.neg,
+    "gradient alone": lambda loss: 2 * loss.detach() - loss,
+}
+
+
+def broken(table: str, name: str, change: Change, patch: pytest.MonkeyPatch) -> None:
+    """Enters a row whose result is changed in the place of the right one."""
+    if table in TABLES:
+        row = TABLES[table][name]
+        patch.setitem(TABLES[table], name, dataclasses.replace(row, **changed(table, row, change)))
+    elif table in ("metrics", "derived"):
+        rows: list[Any] = METRICS if table == "metrics" else DERIVED
+        (row,) = [row for row in rows if row.name == name]
+        value = row.value
+        wrong = lambda *given: -1.0 * (value(*given) + 0.0)  # noqa: E731  a truth value too
+        patch.setitem(vars(row), "value", wrong)
+    elif table == "divergences":
+        terms = Divergence.terms
+        patch.setattr(Divergence, "terms", lambda *given: tuple(map(torch.neg, terms(*given))))
+    else:
+        right = advantages.group_advantages
+
+        def negated(*given: Any, **named: Any) -> Any:
+            found = right(*given, **named)
+            return dataclasses.replace(found, advantages=-found.advantages)
+
+        patch.setattr(advantages, "group_advantages", negated)
+
+
+def changed(table: str, row: Any, change: Change) -> dict[str, Any]:
+    """What is another in a row of a table of settings."""
+
+    def objective(*given: Any) -> ObjectiveOutput:
+        outcome = row.function(*given)
+        return dataclasses.replace(outcome, loss=change(outcome.loss))
+
+    def correction(scored: Scored, pg_loss: Tensor) -> Corrected:
+        found = row.function(scored, pg_loss)
+        return found._replace(pg_loss=change(found.pg_loss))
+
+    return {
+        "policy_loss": {"function": objective},
+        "corrections": {"function": correction},
+        "kl_loss_type": {"function": lambda *given: change(row.function(*given))},
+        "loss_aggregation": {"outer_count": lambda totals: -row.outer_count(totals)},
+    }[table]
+
+
+def mutants() -> Iterator[tuple[str, str, str]]:
+    for table, name in ROWS:
+        has_gradient = table in ("policy_loss", "corrections", "kl_loss_type")
+        yield from ((table, name, change) for change in list(CHANGES)[: 1 + has_gradient])
+
+
+@pytest.mark.parametrize(("table", "name", "change"), mutants())
+def test_a_row_with_its_sign_flipped_is_refused(
+    table: str, name: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(table, name, CHANGES[change], monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        check_row(table, name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in CORRECTIONS.items() if row.rejects])
+def test_a_correction_that_drops_nothing_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = CORRECTIONS[name]
+
+    def keeps_all(scored: Scored, pg_loss: Tensor) -> Corrected:
+        return row.function(scored, pg_loss)._replace(loss_mask=scored.batch.loss_mask)
+
+    monkeypatch.setitem(CORRECTIONS, name, dataclasses.replace(row, function=keeps_all))
+    with pytest.raises(AssertionError, match="not close"):
+        check_row("corrections", name)
+
+
+@pytest.mark.parametrize("table", DOORS)
+def test_a_row_without_loops_is_refused(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the last row under another name: right, and nobody could say so."""
+    if table in TABLES:
+        copy = dataclasses.replace(list(TABLES[table].values())[-1], name="unheard_of")
+        monkeypatch.setitem(TABLES[table], copy.name, copy)
+    else:
+        door, rows = DOORS[table], [*DOORS[table].rows(), "unheard_of"]
+        monkeypatch.setitem(DOORS, table, door._replace(rows=lambda: rows))
+    (name,) = set(DOORS[table].rows()) - {name for of, name in ROWS if of == table}
+    with pytest.raises(AssertionError, match=f"unheard_of of {table} has no oracle"):
+        check_row(table, name)

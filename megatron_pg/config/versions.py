@@ -195,7 +195,7 @@ KNOWN_MISTAKES = (
         FIRST_UNSUPPORTED,
         "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
         "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)",
-        "pull request 3959",
+        "pull requests 3959 and 7498",
     ),
     KnownMistake(
         (0, 19),

@@ -6,15 +6,22 @@ on one context-parallel rank, prompts and padding included (`process_mtp_loss` i
 above 1. A mask of m / T, with T the active tokens of the step, adds up to 1 at most and so is a weight; the schedule
 divides by the M micro-batches and data parallelism by its DP * CP ranks, which `mtp_grad_scale_func` makes up for. What is
 left is `scaling factor / layers * 1/T sum m x`, x the cross-entropy of a token two or more positions ahead.
+
+Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, multiplies by CP what data parallelism divides by CP. So the
+installed Megatron is measured: `megatrons_own_factor` is 1 up to 0.19.2 and would be CP after that change.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -40,17 +47,114 @@ class MultiTokenScale:
         return torch.as_tensor(one if scale is None else scale(one)) * self.factor
 
 
-def scale_multi_token_loss(chunk: Any, factor: float) -> bool:
-    """Sets the scale of a step's multi-token prediction on the config of a model's chunk; whether it has any that is trained."""
+def scale_multi_token_loss(
+    chunk: Any, factor: float, context_group: ProcessGroup | None = None
+) -> bool:
+    """Sets the scale of a step's multi-token prediction on the config of a model's chunk.
+
+    Args:
+        chunk: the model's first chunk, wrapped or not; None has no multi-token prediction.
+        factor: DP * CP * M of the step.
+        context_group: the context-parallel group of the model; all of its ranks call, None is a group of one.
+
+    Returns:
+        Whether the chunk has multi-token prediction that is trained.
+
+    Raises:
+        NotImplementedError: the installed Megatron-Core scales multi-token prediction in a way that is not known here.
+    """
     model_config: Any = getattr(chunk, "config", None)
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
     device = next(chunk.parameters()).device
+    factor /= megatrons_own_factor(model_config, context_group, device)
     before = model_config.mtp_grad_scale_func
     if isinstance(before, MultiTokenScale):
         before = before.of_trainer
     model_config.mtp_grad_scale_func = MultiTokenScale(model_config, factor, before, device)
     return True
+
+
+_measured: dict[int, float] = {}
+"""The results of `megatrons_own_factor` by context-parallel size."""
+
+
+def megatrons_own_factor(
+    model_config: Any, context_group: ProcessGroup | None, device: torch.device
+) -> float:
+    """Measures the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
+
+    Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
+    group call.
+
+    Raises:
+        NotImplementedError: the factor is another one, or Megatron's functions take other arguments.
+    """
+    size = 1 if context_group is None else context_group.size()
+    if size == 1:
+        return 1.0
+    try:
+        if size not in _measured:
+            _measured[size] = _measure(model_config, context_group, device)
+        if _measured[size] not in (1.0, size):
+            raise TypeError(f"it multiplies by {_measured[size]}, and not by 1 or {size}")
+    except (AttributeError, TypeError) as error:
+        raise NotImplementedError(
+            f"--mtp-num-layers with --context-parallel-size {size}: how this megatron-core scales the loss of multi-token "
+            f"prediction is not known here ({error}); use megatron-core 0.19, or leave out multi-token prediction or context "
+            "parallelism"
+        ) from error
+    return _measured[size]
+
+
+def _measure(model_config: Any, context_group: Any, device: torch.device) -> float:
+    """Takes the gradient of a loss of equal weights; returns it over the weight, rounded to five digits."""
+    from megatron.core.transformer import multi_token_prediction
+
+    config, size, tokens = copy.copy(model_config), context_group.size(), 4
+    config.mtp_num_layers, config.mtp_loss_scaling_factor, config.mtp_detach_heads = 1, 1.0, False
+    config.grad_scale_func = config.mtp_grad_scale_func = config.num_moe_experts = None
+    config.calculate_per_token_loss, config.timers = False, None
+    bounds = torch.tensor([0, tokens * size], dtype=torch.int32, device=device)
+    hidden_states = torch.zeros(2 * tokens, 1, 1, device=device, requires_grad=True)
+    # The weights of all ranks add up to less than 1: Megatron divides by a sum above 1.
+    weight = 0.5 / (tokens * size)
+    scaler: Any = multi_token_prediction.MTPLossAutoScaler
+    before = scaler.main_loss_backward_scale
+    try:
+        schedules.forward_step_calc_loss(
+            model=None,
+            output_tensor=torch.zeros(1, device=device),
+            loss_func=None,
+            config=config,
+            vp_stage=None,
+            collect_non_loss_data=False,
+            num_microbatches=1,
+            forward_data_store=[],
+            cp_group_size=size,
+            is_last_stage=True,
+        )
+        with torch.enable_grad():
+            output = multi_token_prediction.process_mtp_loss(
+                hidden_states=hidden_states,
+                labels=None,
+                loss_mask=torch.full((1, tokens), weight, device=device),
+                output_layer=lambda hidden, **_: (hidden, None),
+                output_weight=None,
+                runtime_gather_output=None,
+                is_training=False,
+                compute_language_model_loss=lambda _, logits: logits[..., 0].T,
+                config=config,
+                cp_group=context_group,
+                packed_seq_params=PackedSeqParams(
+                    qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds
+                ),
+                input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device),
+            )
+            (gradient,) = torch.autograd.grad(output.sum(), hidden_states)
+    finally:
+        scaler.set_loss_scale(before)
+    return round(float(gradient[tokens:].max()) / weight, 5)
 
 
 def multi_token_mask(batch: PackedBatch, totals: StepTotals) -> Tensor:

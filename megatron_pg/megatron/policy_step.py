@@ -137,7 +137,9 @@ class PolicyStep:
             num_microbatches=num_microbatches,
         )
         ranks = groups.data_size * groups.context_size
-        self._predicts_more = scale_multi_token_loss(chunk, float(ranks * num_microbatches))
+        self._predicts_more = scale_multi_token_loss(
+            chunk, float(ranks * num_microbatches), groups.context
+        )
         self.share = 1.0 / (ranks * num_microbatches)
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 

@@ -344,8 +344,10 @@ MULTI_TOKEN_PARTS = ("scale_multi_token_loss", "multi_token_mask")
 MULTI_TOKEN_MISTAKES: dict[str, dict[str, Any]] = {
     "none": {},
     # The mean over a rank's own tokens, prompts and padding included.
-    "left to Megatron": {"scale_multi_token_loss": lambda right: lambda config, factor: False},
-    "without CP": {"scale_multi_token_loss": lambda right: lambda c, factor: right(c, factor / 2)},
+    "left to Megatron": {"scale_multi_token_loss": lambda right: lambda *step: False},
+    "without CP": {
+        "scale_multi_token_loss": lambda right: lambda c, factor, *_: right(c, factor / 2)
+    },
     "mask of the next token": {
         "multi_token_mask": lambda right: lambda *step: right(*step).roll(-1, 1)
     },

@@ -88,7 +88,8 @@ def validate_policy_loss_args(
         flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
         not_implemented += output_layer_violations(flag, found)
     refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
-    if int(found.get("rank", os.environ.get("RANK", "0"))) == 0:
+    rank = found.get("rank")
+    if int(os.environ.get("RANK", "0") if rank is None else rank) == 0:
         _log_decisions(config, aggregation)
     args.loss_aggregation, args.calculate_per_token_loss = aggregation, per_token
     args.loss_aggregation_divisor = config.loss_aggregation_divisor

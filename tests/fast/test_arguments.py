@@ -571,6 +571,17 @@ def test_what_is_changed_or_ignored_is_said_once_and_on_rank_0_only(line, words,
         assert words in caplog.messages[0]
 
 
+@pytest.mark.parametrize(("of_launcher", "count"), [(None, 1), ("0", 1), ("3", 0)])
+def test_arguments_whose_rank_is_none_take_the_launchers(of_launcher, count, caplog, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    if of_launcher is not None:
+        monkeypatch.setenv("RANK", of_launcher)
+    line = "--policy-loss sft --eps-clip 0.1"
+    with caplog.at_level(logging.WARNING, logger="megatron_pg"):
+        validate_policy_loss_args(parse(line, rank=None))
+    assert len(caplog.messages) == count
+
+
 def test_from_args_wants_validated_arguments():
     args = parse("--pg-loss-divisor 8")
     with pytest.raises(ValueError, match="validate_policy_loss_args"):

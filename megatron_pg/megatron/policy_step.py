@@ -22,6 +22,7 @@ from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
+from megatron_pg.megatron.training_loop import require_training_loop
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
@@ -121,6 +122,7 @@ class PolicyStep:
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
         self.model, self._chunk = model, chunk
+        self._is_loop_checked = False
         self._table_sizes = _table_sizes(chunk)
         if plan is not None:
             _require_one_length(plan, model_config)
@@ -156,12 +158,13 @@ class PolicyStep:
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
                 one's, or lacks an input of the objective; a sample has a token id or a learned position that the model's
-                embedding has no row for.
+                embedding has no row for; the loop would leave gradients unreduced (`require_training_loop`).
             NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
                 or of multi-token prediction.
         """
         if context_group is not None:
             require_own_group(self.scale, self.model, self.config.cp_partition_mode)
+        self.check_loop()
         self.check_packing(batch, context_group)
         self._check_embedding(batch)
         inputs = model_inputs(batch, context_group)
@@ -261,6 +264,13 @@ class PolicyStep:
             teacher_weight=self.teacher_weight,
         )
         return self.scale.apply(loss, metrics, batch)
+
+    def check_loop(self) -> None:
+        """Refuses a loop that would leave gradients unreduced, at the first micro-batch that has a backward pass."""
+        if self._chunk is None or self._is_loop_checked or not torch.is_grad_enabled():
+            return
+        require_training_loop(self._chunk, self.groups, self.num_microbatches)
+        self._is_loop_checked = True
 
     def check_packing(self, batch: PackedBatch, context_group: ProcessGroup | None = None) -> None:
         """Refuses a micro-batch that is packed for another context-parallel rank than this one."""

@@ -82,9 +82,10 @@ class ValueStep:
 
         Raises:
             ValueError: the batch was packed for another context-parallel size or rank, or its samples have no `old_values`
-                or `returns`.
+                or `returns`; the loop would leave gradients unreduced, as for `PolicyStep.head`.
         """
         step = self._step
+        step.check_loop()
         step.check_packing(batch)
         of_values = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
 

@@ -1,0 +1,116 @@
+"""The lines that a training loop owes Megatron beside the loss. A loop without them would train on other gradients in silence.
+
+Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py, distributed/finalize_model_grads.py and
+pipeline_parallel/schedules.py of megatron-core 0.15.3 to 0.19.2. `train` of megatron/training/training.py sets all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from megatron_pg.megatron.groups import ParallelGroups, unwrapped
+
+logger = logging.getLogger(__name__)
+
+_last_step: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""An object of each chunk's gradient buffers that `zero_grad_buffer` replaces, as the last step found it."""
+
+
+def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
+    """Refuses a loop that leaves gradients unreduced or wrongly scaled; warns once of gradients that were not zeroed.
+
+    Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
+    config by then. Reads the host alone.
+
+    Args:
+        chunk: the model, or its first chunk, as the schedule is given it.
+        groups: the process groups of the model.
+        num_microbatches: M of this data-parallel rank.
+
+    Raises:
+        ValueError: the config lacks `finalize_model_grads_func`, `grad_scale_func` or `no_sync_func` where they are needed, or
+            has another loss mode than DDP was built with.
+    """
+    config = chunk.config
+    unreduced = _unreduced(chunk, groups)
+    if unreduced and getattr(config, "finalize_model_grads_func", None) is None:
+        wrap = (
+            "" if hasattr(chunk, "finish_grad_sync") else ", and wrap the model in Megatron's DDP"
+        )
+        raise ValueError(
+            f"the model's config has no finalize_model_grads_func, and {unreduced}: set config.finalize_model_grads_func = "
+            f"megatron.core.distributed.finalize_model_grads{wrap}. A loop that reduces gradients by itself sets a function of "
+            "its own there, which the schedule calls after the last backward pass"
+        )
+    if getattr(config, "fp16", False) and getattr(config, "grad_scale_func", None) is None:
+        raise ValueError(
+            "the model's config has fp16=True and no grad_scale_func, and Megatron's optimizer divides the gradients by its "
+            "loss scale: set config.grad_scale_func = optimizer.scale_loss (lambda loss: loss, where nothing divides)"
+        )
+    if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
+        return
+    _require_wrapper(chunk, groups, num_microbatches)
+    group = chunk.bucket_groups[0]
+    # The name from 0.16 on, and before.
+    of_step = getattr(group, "per_param_grad_ready_counts", None)
+    of_step = group.params_with_grad if of_step is None else of_step
+    if _last_step.get(chunk) is of_step:
+        _warn_of_old_gradients()
+    _last_step[chunk] = of_step
+
+
+def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
+    """What `finalize_model_grads` does for this model and its sizes, in words; None where it does nothing."""
+    config = chunk.config
+    ranks = groups.data_size * groups.context_size
+    if config.calculate_per_token_loss:
+        return "per-token mode divides the gradients by the step's tokens there"
+    # FSDP of torch, whose parameters are DTensors, reduces them in backward.
+    if ranks > 1 and not isinstance(next(chunk.parameters()), DTensor):
+        return f"each of the {ranks} data- and context-parallel ranks holds a part of the gradients"
+    norms = getattr(config, "sequence_parallel", False) or getattr(config, "qk_layernorm", False)
+    if norms and groups.tensor_size > 1:
+        return "each tensor-parallel rank holds a part of the gradients of norms"
+    model = unwrapped(chunk)
+    shares = getattr(model, "share_embeddings_and_output_weights", False)
+    if getattr(config, "pipeline_model_parallel_size", 1) > 1 and (
+        shares or getattr(config, "mtp_num_layers", None)
+    ):
+        return "the first and the last pipeline stage each hold a part of the embedding's gradient"
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        return "the experts' bias (moe_router_enable_expert_bias) is updated there"
+    return None
+
+
+def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
+    """Refuses settings of Megatron's DDP that the config does not go with."""
+    config, settings = chunk.config, chunk.ddp_config
+    if settings.overlap_grad_reduce and num_microbatches > 1 and config.no_sync_func is None:
+        raise ValueError(
+            "DDP has overlap_grad_reduce=True and the model's config no no_sync_func: gradients are reduced after as many "
+            "micro-batches as the first step had, and later ones are left out. Set config.no_sync_func = model.no_sync (with "
+            "several chunks: the list of theirs)"
+        )
+    sums = (
+        chunk.bucket_groups[0].buckets[0].gradient_scaling_factor == 1.0
+        and not settings.average_in_collective
+    )
+    ranks = groups.data_size * groups.context_size
+    if ranks > 1 and sums != bool(config.calculate_per_token_loss):
+        raise ValueError(
+            f"the model's config has calculate_per_token_loss={config.calculate_per_token_loss} and DDP was built with the "
+            f"other: gradients would be {ranks} times too {'large' if sums else 'small'}. Set it before the model is wrapped"
+        )
+
+
+@functools.cache
+def _warn_of_old_gradients() -> None:
+    logger.warning(
+        "zero_grad_buffer() of the model was not called between two steps: the gradients of one are added to those of the "
+        "other. Call it on every chunk before the schedule, unless the sum is wanted (said once)"
+    )

@@ -1,0 +1,189 @@
+"""A loop of one's own that forgets what Megatron's loop sets: refused before the first backward pass, on every rank."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_pg.megatron.groups import unwrapped
+from tests.lanes import in_both_lanes
+
+from .compare import compare
+from .launch import RankError, run_ranks
+from .models import ModelOptions, Sharding, gather_gradients
+from .one_step import Outcome, build, run_schedule, train_step
+from .reference import reference_steps
+from .steps import Run, ValueRun
+
+pytestmark = in_both_lanes
+
+FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
+PER_TOKEN = ModelOptions(calculate_per_token_loss=True)
+OVERLAP = ModelOptions(overlap_grad_reduce=True)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that is right but for what it sets on the model's config."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    options: ModelOptions = field(default_factory=ModelOptions)
+    config: dict[str, Any] = field(default_factory=lambda: {"finalize_model_grads_func": None})
+    run: Run = field(default_factory=Run)
+
+
+def changed(loop: Loop) -> list[Any]:
+    """The chunks of the loop's model, with the loop's config."""
+    chunks = build(loop.sharding, loop.options)
+    for name, value in loop.config.items():
+        setattr(chunks[0].config, name, value)
+    return chunks
+
+
+def outcome_or_refusal(loop: Loop) -> Outcome | str | None:
+    """The outcome of a step on rank 0, or the refusal on this rank."""
+    chunks = changed(loop)
+    try:
+        return train_step(chunks, loop.sharding, loop.run)
+    except ValueError as error:
+        return str(error)
+
+
+NEEDS = {
+    "CP": (Loop(Sharding(context=2)), "each of the 2 data- and context-parallel ranks"),
+    "DP": (Loop(Sharding(data=2)), "each of the 2 data- and context-parallel ranks"),
+    "a critic": (
+        Loop(Sharding(context=2), ModelOptions(value_head=True), run=ValueRun()),
+        "each of the 2 data- and context-parallel ranks",
+    ),
+    "SP": (Loop(Sharding(tensor=2, sequence_parallel=True)), "gradients of norms"),
+    "per token": (Loop(options=PER_TOKEN), "divides the gradients by the step's tokens"),
+    "bias of experts": (
+        Loop(config={"finalize_model_grads_func": None, "moe_router_enable_expert_bias": True}),
+        "moe_router_enable_expert_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_gradients_that_nobody_finalizes_are_refused_on_every_rank(name: str) -> None:
+    """At CP 2 ranks parted and the norm was another, 64 times too large in per-token mode, and the checksum was 1."""
+    loop, words = NEEDS[name]
+    for found in run_ranks(outcome_or_refusal, loop.sharding.world_size, loop):
+        assert words in found and FINALIZE in found
+
+
+def one_step(loop: Loop) -> None:
+    train_step(changed(loop), loop.sharding, loop.run)
+
+
+def test_stages_that_share_an_embedding_need_it_too() -> None:
+    """The first stage refuses; the last waits for it."""
+    loop = Loop(Sharding(pipeline=2), ModelOptions(tied_embeddings=True))
+    with pytest.raises(RankError, match="a part of the embedding's gradient"):
+        run_ranks(one_step, 2, loop)
+
+
+@pytest.mark.parametrize(
+    "sharding", [Sharding(), Sharding(tensor=2), Sharding(pipeline=2)], ids=str
+)
+def test_a_loop_that_needs_no_finalization_has_the_reference_gradients(sharding: Sharding) -> None:
+    (expected,) = run_ranks(reference_steps, 1, ModelOptions(), [Run()])[0]
+    found = run_ranks(outcome_or_refusal, sharding.world_size, Loop(sharding))[0]
+    assert not isinstance(found, str), found
+    assert compare(found, expected).passed
+
+
+def do_nothing(*args: Any, **keywords: Any) -> None:
+    """A function that the schedule calls in the place of Megatron's."""
+
+
+def finalize_afterwards(loop: Loop) -> Any:
+    chunks = changed(loop)
+    step, output = run_schedule(chunks, loop.sharding, loop.run)
+    finalize_model_grads(chunks)
+    metrics, gradients = step.metrics(output), gather_gradients(chunks)
+    return None if gradients is None else Outcome(gradients, metrics)
+
+
+def test_a_loop_that_finalizes_by_itself_says_so_with_a_function_of_its_own() -> None:
+    (expected,) = run_ranks(reference_steps, 1, ModelOptions(), [Run()])[0]
+    loop = Loop(Sharding(context=2), config={"finalize_model_grads_func": do_nothing})
+    comparison = compare(run_ranks(finalize_afterwards, 2, loop)[0], expected)
+    assert comparison.passed, comparison
+
+
+def score(loop: Loop) -> dict[str, float]:
+    chunks = changed(loop)
+    with torch.no_grad():
+        step, output = run_schedule(chunks, loop.sharding, loop.run, forward_only=True)
+    metrics: dict[str, float] = step.metrics(output)
+    return metrics
+
+
+def test_an_evaluation_needs_none_of_it() -> None:
+    for metrics in run_ranks(score, 2, Loop(Sharding(context=2))):
+        assert metrics["aggregation_checksum"] == 1.0
+
+
+def unwrapped_loop(loop: Loop) -> str:
+    chunks = [unwrapped(chunk) for chunk in changed(loop)]
+    with pytest.raises(ValueError) as raised:
+        run_schedule(chunks, loop.sharding, loop.run)
+    return str(raised.value)
+
+
+def test_a_model_without_ddp_is_told_to_be_wrapped() -> None:
+    for found in run_ranks(unwrapped_loop, 2, Loop(Sharding(context=2))):
+        assert FINALIZE in found and "wrap the model in Megatron's DDP" in found
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (Loop(Sharding(data=2), OVERLAP, {"no_sync_func": None}), "no_sync_func = model.no_sync"),
+        (Loop(config={"fp16": True}), "config.grad_scale_func = optimizer.scale_loss"),
+        (
+            Loop(Sharding(context=2), config={"calculate_per_token_loss": True}),
+            "calculate_per_token_loss=True and DDP was built with the other: gradients would be 2 times too small",
+        ),
+        (
+            Loop(Sharding(context=2), PER_TOKEN, {"calculate_per_token_loss": False}),
+            "calculate_per_token_loss=False and DDP was built with the other: gradients would be 2 times too large",
+        ),
+    ],
+    ids=["no_sync_func", "grad_scale_func", "to per-token mode", "from per-token mode"],
+)
+def test_what_else_a_loop_forgets_is_refused(loop: Loop, words: str) -> None:
+    for found in run_ranks(outcome_or_refusal, loop.sharding.world_size, loop):
+        assert words in found
+
+
+def messages_of_steps(loop: Loop, zeroed: list[bool]) -> list[list[str]]:
+    """What each of the steps warned of, with and without `zero_grad_buffer` before it."""
+    chunks, of_steps = build(loop.sharding, loop.options), []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            of_steps[-1].append(record.getMessage())
+
+    logging.getLogger("megatron_pg").addHandler(Keep())
+    for is_zeroed in zeroed:
+        of_steps.append([])
+        for chunk in chunks * is_zeroed:
+            chunk.zero_grad_buffer()
+        run_schedule(chunks, loop.sharding, loop.run)
+    return of_steps
+
+
+def test_gradients_of_the_step_before_are_warned_of_once() -> None:
+    """The third step had 3 times the gradient, and the checksum was 1."""
+    zeroed = [False, True, True, False, False]
+    for messages in run_ranks(messages_of_steps, 2, Loop(Sharding(data=2)), zeroed):
+        assert [len(each) for each in messages] == [0, 0, 0, 1, 0]
+        assert messages[3][0].startswith("zero_grad_buffer() of the model was not called")

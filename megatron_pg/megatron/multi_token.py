@@ -154,8 +154,8 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
             (gradient,) = torch.autograd.grad(output.sum(), hidden_states)
     finally:
         scaler.set_loss_scale(before)
-    largest: float = gradient[tokens:].max().item()
-    return round(largest / weight, 5)
+    found: float = round(gradient[tokens:].max().item() / weight, 5)
+    return found
 
 
 def multi_token_mask(batch: PackedBatch, totals: StepTotals) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 
 from megatron_pg import Sample, pack
 from megatron_pg.step.batch import coefficients_of_window
+from megatron_pg.step.identity import store_hashes
 
 NUM_SAMPLES, PROMPT, RESPONSE, ROUNDS = 16, 64, 448, 50
-HASHES = ("identity", "prompt_hash", "active_coefficients")
 
 
 def main() -> None:
@@ -50,13 +50,11 @@ def main() -> None:
 
     def hashes() -> None:
         for sample in samples:
-            for name in HASHES:
-                vars(sample).pop(name, None)
-            for name in HASHES:
-                getattr(sample, name)
+            vars(sample).pop("hashed_fields", None)
+        store_hashes(samples)
 
     def coefficients() -> None:
-        coefficients_of_window(samples, window)
+        coefficients_of_window(window)
 
     for name, call, other, what in (
         ("hashes of the samples", hashes, build, "building them"),

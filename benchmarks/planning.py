@@ -50,11 +50,13 @@ def seconds(work: Callable[[Any], object], inputs: Iterable[Any]) -> float:
 
 
 def samples_with(lengths: Lengths) -> list[Sample]:
-    """Samples of these lengths in groups of eight; they share one small set of tensors per length."""
-    of_length = {
-        length: Sample(torch.zeros(length, dtype=torch.int64), length - 1, torch.ones(length - 1))
-        for length in np.unique(lengths).tolist()
-    }
+    """Samples of these lengths in groups of eight, with advantages and two kinds of log-probs; they share one small set of
+    tensors per length."""
+    of_length = {}
+    for length in np.unique(lengths).tolist():
+        tokens, values = torch.zeros(length, dtype=torch.int64), torch.full((length - 1,), -1.0)
+        log_probs = {"old_log_probs": values, "rollout_log_probs": values}
+        of_length[length] = Sample(tokens, length - 1, torch.ones(length - 1), 1.0, **log_probs)
     samples = []
     for index, length in enumerate(lengths.tolist()):
         sample = object.__new__(Sample)

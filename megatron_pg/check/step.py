@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,8 +208,7 @@ def _row(
         calculate_per_token_loss=run.per_token,
         dtype=options.dtype,
         loss=metrics["loss"],
-        # Only a custom reducer, which weighs the tokens by itself, has none.
-        checksum=metrics.get(CHECKSUM, 1.0 if run.aggregation == CUSTOM else math.nan),
+        checksum=metrics[CHECKSUM],
         what=case.name,
     )
     if case.updates:

@@ -7,10 +7,14 @@ the metrics.
     sum of w c_t            times coefficients     also: one twice and another never, a stale micro-batch, another window
     sum of w c_t c_rank     times that of a rank   also: samples of another data-parallel rank
 
-c_t in [0.25, 2.25) is fixed by a hash of the sample (tokens, response length, loss mask) and the token's position
-(`megatron_pg.step.identity`). Whatever leaves the first sum at 1 has to fit the hashes to leave the second there: where
-one of n samples takes the place of another of the same weight, with a probability below 1e-8 n. What is not seen is a
-sample without an active token, which adds to no sum, and an exchange of samples that are equal in all that is hashed.
+c_t in [0.25, 2.25) is fixed by a hash of the sample and by the token's position (`megatron_pg.step.identity`). The hash is of
+tokens, response length, loss mask, loss weights and kept sets; and of advantages, log-probs, old values and returns, those
+of them that every sample of the rank had when the step was counted. Under a custom reducer, whose weights are its own, w
+is 1 for every active token.
+
+Whatever leaves the first sum at 1 has to fit the hashes to leave the second there: where one of n samples takes the place of
+another of the same weight, with a probability below 1e-8 n. What is not seen is a sample without an active token, which adds
+to no sum, and an exchange of samples that are equal in all that is hashed.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
 
@@ -38,8 +43,8 @@ LOST_OR_TWICE = (
 )
 EXCHANGED = (
     "The weights add up to 1, and not those of the samples that the totals count: a sample or micro-batch was trained on "
-    "twice and another never, a micro-batch is of another step or its masks have changed since step_totals(), or one was "
-    "packed for another context-parallel rank than the one that ran it."
+    "twice and another never, a micro-batch is of another step, its masks, advantages or log-probs have changed since "
+    "step_totals() or plan_step(), or one was packed for another context-parallel rank than the one that ran it."
 )
 OTHER_RANK = (
     "Every sample was trained on once, and not each on the data-parallel rank that passed it to step_totals() or "
@@ -97,6 +102,7 @@ def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dic
     mine = totals.counts[totals.data_parallel_rank]
     trained = Counter[int | None]()
     for samples in of_windows:
+        store_hashes(samples, totals.hashed_fields)
         trained |= Counter(sample.identity for sample in samples)
         names |= {sample.identity: sample.name for sample in samples}
     names |= {count.identity: count.name for count in mine}

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
-from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.corrections import Scored
 from megatron_pg.loss.metric_table import (
@@ -147,7 +146,7 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> MetricTab
     )
     reported = ("loss", "pg_loss", *(name for name, coefficient in terms if coefficient))
     is_of_sequences = ratio_of(config) == "sequence"
-    return MetricTable(reported, tuple(rows), not AGGREGATIONS.is_replaced(config), is_of_sequences)
+    return MetricTable(reported, tuple(rows), is_of_sequences)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
@@ -205,10 +204,9 @@ def reduce_metrics(
             micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
         )
     check_checksum(config, reduced, micro_batches)
-    if CHECKSUM in reduced:
-        reduced[CHECKSUM], _ = checksum_of(reduced)
-        for name in CHECKSUMS[1:]:
-            del reduced[name]
+    reduced[CHECKSUM], _ = checksum_of(reduced)
+    for name in CHECKSUMS[1:]:
+        del reduced[name]
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
             "rejection_denominator",

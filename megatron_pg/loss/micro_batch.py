@@ -215,9 +215,9 @@ class MicroBatchLoss:
         other._sequence = SequenceLogRatios.of(self.config, reduction, sums)
         return other
 
-    def _settings(self) -> tuple[PolicyLossConfig, bool]:
+    def _settings(self) -> tuple[PolicyLossConfig, tuple[str, ...]]:
         """What programs depend on besides their tensors."""
-        return _without_divisor(self.config), self._weights.knows_identities
+        return _without_divisor(self.config), self._weights.rows
 
     def _is_compiled(self, log_probs: Tensor) -> bool:
         return (

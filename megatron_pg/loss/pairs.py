@@ -25,16 +25,13 @@ class MetricTable:
     """Numbers of the whole micro-batch, such as the loss, whose denominators add up to 1 over the step."""
     rows: tuple[tuple[str, str | None], ...]
     """(name, kind) of the metrics of tokens; kind None for one whose fields the samples lack, a pair of zeros."""
-    is_checked: bool
-    """Whether the weights of the loss are known, for the checksum."""
     has_sequences: bool = False
     """Whether a "ratio sum" is over sequences, and not over tokens."""
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the pairs, in order."""
-        checks = CHECKSUMS if self.is_checked else ()
-        return (*self.reported, *checks, *(name for name, _ in self.rows))
+        return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
 
     @functools.cached_property
     def present(self) -> tuple[tuple[str, str], ...]:
@@ -64,9 +61,9 @@ class MetricTable:
         if values is not None:
             columns = torch.stack([of[name] for name in self.columns], dim=1)
             found.append((values @ columns).flatten())
-        sums = weights.sums()
-        found += [] if sums is None else [sums]
-        return found + [reported[name].detach().double().reshape(1) for name in self.reported]
+        return [*found, weights.sums()] + [
+            reported[name].detach().double().reshape(1) for name in self.reported
+        ]
 
     def pairs(self, weights: MicroBatchWeights, parts: Iterable[Tensor]) -> Tensor:
         """The pairs [names, 2] float64 of `parts`: a copy, as Megatron rescales the returned loss in place."""
@@ -76,11 +73,10 @@ class MetricTable:
 
 @functools.cache
 def _layout(table: MetricTable, device: torch.device) -> Tensor:
-    checks = CHECKSUMS if table.is_checked else ()
     made_of: list[object] = [(name, of) for name, _ in table.present for of in table.columns]
-    made_of += [*table.columns[:2], *checks, *table.reported, *SCALARS]
+    made_of += [*table.columns[:2], *CHECKSUMS, *table.reported, *SCALARS]
     place = {name: index for index, name in enumerate(made_of)}
-    pairs: list[tuple[object, object]] = [(name, "share") for name in (*table.reported, *checks)]
+    pairs: list[tuple[object, object]] = [(name, "share") for name in table.reported + CHECKSUMS]
     for name, kind in table.rows:
         if kind is None:
             pairs.append(("nothing", "nothing"))

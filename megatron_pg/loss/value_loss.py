@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM, checksum_of
 from megatron_pg.loss.masking import masked
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
@@ -115,7 +114,7 @@ def value_metric_table(config: PolicyLossConfig) -> MetricTable:
     """The (numerator, denominator) metrics of a critic's step."""
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     rows = rows if config.pg_metrics != "none" else ()
-    return MetricTable(("value_loss",), rows, not AGGREGATIONS.is_replaced(config))
+    return MetricTable(("value_loss",), rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +156,7 @@ class ValueReport:
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
         check_checksum(self.config, found, self.micro_batches)
         report = {name: found[name] for name in ("value_loss", *MEANS) if name in found}
-        if CHECKSUM in found:
-            report[f"value_{CHECKSUM}"], _ = checksum_of(found)
+        report[f"value_{CHECKSUM}"], _ = checksum_of(found)
         if "error_sum" in found:
             report["explained_variance"] = _explained_variance(*(found[name] for name in SUMS))
         return report

@@ -17,10 +17,10 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.metric_table import ratio_of
 from megatron_pg.loss.reducer import Reducer, WeightedSum, custom_reducer
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.identity import coefficient_of_rank
+from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
 
-IN_THE_LOSS = ("loss", "sample_mean")
+IN_THE_LOSS = ("loss", "sample_mean", "counted", "identified")
 """The rows of weights that a token's loss weight multiplies; those of the metrics count every active token alike."""
 
 
@@ -36,15 +36,15 @@ class MicroBatchWeights:
     """The micro-batch, on its device."""
     rows: tuple[str, ...]
     """What the weights are of: `loss` (unless a custom reducer has its own) and `sample_mean` (KL and entropy); for metrics
-    `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the ratio is one number a sequence."""
+    `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the ratio is one number a sequence;
+    for the checksum `counted`, each token once, where a custom reducer has the weights of the loss, and `identified`, those
+    of `loss` or `counted` times the coefficients of the samples, where the totals know them."""
     scalars: Tensor
     """[20] float64 on the device, of which `SCALARS` names those that are reported: outer count of the loss, that of the
     sample mean, divisor of the gradient, share; factors, divisors and offsets of the sums; 0."""
     per_sample: Tensor
     """[rows, samples] float64 on the device, the weight of each token of a sample; at least two columns, of no sample where
     there are fewer."""
-    knows_identities: bool = True
-    """Whether the totals say what samples they counted, and not only how many tokens."""
     reducer: Reducer | None = None
     """The user's own, in place of the weights `loss`."""
 
@@ -66,9 +66,12 @@ class MicroBatchWeights:
             # By the field's convention its inner sum is over rollouts, or tokens in per-token mode.
             reducer, per_token = custom_reducer(config, batch), config.calculate_per_token_loss
             outer_count = max(counted.num_active_tokens if per_token else counted.num_rollouts, 1)
+            checked = divisors["counted"] = torch.ones(len(samples), dtype=torch.float64)
         else:
-            divisors["loss"] = mode.divisors_of(counted, samples, divisor)
+            checked = divisors["loss"] = mode.divisors_of(counted, samples, divisor)
             outer_count = mode.outer_count(counted)
+        if counted.by_identity is not None:
+            divisors["identified"] = checked / coefficients_of(samples, counted.hashed_fields)
         if config.kl_loss_coef or config.entropy_coef:
             divisors["sample_mean"] = sample_mean.divisors_of(counted, samples)
         if config.pg_metrics != "none":
@@ -92,10 +95,7 @@ class MicroBatchWeights:
             row[: len(samples)] = 1.0 / of_samples
         numbers = to_device(numbers, device)
         per_sample = numbers[len(scalars) :].view(len(divisors), width)
-        knows_identities = counted.by_identity is not None
-        return cls(
-            batch, tuple(divisors), numbers[: len(scalars)], per_sample, knows_identities, reducer
-        )
+        return cls(batch, tuple(divisors), numbers[: len(scalars)], per_sample, reducer)
 
     @functools.cached_property
     def of_tokens(self) -> Mapping[str, Tensor]:
@@ -125,29 +125,27 @@ class MicroBatchWeights:
         inner_sum = WeightedSum(self.of_tokens["sample_mean"])(x)
         return inner_sum / self.scalars[1].to(inner_sum.dtype)
 
-    def sums(self) -> Tensor | None:
+    def sums(self) -> Tensor:
         """The sums of the weights, 1-d float64: `documents` and `tokens`, where there are metrics, and the three checks.
 
-        A check is a sum over what the step's totals say that it adds up to: of the weights `loss`, of those times the
-        coefficients of the tokens, and the same times that of the rank. None where there is nothing to sum.
+        A check is a sum over what the step's totals say that it adds up to: of the weights `loss` or `counted`, of those times
+        the coefficients of samples and positions, and the same times that of the rank.
         """
-        of, rows = self.of_tokens, []
-        if "documents" in of:
-            rows += [of["documents"], of["tokens"]]
-        if "loss" in of:
-            checked = of["loss"] * self.batch.coefficients if self.knows_identities else of["loss"]
-            rows += [of["loss"], checked, checked]
-        if not rows:
-            return None
-        first = 0 if "documents" in of else 2
-        adjust = self.scalars[4:19].view(3, 5)[:, first : first + len(rows)]
+        of = self.of_tokens
+        weights = of["loss"] if "loss" in of else of["counted"]
+        identified = of["identified"] * self.batch.coefficients if "identified" in of else weights
+        rows = [of[name] for name in ("documents", "tokens") if name in of]
+        rows += [weights, identified, identified]
+        adjust = self.scalars[4:19].view(3, 5)[:, -len(rows) :]
         sums: Tensor = torch.stack(rows).sum(1) * adjust[0] / adjust[1] + adjust[2]
         return sums
 
 
 def _adjustments(config: PolicyLossConfig, totals: StepTotals, share: float) -> list[float]:
     """What the five sums are multiplied by, divided by, and what is added to them."""
-    mode, divisor = AGGREGATIONS[config.loss_aggregation], config.loss_aggregation_divisor or 1.0
+    # Of a custom reducer the weights are not known: each token counts once, as in the token mean.
+    name = "token_mean" if AGGREGATIONS.is_replaced(config) else config.loss_aggregation
+    mode, divisor = AGGREGATIONS[name], config.loss_aggregation_divisor or 1.0
     expected, rank = [mode.total_weight(totals, divisor)], 1.0
     if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
         expected *= 3

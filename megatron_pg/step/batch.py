@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
-from megatron_pg.step.identity import coefficient_of, coefficients_of_positions
+from megatron_pg.step.identity import coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
 from megatron_pg.step.token_window import TokenWindow
 
@@ -74,8 +74,7 @@ class PackedBatch:
     largest_target: int
     """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
     coefficients: Tensor
-    """What each token of the window counts in the sums that tell samples apart, by its sample's identity and its position in the
-    response, [window] float64."""
+    """The numbers [window] float64 that tokens count by their position in the response, in the sums that tell samples apart."""
 
     kept_tokens: Ragged | None = None
     """The ids that each token was sampled from, [window] rows; empty where masked and where all were kept. Stays on the host.
@@ -199,7 +198,7 @@ def pack(
         num_active_tokens=int(loss_mask.sum()),
         largest_token=int(tokens.max()) if len(tokens) else 0,
         largest_target=max([int(targets.max()), *beside.pop("largest_kept")]),
-        coefficients=coefficients_of_window(samples, window),
+        coefficients=coefficients_of_window(window),
         **beside,
     )
 
@@ -230,15 +229,12 @@ def _beside_the_numbers(
     }
 
 
-def coefficients_of_window(samples: Sequence[Sample], window: TokenWindow) -> Tensor:
-    """See `PackedBatch.coefficients`: that of the sample times that of the token's position, which are taken together."""
-    of_samples = [coefficient_of(sample.identity) for sample in samples] or [0.0]
+def coefficients_of_window(window: TokenWindow) -> Tensor:
+    """See `PackedBatch.coefficients`."""
     starts = torch.tensor([0, *window.response_lengths]).cumsum(0)
-    ids = window.window_segment_ids
-    positions = window.response_indices - starts.index_select(0, ids)
+    positions = window.response_indices - starts.index_select(0, window.window_segment_ids)
     table = coefficients_of_positions(max(window.response_lengths, default=0))
-    of_tokens = torch.tensor(of_samples, dtype=torch.float64).index_select(0, ids)
-    return of_tokens * table.index_select(0, positions)
+    return table.index_select(0, positions)
 
 
 def _of_window(

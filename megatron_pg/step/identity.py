@@ -8,6 +8,7 @@ multiplication a token, and two samples that differ share a hash with a probabil
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -29,8 +30,15 @@ MASK = 2**64 - 1
 GOLDEN_FRACTION = GOLDEN / 2**64
 CHUNK = 128
 """Samples that are hashed at a time."""
-HASHES = {"identity", "prompt_hash", "active_coefficients"}
-"""What a sample that has been hashed stores."""
+VALUE_FIELDS = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "old_values",
+    "returns",
+)
+"""The fields of a sample that a trainer may fill after the step is counted: those are hashed that it has by then."""
 _NOT_KEPT = torch.zeros(1, dtype=torch.bool)
 
 
@@ -47,59 +55,82 @@ class HashedSample(Protocol):
     def loss_weights(self) -> Tensor | None: ...
     @property
     def kept_tokens(self) -> Ragged | None: ...
+    @property
+    def advantages(self) -> Tensor: ...
 
 
-def store_hashes(samples: Sequence[HashedSample]) -> None:
-    """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples without; see `Sample`.
+def filled_fields(samples: Sequence[HashedSample]) -> tuple[str, ...]:
+    """The fields of `VALUE_FIELDS` that all samples have. Advantages count as given where one of them is not 0."""
+    found = [
+        name
+        for name in VALUE_FIELDS
+        if not any(value is None for value in map(operator.attrgetter(name), samples))
+    ]
+    chunks = (samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK))
+    if not any(torch.cat([each.advantages for each in chunk]).any() for chunk in chunks):
+        found.remove("advantages")
+    return tuple(found)
+
+
+def store_hashes(samples: Sequence[HashedSample], fields: tuple[str, ...] | None = None) -> None:
+    """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
 
     The tokens of many samples are one vector, as a call for each sample takes longer than its tokens do.
+
+    Args:
+        samples: those that are hashed already with the same fields are passed over.
+        fields: the fields of `VALUE_FIELDS` that the identity has; None is `filled_fields(samples)`.
     """
-    samples = [each for each in samples if not HASHES <= vars(each).keys()]
+    fields = filled_fields(samples) if fields is None else fields
+    samples = [each for each in samples if vars(each).get("hashed_fields") != fields]
     for start in range(0, len(samples), CHUNK):
         chunk = samples[start : start + CHUNK]
         tokens, masks = [each.tokens for each in chunk], [each.loss_mask for each in chunk]
         totals = np.array([each.numel() for each in tokens])
         responses = np.array([each.response_length for each in chunk])
         prompts = totals - responses
-        parts = _sums(tokens, np.stack([prompts, responses], axis=1).reshape(-1), _keys)
+        lengths = np.stack([prompts, responses], axis=1).reshape(-1)
+        parts = _sums(torch.cat(tokens).numpy(), totals, lengths, _keys)
         of_prompts, of_responses = parts.reshape(-1, 2).T
         active, of_masks, of_positions = _sums_of_kept(masks, _ones, _keys, _position_coefficients)
         weights = {n: w for n, each in enumerate(chunk) if (w := each.loss_weights) is not None}
         if weights:
-            weighted = list(weights)
-            of_positions[weighted] = _sums(
-                list(weights.values()), responses[weighted], _position_coefficients
-            )
+            counts, together = responses[list(weights)], torch.cat(list(weights.values())).numpy()
+            of_positions[list(weights)] = _sums(together, counts, counts, _position_coefficients)
         hashed = _token_part(of_prompts + of_responses, totals) + _mask_part(of_masks, responses)
-        columns = (mixed(hashed), mixed(_token_part(of_prompts, prompts)), of_positions, active)
+        identities = mixed(hashed + _value_part(chunk, responses, fields))
+        for n, each in enumerate(chunk):
+            if each.loss_weights is not None or each.kept_tokens is not None:
+                identities[n] = _with_other_parts(int(identities[n]), each)
+        of_tokens = (0.5 + identities / 2**64) * of_positions
+        columns = (identities, mixed(_token_part(of_prompts, prompts)), of_tokens, active)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for each, (identity, prompt_hash, coefficients, count) in zip(chunk, rows, strict=True):
-            identity = _with_other_parts(identity, each)
             vars(each).update(
                 identity=identity,
                 prompt_hash=prompt_hash,
-                active_coefficients=coefficient_of(identity) * coefficients,
+                active_coefficients=coefficients,
                 num_active_tokens=count,
+                hashed_fields=fields,
             )
 
 
 def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
     """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool of the last of them."""
     counts = np.array([tokens.numel()])
-    hashed = _token_part(_sums([tokens], counts, _keys), counts)
+    hashed = _token_part(_sums(tokens.numpy(), counts, counts, _keys), counts)
     if loss_mask is not None:
         (sums,) = _sums_of_kept([loss_mask], _keys)
         hashed = hashed + _mask_part(sums, np.array([loss_mask.numel()]))
     return int(mixed(hashed)[0])
 
 
-def _sums(vectors: Sequence[Tensor], lengths: Integers, table: Table) -> NDArray[Any]:
-    """Of a table t `sum_i t_i x_i` of each vector x, modulo 2^64 where it is of integers; of the parts of vectors whose lengths
-    are given, where these are more than the vectors."""
-    counts = [vector.numel() for vector in vectors]
-    of_positions = table(_table_size(max(counts)))
-    products = np.concatenate([of_positions[:count] for count in counts])
-    products *= torch.cat(list(vectors)).numpy()
+def _sums(vectors: NDArray[Any], counts: Integers, lengths: Integers, table: Table) -> NDArray[Any]:
+    """Computes `sum_i t_i x_i` of a table t for vectors x of these counts that lie end to end, modulo 2^64 where t is of
+    integers; for the parts of vectors whose lengths are given, where these are more than the vectors."""
+    of_positions = table(_table_size(int(counts.max())))
+    products = np.concatenate([of_positions[:count] for count in counts.tolist()])
+    products *= vectors
     filled = lengths > 0  # reduceat has no empty sum
     starts = (np.cumsum(lengths) - lengths)[filled]
     sums = np.zeros(len(lengths), dtype=products.dtype)
@@ -124,6 +155,22 @@ def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]
         np.add.at(sums, mask_of_run, up_to[end] - up_to[first])
         found.append(sums)
     return found
+
+
+def _value_part(
+    samples: Sequence[HashedSample], responses: Integers, fields: Sequence[str]
+) -> Words:
+    """Adds up, over the fields, the sums of the bits of the response tokens, each field's times a number of its own."""
+    total = np.zeros(len(samples), dtype=np.uint64)
+    for name in fields:
+        found = (getattr(each, name) for each in samples)
+        values = [
+            torch.zeros(length) if value is None else value
+            for value, length in zip(found, responses.tolist(), strict=True)
+        ]
+        sums = _sums(torch.cat(values).numpy().view(np.int32), responses, responses, _keys)
+        total += _FACTORS[name] * sums.view(np.uint64)
+    return total
 
 
 def _token_part(sums: Integers, counts: Integers) -> Words:
@@ -155,6 +202,20 @@ def mixed(numbers: Words) -> Words:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
+
+
+_FACTORS = {
+    name: mixed(np.array([number], dtype=np.uint64)) | np.uint64(1)
+    for number, name in enumerate(VALUE_FIELDS, start=1)
+}
+"""The number that the bits of each field are multiplied by: odd."""
+
+
+def coefficients_of(samples: Sequence[HashedSample], fields: tuple[str, ...]) -> Tensor:
+    """The numbers [len(samples)] float64 that samples count by their identities with these fields of `VALUE_FIELDS`."""
+    store_hashes(samples, fields)
+    found = [coefficient_of(vars(sample)["identity"]) for sample in samples]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def coefficient_of(identity: int) -> float:

@@ -155,9 +155,16 @@ class Sample:
 
     @functools.cached_property
     def identity(self) -> int:
-        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets."""
+        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights, kept sets and `hashed_fields`."""
         store_hashes([self])
         return self.identity
+
+    @functools.cached_property
+    def hashed_fields(self) -> tuple[str, ...]:
+        """The fields of values in the identity: of advantages, log-probs, `old_values` and `returns` those that every sample of
+        the step had when it was counted."""
+        store_hashes([self])
+        return self.hashed_fields
 
     @functools.cached_property
     def prompt_hash(self) -> int:

@@ -34,6 +34,10 @@ class CountedSample(HasIds, Protocol):
         """A hash of what the sample is; None where that is not known."""
 
     @property
+    def hashed_fields(self) -> tuple[str, ...]:
+        """The fields of values, such as advantages, that the hash has."""
+
+    @property
     def active_coefficients(self) -> float | None:
         """What its active tokens count in the sums that tell samples apart, times their loss weights; None where that is not
         known."""
@@ -58,6 +62,7 @@ class BareSample:
     id_source: str | None = None
     loss_weight: float | None = None
     identity: int | None = field(default=None, init=False)
+    hashed_fields: tuple[str, ...] = field(default=(), init=False)
     active_coefficients: float | None = field(default=None, init=False)
 
 
@@ -85,6 +90,7 @@ class SampleCount(NamedTuple):
     num_active_tokens: int
     loss_weight: float | None
     identity: int | None
+    hashed_fields: tuple[str, ...]
     active_coefficients: float | None
 
 
@@ -143,6 +149,12 @@ class StepTotals:
         """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
         known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
         return torch.tensor(known, dtype=torch.float64)
+
+    @property
+    def hashed_fields(self) -> tuple[str, ...]:
+        """The fields of values that the identities of this rank's samples have."""
+        mine = self.counts[self.data_parallel_rank] if self.counts else ()
+        return mine[0].hashed_fields if mine else ()
 
     def counted_in(self, denominator: str) -> StepTotals:
         """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights")."""
@@ -221,6 +233,7 @@ def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
             sample.num_active_tokens,
             sample.loss_weight,
             sample.identity,
+            sample.hashed_fields,
             sample.active_coefficients,
         )
         for sample in samples

@@ -66,7 +66,6 @@ def rows_of_breakages(
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         # No breakage changes them.
-        patch.setattr(run, "_references", remembered_references(run._references))
         patch.setattr(run, "initialize_groups", remembered(run.initialize_groups))
         if not everything:
             patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
@@ -112,20 +111,6 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
         if key not in known:
             known[key] = function(*args, **keywords)
         return known[key]
-
-    return recall
-
-
-def remembered_references(references: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The references of runs, each computed once."""
-    known: dict[str, Any] = {}
-
-    def recall(options: Any, runs: Sequence[Any]) -> list[Any]:
-        missing = [run for run in runs if repr((options, run)) not in known]
-        if missing:
-            for run, reference in zip(missing, references(options, missing), strict=True):
-                known[repr((options, run))] = reference
-        return [known[repr((options, run))] for run in runs]
 
     return recall
 

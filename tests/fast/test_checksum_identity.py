@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_pg import (
     AGGREGATIONS,
@@ -29,7 +31,7 @@ from tests.random_steps import package_samples, random_step
 
 RESPONSE = 15
 NUM_SAMPLES = 8
-EVERY_MODE = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+EVERY_MODE = pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "custom"])
 EVERY_SIZE = pytest.mark.parametrize("cp_size", [1, 2])
 
 
@@ -139,7 +141,7 @@ EXCHANGES: dict[Callable[[Step], Step], tuple[str, ...]] = {
         "not of this step: yesterday's 4, yesterday's 5",
         "never trained on: sample 4, sample 5",
     ),
-    other_mask: ("masks have changed since", "not of this step: sample 0"),
+    other_mask: ("its masks, advantages or log-probs have changed", "not of this step: sample 0"),
     other_window: ("another context-parallel rank than the one that ran it",),
 }
 """The faults that leave the sum of the weights at 1, and words that stand in the message of some rank."""
@@ -168,7 +170,24 @@ def metrics_of(
     return found
 
 
+def uneven(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Callable[[Tensor], Tensor]:
+    """A reducer whose weights are its own, and nothing that the totals could know."""
+    return lambda x: (x * torch.arange(len(x))).sum()
+
+
 def config_of(aggregation: str, *, check_aggregation: bool = False) -> PolicyLossConfig:
+    if aggregation == "custom":
+        path = f"{__name__}:uneven"
+        return PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=path,
+            pg_metrics="none",
+            check_aggregation=check_aggregation,
+        )
     divisor = 16.0 if aggregation == "constant" else None
     return PolicyLossConfig(
         loss_aggregation=aggregation,
@@ -273,12 +292,12 @@ def test_without_a_part_of_the_coefficients_some_pass(
 ) -> None:
     mutant, expected = MUTANTS[part]
     for sample in (*SAMPLES, *STALE):
-        vars(sample).pop("active_coefficients", None)
+        vars(sample).pop("hashed_fields", None)
     for module in ("step.identity", "step.batch", "step.totals", "loss.weights"):
         monkeypatch.setattr(f"megatron_pg.{module}.{part}", mutant, raising=False)
     assert {fault for fault in EXCHANGES if missed(fault, 2)} == expected
     for sample in (*SAMPLES, *STALE):
-        vars(sample).pop("active_coefficients", None)
+        vars(sample).pop("hashed_fields", None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,6 +305,9 @@ def test_without_a_part_of_the_coefficients_some_pass(
 # --------------------------------------------------------------------------------------------------
 
 WORD = 2**64
+VALUES = (
+    *("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "old_values", "returns"),
+)
 
 
 def plain_mixed(number: int) -> int:
@@ -295,8 +317,10 @@ def plain_mixed(number: int) -> int:
     return number ^ number // 2**31
 
 
-def plain_identity(tokens: list[int], mask: list[int] | None) -> int:
-    """sum_i k_i (x_i + golden m_i) and the two lengths, mixed."""
+def plain_identity(
+    tokens: list[int], mask: list[int] | None, values: dict[str, list[float]] | None = None
+) -> int:
+    """sum_i k_i (x_i + golden m_i + sum_f factor_f bits_fi) and the two lengths, mixed."""
     golden = 0x9E3779B97F4A7C15
     keys = [plain_mixed(place * golden) | 1 for place in range(1, len(tokens) + 1)]
     total = sum(key * token for key, token in zip(keys, tokens, strict=True))
@@ -304,6 +328,10 @@ def plain_identity(tokens: list[int], mask: list[int] | None) -> int:
     if mask is not None:
         total += golden * sum(key * bit for key, bit in zip(keys, mask, strict=False))
         total += plain_mixed(len(mask))
+    for name, numbers in (values or {}).items():
+        factor = plain_mixed(VALUES.index(name) + 1) | 1
+        bits = struct.unpack(f"{len(numbers)}i", struct.pack(f"{len(numbers)}f", *numbers))
+        total += factor * sum(key * each for key, each in zip(keys, bits, strict=False))
     return plain_mixed(total)
 
 
@@ -335,7 +363,9 @@ def test_many_samples_are_hashed_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
     for sample in samples:
         tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
         if sample.loss_weights is None and sample.kept_tokens is None:
-            assert sample.identity == plain_identity(tokens, mask)
+            assert sample.hashed_fields == VALUES[:3]
+            values = {name: getattr(sample, name).tolist() for name in VALUES[:3]}
+            assert sample.identity == plain_identity(tokens, mask, values)
         assert vars(sample)["prompt_hash"] == plain_identity(tokens[: sample.prompt_length], None)
         assert sample.num_active_tokens == sum(mask)
         weights = mask if sample.loss_weights is None else sample.loss_weights.tolist()
@@ -388,6 +418,78 @@ def test_ranks_are_far_apart() -> None:
         values = sorted(identity.coefficient_of_rank(rank) for rank in range(count))
         gaps = [after - before for before, after in itertools.pairwise(values)]
         assert min(gaps) > 0.38 / count and 0.5 <= values[0] and values[-1] < 1.5
+
+
+# --------------------------------------------------------------------------------------------------
+# Values: advantages, log-probs, what the critic is trained to
+# --------------------------------------------------------------------------------------------------
+
+
+def answers(**values: float) -> list[Sample]:
+    """Four equal answers to one prompt, with advantages 3, -1, -1, -1; a value given is that of the first token of the first."""
+    equal = {name: [-1.0] * 3 for name in VALUES[1:]}
+    samples = [
+        Sample([5, 6, 7, 8], 3, [1, 1, 1], 3.0 if n == 0 else -1.0, group_index=0, **equal)
+        for n in range(4)
+    ]
+    changed = {name: [value, -1.0, -1.0] for name, value in values.items()}
+    return [replace(samples[0], name="the first", **changed), *samples[1:]]
+
+
+def sums_of_batch(step: list[Sample], fed: list[Sample], config: PolicyLossConfig) -> list[float]:
+    """The sum of weights and that of samples, of one micro-batch of those that are fed; the step is counted before."""
+    totals = totals_of_counts([sample_counts(step)], 0)
+    batch = pack(fed)
+    log_probs = torch.zeros(len(batch.window))
+    _, metrics = policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+    return list(sums_of([[metrics]]).values())[:2]
+
+
+@EVERY_MODE
+def test_of_equal_answers_one_lost_and_another_twice_is_seen(aggregation: str) -> None:
+    step, config = answers(), config_of(aggregation)
+    assert sums_of_batch(step, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
+    weights, samples = sums_of_batch(step, [*step[1:], step[1]], config)
+    assert weights == pytest.approx(1.0, abs=1e-12) and abs(samples - 1) > 1e-4
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_sample_is_another_where_a_value_of_it_is(name: str) -> None:
+    """Also where it is overwritten after the step was counted; with the old value again, it is itself."""
+    config, step = config_of("sample_mean"), answers(advantages=3.0)
+    other = answers(**{"advantages": 3.0, name: 2.5})
+    assert step[0].identity != other[0].identity
+    assert abs(sums_of_batch(step, other, config)[1] - 1) > 1e-4
+    assert sums_of_batch(step, answers(advantages=3.0), config)[1] == pytest.approx(1, abs=1e-13)
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("where", ["all", "one"])
+def test_a_value_filled_after_the_step_was_counted_does_not_disturb(name: str, where: str) -> None:
+    """Of every sample, or of the one that lacks it; what the others have from the beginning is still told apart."""
+    config, step = config_of("sample_mean"), answers()
+    empty = 0.0 if name == "advantages" else None
+    if name == "advantages" and where == "one":
+        return  # an advantage of 0 is one
+    counted = [replace(s, **{name: empty}) if where == "all" or s is step[0] else s for s in step]
+    assert sums_of_batch(counted, step, config) == pytest.approx([1.0, 1.0], abs=1e-13)
+    wrong = [*step[:3], step[0]]
+    if name != "advantages":
+        assert abs(sums_of_batch(counted, wrong, config)[1] - 1) > 1e-4
+
+
+def test_values_that_a_sample_loses_are_seen() -> None:
+    config, step = config_of("sample_mean"), answers()
+    without = [replace(sample, ref_log_probs=None) for sample in step]
+    assert abs(sums_of_batch(step, without, config)[1] - 1) > 1e-4
+
+
+def test_a_masked_value_may_be_anything() -> None:
+    """Log-probs of tool tokens: NaN and infinity are bits as others are."""
+    numbers = [-1.0, math.nan, -math.inf]
+    step = [Sample([1, 2, 3, 4], 3, [1, 0, 0], 1.0, old_log_probs=numbers) for _ in range(2)]
+    assert sums_of_batch(step, step, config_of("token_mean")) == pytest.approx([1.0, 1.0])
+    assert step[0].identity == step[1].identity
 
 
 # --------------------------------------------------------------------------------------------------

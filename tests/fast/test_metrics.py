@@ -631,12 +631,37 @@ def test_metrics_keep_no_side_channel_alive() -> None:
         assert channel() is None
 
 
-def test_custom_reducers_have_no_checksum() -> None:
-    config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:plain_sum")
+def test_the_checksum_of_a_custom_reducer_counts_every_token_once() -> None:
+    """With and without metrics and loss weights, in per-token mode and over empty micro-batches."""
     sequences = random_sequences(8)
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    assert set(metrics) == set(metric_names(config))
-    assert "aggregation_checksum" not in metrics
+    samples = list(package_batch(sequences).samples)
+    weighted = [
+        dataclasses.replace(s, loss_weights=torch.linspace(0, 2, s.response_length))
+        for s in samples
+    ]
+    for options in ({}, {"pg_metrics": "none"}, {"calculate_per_token_loss": True}):
+        path = f"{__name__}:plain_sum"
+        config = PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=path, check_aggregation=True, **options
+        )
+        for step in (samples, weighted):
+            totals = step_totals(step)
+            for fed, is_right in ((step, True), ([step[1], step[1], *step[2:]], False)):
+                parts = []
+                for each in (fed, []):
+                    batch = pack(each)
+                    log_probs = torch.full((len(batch.window),), -1.0)
+                    _, metrics = policy_loss_from_log_probs(
+                        config, batch, log_probs, None, totals=totals, step_share=0.5
+                    )
+                    assert set(metrics) == set(metric_names(config))
+                    parts.append(metrics)
+                if is_right:
+                    reduced = reduce_metrics(config, parts, contributes=True, device="cpu")
+                    assert reduced["aggregation_checksum"] == pytest.approx(1.0, abs=1e-12)
+                    continue
+                with pytest.raises(RuntimeError, match="trained on twice: .*never trained on: "):
+                    reduce_metrics(config, parts, contributes=True, device="cpu")
 
 
 def plain_sum(

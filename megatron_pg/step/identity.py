@@ -102,7 +102,7 @@ def store_hashes(samples: Sequence[HashedSample], fields: tuple[str, ...] | None
         for n, each in enumerate(chunk):
             if each.loss_weights is not None or each.kept_tokens is not None:
                 identities[n] = _with_other_parts(int(identities[n]), each)
-        of_tokens = (0.5 + identities / 2**64) * of_positions
+        of_tokens = coefficient_of(identities) * of_positions
         columns = (identities, mixed(_token_part(of_prompts, prompts)), of_tokens, active)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for each, (identity, prompt_hash, coefficients, count) in zip(chunk, rows, strict=True):
@@ -214,13 +214,13 @@ _FACTORS = {
 def coefficients_of(samples: Sequence[HashedSample], fields: tuple[str, ...]) -> Tensor:
     """The numbers [len(samples)] float64 that samples count by their identities with these fields of `VALUE_FIELDS`."""
     store_hashes(samples, fields)
-    found = [coefficient_of(vars(sample)["identity"]) for sample in samples]
-    return torch.tensor(found, dtype=torch.float64)
+    identities = np.array([vars(sample)["identity"] for sample in samples], dtype=np.uint64)
+    return torch.as_tensor(coefficient_of(identities), dtype=torch.float64)
 
 
-def coefficient_of(identity: int) -> float:
-    """What the tokens of a sample count in the sum of identities: in [0.5, 1.5), by the hash alone."""
-    return 0.5 + identity / 2**64
+def coefficient_of(identity: Any) -> Any:
+    """The number, or numbers, that the tokens of a sample count in the sum of identities: in [0.5, 1.5), by the hash alone."""
+    return 0.5 + identity / 2.0**64
 
 
 def coefficients_of_positions(count: int) -> Tensor:

@@ -36,7 +36,7 @@ ddp_config = distributed.DistributedDataParallelConfig()
 model = distributed.DistributedDataParallel(config, ddp_config, gpt.to(device))
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
 schedule = {"model": model, "seq_length": 256, "micro_batch_size": 1, "forward_only": False}
-known = {"response_length": 1, "loss_mask": [1]}
+known, whole = {"response_length": 1, "loss_mask": [1]}, {"samples_per_group": 8}
 
 for number in range(30):
     # Your engine and your reward: here the model's own probabilities, and whether the answer is the next number.
@@ -51,7 +51,7 @@ for number in range(30):
         own = {"advantages": advantage, "old_log_probs": [scores[p, token]], **known}
         samples.append(pg.Sample(tokens=[p, token], group_index=first_group + p, **own))
 
-    plan = pg.plan_step(samples, data_parallel_group=groups.data, **cp, **budget)
+    plan = pg.plan_step(samples, data_parallel_group=groups.data, **whole, **cp, **budget)
     packs = [[samples[index] for index in indices] for indices in plan.microbatches]
     batches = [pg.pack(each, cp_rank=groups.context_rank, **cp).to(device) for each in packs]
     step = pgm.PolicyStep(loss, plan, model=model)

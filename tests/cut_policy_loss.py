@@ -91,7 +91,7 @@ def rank_losses(
     pad_to_multiple: int = 1,
 ) -> list[RankLoss]:
     """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
-    totals = totals or step_totals(package_samples(step))
+    totals = totals or step_totals(package_samples(step), allow_different_group_sizes=True)
     results = []
     for micro_batches in cut.ranks:
         for indices in micro_batches:

@@ -92,7 +92,7 @@ class Package:
         self.cp_partition_mode = "zigzag"
 
     def totals(self, step: Sequence[PlainSample]) -> StepTotals:
-        return step_totals(package_samples(step))
+        return step_totals(package_samples(step), allow_different_group_sizes=True)
 
     def outer_count(self, step: Sequence[PlainSample], aggregation: str) -> float:
         return AGGREGATIONS[aggregation].outer_count(self.totals(step))

@@ -114,6 +114,8 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
         for rank in range(args.data_parallel_size)
     ]
     totals = _plan(args, samples).totals
+    if config.loss_aggregation in AGGREGATIONS:
+        AGGREGATIONS[config.loss_aggregation].outer_count(totals)  # refuses what the run refuses
     yield (
         "",
         (
@@ -169,6 +171,7 @@ def _plan(args: argparse.Namespace, samples: list[Sample]) -> StepPlan:
         microbatch_group_size=(group or args.pipeline_model_parallel_size) if interleaved else 1,
         oversized=args.oversized_samples,
         allow_different_prompts=args.allow_different_prompts_in_group,
+        allow_different_group_sizes=args.allow_different_group_sizes,
     )
 
 

@@ -123,7 +123,10 @@ class WholeModel:
             # The user's functions on the whole step at once, in one micro-batch on one rank.
             batch, device = pack(samples).to(self._options.device), self._options.device
             parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
-            config, totals = config_of(CUSTOM, self._options), step_totals(samples)
+            config, totals = (
+                config_of(CUSTOM, self._options),
+                step_totals(samples, allow_different_group_sizes=True),
+            )
             loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
         else:
             loss = _reference_loss(aggregation, policy_loss, samples, leaves)

@@ -233,7 +233,7 @@ def train_step(
     data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
     micro_batches = (cut_evenly if is_even else cut)(mine, options.num_microbatches(data_rank))
-    totals = step_totals(mine, data_parallel_group=groups.data)
+    totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
     if is_even:
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
     # Sequence parallelism splits a rank's tokens once more.

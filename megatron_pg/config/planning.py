@@ -62,6 +62,10 @@ class PlanningConfig:
     """Let the samples of a prompt group have different prompts, as an environment gives them that varies the prompt. Without it
     such a group is an error: two ranks or files that number their groups alike would look the same."""
 
+    allow_different_group_sizes: bool = False
+    """Let the prompt groups of a step differ in size under --loss-aggregation prompt_mean, as dynamic sampling and agentic
+    rollouts make them. Without it such a step is an error: its end may have cut a group."""
+
     distinct_ids: DistinctIds | None = None
     """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0. rank: ids of
     two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""

@@ -137,8 +137,11 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
     if step is None:  # lengths always give a step
         raise no_sample_in(planning.rollout_files, state.num_skipped)
     cut_groups = _cut_groups(step.samples, [sample for _, sample in state.carried], stream)
+    is_strict = planning.rollout_files and options.config.loss_aggregation == "prompt_mean"
     totals = step_totals(
-        step.samples, allow_different_prompts=planning.allow_different_prompts_in_group
+        step.samples,
+        allow_different_prompts=planning.allow_different_prompts_in_group,
+        allow_different_group_sizes=planning.allow_different_group_sizes or not is_strict,
     )
     return ExplainedStep(step.samples, totals, cut_groups, step.num_skipped)
 

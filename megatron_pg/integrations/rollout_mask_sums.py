@@ -86,8 +86,8 @@ def _of_step(
     trainer: str,
 ) -> Tensor:
     """The divisors of all samples of a step, [num_samples] float64."""
-    # Prompts are compared above, in words that fit the trainer.
-    totals = step_totals(samples, allow_different_prompts=True)
+    # Prompts and steps of each group are compared above, in words that fit the trainer.
+    totals = step_totals(samples, allow_different_prompts=True, allow_different_group_sizes=True)
     outer_count = aggregation.outer_count(totals)
     # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
     sums = aggregation.divisors_of(totals, samples, divisor) * outer_count / num_rollouts

@@ -92,6 +92,13 @@ def _num_prompt_groups(totals: StepTotals) -> int:
             f"--loss-aggregation prompt_mean: {lacking[0] if lacking else 'some sample of the step'} has no group_index; "
             "give one to every sample (all samples of a prompt share it)"
         )
+    if totals.odd_group:
+        raise ValueError(
+            f"--loss-aggregation prompt_mean: {totals.odd_group}. The end of a step may have cut it, and the prompt mean has no "
+            "denominator for a part of a group: end the step between groups (--keep-prompt-groups); where groups do differ in "
+            "size, as with dynamic sampling or agentic rollouts, say so with --allow-different-group-sizes "
+            "(plan_step, step_totals: allow_different_group_sizes=True)"
+        )
     return max(totals.num_prompt_groups, 1)
 
 

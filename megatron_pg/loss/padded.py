@@ -35,6 +35,7 @@ def padded_totals(
     rollout_id: Sequence[int] | None = None,
     id_source: str | None = None,
     data_parallel_group: dist.ProcessGroup | None = None,
+    allow_different_group_sizes: bool = False,
 ) -> StepTotals:
     """The totals of one optimizer step whose samples are the rows of a mask.
 
@@ -50,6 +51,7 @@ def padded_totals(
         id_source: what numbered the ids, the same on all ranks, where the rows of one rollout may lie on several; None
             is each rank by itself.
         data_parallel_group: the group that gradients are averaged over; None for a step on one rank.
+        allow_different_group_sizes: see `step_totals`.
 
     Raises:
         ValueError: on all ranks, where one has it: a mask that is no matrix or has other values, ids that are not one per
@@ -64,7 +66,7 @@ def padded_totals(
 
     _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    return totals_of_counts(everyone, rank)
+    return totals_of_counts(everyone, rank, allow_different_group_sizes=allow_different_group_sizes)
 
 
 def reduce_padded(

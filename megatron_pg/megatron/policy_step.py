@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.policy_loss import policy_loss_function
@@ -99,6 +100,9 @@ class PolicyStep:
                 "PolicyStep needs the totals of the step and its number of micro-batches: pass the plan that plan_step() "
                 "returned, or both totals= and num_microbatches="
             )
+        if not AGGREGATIONS.is_replaced(config):
+            # Here, and not in the loss of the last stage alone: what it refuses, every rank and stage refuses.
+            AGGREGATIONS[config.loss_aggregation].outer_count(totals)
         if model is not None:
             set_fp32_lm_head(model, config.changes_output_layer)
             if config.fused_lm_head:

@@ -35,7 +35,7 @@ def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
         return [1.0] * len(lengths)
     mode = AGGREGATIONS[term.aggregation]
     rows = [BareSample(n, i // group_size, None, f"rollout {i}") for i, n in enumerate(lengths)]
-    totals = step_totals(rows)
+    totals = step_totals(rows, allow_different_group_sizes=True)  # the last may be smaller
     divisors = mode.divisors_of(totals, rows, term.divisor)
     return (1 / (divisors * mode.outer_count(totals))).tolist()
 

@@ -14,7 +14,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import coefficients_of_positions
-from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample
+from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample, check_samples
 from megatron_pg.step.token_window import TokenWindow
 
 RESPONSE_FIELDS = {
@@ -158,7 +158,7 @@ def pack(
         cp_partition_mode: which tokens of the pack this rank takes; that of the model's attention.
 
     Raises:
-        ValueError: some samples carry log-probs or values that others of the micro-batch lack, naming one of each; or sizes that
+        ValueError: an argument that is no list of samples; some samples carry log-probs or values that others of the micro-batch lack, naming one of each; or sizes that
             are no integers or out of range.
         RuntimeError: under `torch.inference_mode`.
     """
@@ -167,6 +167,7 @@ def pack(
             "pack() under torch.inference_mode() makes tensors that no later backward may use: pack before it, or score "
             "under torch.no_grad()"
         )
+    check_samples("pack", samples)
     window = TokenWindow.build(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],

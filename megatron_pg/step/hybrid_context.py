@@ -38,6 +38,7 @@ def plan_hybrid_cp_step(
     cost: SampleCost = TOKENS,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
+    allow_different_group_sizes: bool = False,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and counts the step.
 
@@ -56,6 +57,7 @@ def plan_hybrid_cp_step(
         cost: what is evened out between ranks and orders micro-batches; by default tokens.
         allow_different_prompts: see `step_totals`.
         samples_per_group: see `step_totals`.
+        allow_different_group_sizes: see `step_totals`.
 
     Raises:
         ValueError: a sample that all ranks together do not hold, sizes out of range, a number of ranks that is no power
@@ -90,6 +92,7 @@ def plan_hybrid_cp_step(
             samples,
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
+            allow_different_group_sizes=allow_different_group_sizes,
         ),
         cp_sizes=sizes,
     )

@@ -94,8 +94,8 @@ def check_ids(
         samples_per_group: the rollouts that every prompt group has; None takes groups of any size.
 
     Raises:
-        ValueError: a rollout of several prompt groups, or of several ranks or files; a prompt group of which two rollouts
-            have no prompt in common. Both samples are named. A prompt group of another size, or a sample of none.
+        ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
+            group nor a source; a prompt group of which two rollouts have no prompt in common. Both samples are named. A prompt group of another size, or a sample of none.
     """
     rollouts: dict[object, list[_Place]] = {}
     for rank, of_rank in enumerate(everyone):
@@ -105,7 +105,7 @@ def check_ids(
     groups: dict[int, list[list[_Place]]] = {}
     for members in rollouts.values():
         if len(members) > 1:
-            _check_rollout(members)
+            _check_rollout(members, allow_different_prompts)
         if (group := members[0].ids.group_index) is not None:
             groups.setdefault(group, []).append(members)
     if not allow_different_prompts:
@@ -115,8 +115,9 @@ def check_ids(
         _check_sizes(rollouts.values(), groups, samples_per_group)
 
 
-def _check_rollout(members: Sequence[_Place]) -> None:
+def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
     first = members[0]
+    is_vouched = first.ids.group_index is not None or first.ids.id_source is not None
     for other in members:
         if other.ids.group_index != first.ids.group_index:
             raise ValueError(
@@ -130,6 +131,13 @@ def _check_rollout(members: Sequence[_Place]) -> None:
                 other,
                 "where each numbers its own",
                 "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples",
+            )
+        prompts = first.ids.prompt_hash, other.ids.prompt_hash
+        if not (is_vouched or allow_different_prompts or None in prompts or len(set(prompts)) == 1):
+            raise ValueError(
+                f"rollout_id {first.ids.rollout_id} is given to {first} and to {other}, whose prompts have different tokens, "
+                "and no group_index or id_source says that they are of one rollout: give every rollout an id of its own; "
+                "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
             )
 
 

@@ -13,7 +13,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
-from megatron_pg.step.sample import Sample
+from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
@@ -56,6 +56,7 @@ def plan_step(
     seed: int | None = None,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
+    allow_different_group_sizes: bool = False,
 ) -> StepPlan:
     """Packs the samples of one optimizer step into micro-batches and counts the step.
 
@@ -82,14 +83,16 @@ def plan_step(
         seed: see `plan_bins`.
         allow_different_prompts: see `step_totals`.
         samples_per_group: see `step_totals`.
+        allow_different_group_sizes: see `step_totals`.
 
     Raises:
-        ValueError: a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
+        ValueError: an argument that is no list of samples, a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
             stand for two things or a prompt group of another size (see `step_totals`).
     """
     multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
         capacity = _capacity(max_tokens_per_microbatch, multiple)
@@ -133,6 +136,7 @@ def plan_step(
             num_tokens,
             allow_different_prompts=allow_different_prompts,
             samples_per_group=samples_per_group,
+            allow_different_group_sizes=allow_different_group_sizes,
         ),
         cp_sizes=(cp_size,) * (len(microbatches) + num_added),
     )

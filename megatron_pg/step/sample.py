@@ -246,6 +246,19 @@ class Sample:
         return values
 
 
+def check_samples(function: str, samples: object) -> None:
+    """Refuses an argument of the function that is no sequence of `Sample`."""
+    expected = f"{function}: expected a list of Sample"
+    if not isinstance(samples, Sequence):
+        raise ValueError(f"{expected}, and got a {type(samples).__name__}")
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise ValueError(
+                f"{expected}, and number {number} is a {type(sample).__name__}: build it with Sample(tokens=..., "
+                "response_length=..., loss_mask=...)"
+            )
+
+
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
     """Refuses host values of any shape of which some are wrong, naming the first of them."""
     wrong = is_wrong.nonzero()

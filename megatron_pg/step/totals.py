@@ -127,6 +127,8 @@ class StepTotals:
     has any."""
     counts_loss_weights: bool = False
     """Whether these are the totals that count loss weights."""
+    allows_different_group_sizes: bool = field(default=False, compare=False)
+    """Whether prompt groups may differ in size: the caller said so, or gave the size and all have it."""
     by_identity: tuple[ActiveCounts, ActiveCounts] | None = field(default=None, compare=False)
     """The active counts by the coefficients of samples, and by those times the coefficient of each one's data-parallel rank,
     which the checksum expects; None where the identity of some sample is not known."""
@@ -155,6 +157,28 @@ class StepTotals:
         """The fields of values that the identities of this rank's samples have."""
         mine = self.counts[self.data_parallel_rank] if self.counts else ()
         return mine[0].hashed_fields if mine else ()
+
+    @functools.cached_property
+    def odd_group(self) -> str:
+        """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
+        if self.allows_different_group_sizes or self.num_prompt_groups is None:
+            return ""
+        rollouts: dict[int | None, dict[object, str]] = {}
+        for rank, of_rank in enumerate(self.counts):
+            for number, count in enumerate(of_rank):
+                of_group = rollouts.setdefault(count.group_index, {})
+                of_group.setdefault(_rollout_of(count, rank, number), count.name)
+        sizes = Counter(map(len, rollouts.values()))
+        if len(sizes) < 2:
+            return ""
+        usual = max(sizes, key=lambda size: (sizes[size], size))
+        odd, names = next(each for each in rollouts.items() if len(each[1]) != usual)
+        others = len(rollouts) - sizes[usual] - 1
+        more = f"; {others} more differ" if others else ""
+        return (
+            f"prompt group {odd} has {len(names)} rollouts in the step (the first is {next(iter(names.values()))}) and most "
+            f"groups have {usual}{more}"
+        )
 
     def counted_in(self, denominator: str) -> StepTotals:
         """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights")."""
@@ -190,6 +214,7 @@ def step_totals(
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
+    allow_different_group_sizes: bool = False,
 ) -> StepTotals:
     """Counts the samples of one optimizer step over the data-parallel group.
 
@@ -203,7 +228,10 @@ def step_totals(
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
         samples_per_group: the rollouts (samples, where each is one) that every prompt group of the step has; a group of
-            another size, which the step's border may have cut, is refused. None takes groups of any size.
+            another size, which the step's border may have cut, is refused. None takes groups of any size; the prompt mean
+            then refuses a step whose groups differ in size, on every rank.
+        allow_different_group_sizes: prompt groups may differ in size under the prompt mean, as dynamic sampling and agentic
+            rollouts make them (`--allow-different-group-sizes`).
 
     Raises:
         ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see
@@ -217,6 +245,7 @@ def step_totals(
         rank,
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
+        allow_different_group_sizes=allow_different_group_sizes,
     )
 
 
@@ -247,6 +276,7 @@ def totals_of_counts(
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
+    allow_different_group_sizes: bool = False,
 ) -> StepTotals:
     """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
 
@@ -258,10 +288,16 @@ def totals_of_counts(
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
     )
-    totals = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False)
+    totals = replace(
+        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False),
+        allows_different_group_sizes=allow_different_group_sizes or samples_per_group is not None,
+    )
     if totals.weight_sums is None:
         return totals
-    weighted = _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True)
+    weighted = replace(
+        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True),
+        allows_different_group_sizes=totals.allows_different_group_sizes,
+    )
     return replace(totals, by_loss_weight=weighted)
 
 

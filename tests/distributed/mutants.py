@@ -72,7 +72,7 @@ def changed_output(
 
 def local_denominators(totals: StepTotals, batch: PackedBatch) -> StepTotals:
     """Active tokens of a rollout or group counted in this micro-batch alone."""
-    here = step_totals(batch.samples)
+    here = step_totals(batch.samples, allow_different_group_sizes=True)
     return replace(
         totals,
         rollout_active_tokens=here.rollout_active_tokens,
@@ -88,7 +88,7 @@ def phantom_tokens(totals: StepTotals, batch: PackedBatch) -> StepTotals:
 
 def mean_of_micro_batch_means(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
     """Each micro-batch normalized by itself, then averaged by the schedule and over data."""
-    here = step_totals(batch.samples)
+    here = step_totals(batch.samples, allow_different_group_sizes=True)
     right = step_loss(config, batch, here, num_microbatches=num_microbatches, model=model)
     share = ParallelGroups.from_model(model).data_size * num_microbatches
 

@@ -123,7 +123,9 @@ def _cut_step(
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
     micro_batches = [[samples[index] for index in each] for each in indices]
     totals = step_totals(
-        [sample for each in micro_batches for sample in each], data_parallel_group=groups.data
+        [sample for each in micro_batches for sample in each],
+        data_parallel_group=groups.data,
+        allow_different_group_sizes=True,
     )
     # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
     count = torch.tensor(sum(pack(each, **layout).window.local_tokens for each in micro_batches))

@@ -75,7 +75,11 @@ def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
     )
     mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
     samples = package_samples(STEP)
-    totals = step_totals([samples[row] for row in mine], data_parallel_group=dist.group.WORLD)
+    totals = step_totals(
+        [samples[row] for row in mine],
+        data_parallel_group=dist.group.WORLD,
+        allow_different_group_sizes=True,
+    )
     batch = pack([samples[row] for row in rows])
     loss, _ = policy_loss_function(config, batch, model(batch.tokens), totals=totals)
     return loss * factor
@@ -88,6 +92,7 @@ def padded_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
         padded([STEP[row].loss_mask for row in mine]),
         group_index=[STEP[row].group_index for row in mine],  # type: ignore[misc]
         data_parallel_group=dist.group.WORLD,
+        allow_different_group_sizes=True,
     )
     samples = [STEP[row] for row in rows]
     mask = padded([sample.loss_mask for sample in samples])

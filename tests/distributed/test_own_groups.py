@@ -56,7 +56,9 @@ def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan,
     mine = [place for place, ranks in enumerate(held_by) if dist.get_rank(grid()) in ranks]
     dealt = tuple(tuple(range(place, len(samples), len(held_by))) for place in mine)
     sizes = tuple(len(held_by[place]) for place in mine)
-    return StepPlan(dealt, (), step_totals(samples), sizes), [held_by[place] for place in mine]
+    return StepPlan(dealt, (), step_totals(samples, allow_different_group_sizes=True), sizes), [
+        held_by[place] for place in mine
+    ]
 
 
 COST, BUDGET = SampleCost(1.0, 0.1), 8
@@ -230,7 +232,10 @@ def refusals() -> list[str]:
     ):
         chunks = build(Sharding(), options)
         step = PolicyStep(
-            RUNS[0].config, totals=step_totals(batch.samples), num_microbatches=1, model=chunks
+            RUNS[0].config,
+            totals=step_totals(batch.samples, allow_different_group_sizes=True),
+            num_microbatches=1,
+            model=chunks,
         )
         try:
             step.head(batch, context_group=dist.group.WORLD)
@@ -254,7 +259,10 @@ def wrong_group() -> None:
     chunks = build(Sharding(), OPTIONS)
     batch = pack(package_samples(RUNS[0].samples[:3]), cp_rank=1, cp_size=2)
     step = PolicyStep(
-        RUNS[0].config, totals=step_totals(batch.samples), num_microbatches=1, model=chunks
+        RUNS[0].config,
+        totals=step_totals(batch.samples, allow_different_group_sizes=True),
+        num_microbatches=1,
+        model=chunks,
     )
     step.head(batch, context_group=dist.group.WORLD)
 

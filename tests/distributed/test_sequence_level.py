@@ -202,7 +202,7 @@ def aggregation_worker() -> dict[str, tuple[float, Tensor]]:
             batch,
             everything[batch.window.response_indices],
             None,
-            totals=step_totals(samples),
+            totals=step_totals(samples, allow_different_group_sizes=True),
             context_parallel_group=dist.group.WORLD,
         )
         loss.backward()

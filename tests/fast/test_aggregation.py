@@ -119,7 +119,9 @@ def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
 
 def test_a_masked_sample_adds_no_phantom_token() -> None:
     step = [plain_sample([1, 1, 1]), plain_sample([0, 0])]
-    assert step_totals(package_samples(step)).num_active_tokens == 3
+    assert (
+        step_totals(package_samples(step), allow_different_group_sizes=True).num_active_tokens == 3
+    )
     losses = constant_losses([1.0, 2.0, 3.0], [50.0, 50.0])
     assert Package().objective(step, losses, whole(2), "token_mean").item() == 2.0
 
@@ -148,7 +150,7 @@ def check_counts(totals: StepTotals) -> None:
 
 
 def test_totals_count_rollouts_groups_and_tokens() -> None:
-    totals = step_totals(package_samples(COUNTED_STEP))
+    totals = step_totals(package_samples(COUNTED_STEP), allow_different_group_sizes=True)
     check_counts(totals)
     assert totals.rollout_active_tokens == {100: 3, 101: 0, 102: 0, 103: 4}
     assert totals.group_active_tokens == {10: 5, 11: 0, 12: 0, 13: 4}
@@ -164,7 +166,7 @@ def denominators(totals: StepTotals, samples: list[Sample], name: str) -> list[f
 
 def test_denominators_are_those_of_the_step() -> None:
     samples = package_samples(COUNTED_STEP)
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     assert denominators(totals, samples, "sample_mean") == [2, 3, 3, 0, 0, 0, 4]
     assert denominators(totals, samples[1:2], "sample_mean") == [3]
     assert denominators(totals, samples, "prompt_mean") == [5, 5, 5, 0, 0, 0, 4]
@@ -176,7 +178,7 @@ def test_denominators_are_those_of_the_step() -> None:
 def test_outer_count_equals_the_oracles(aggregation: str) -> None:
     for seed in range(5):
         step = random_step(seed)
-        totals = step_totals(package_samples(step))
+        totals = step_totals(package_samples(step), allow_different_group_sizes=True)
         found = AGGREGATIONS[aggregation].outer_count(totals)
         assert found == oracle.outer_count(step, aggregation)
 
@@ -188,7 +190,7 @@ def test_inner_weight_is_the_sum_of_all_weights(name: str, aggregation: str) -> 
     step = random_step(seed=3) if name == "random" else STEPS[name]
     divisor = 4.0 if aggregation == "constant" else None
     ones = [torch.ones(sample.response_length, dtype=torch.float64) for sample in step]
-    totals = step_totals(package_samples(step))
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     expected = oracle.aggregate(step, ones, aggregation, 4.0) * oracle.outer_count(
         step, aggregation
     )
@@ -204,7 +206,7 @@ def test_aggregations_are_the_four() -> None:
 
 def test_missing_group_is_refused_and_never_read_as_one_group() -> None:
     samples = package_samples([plain_sample([1]), plain_sample([1], group=None)])
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     prompt_mean = AGGREGATIONS["prompt_mean"]
     with pytest.raises(ValueError, match="group_index"):
         prompt_mean.outer_count(totals)
@@ -214,7 +216,9 @@ def test_missing_group_is_refused_and_never_read_as_one_group() -> None:
 
 
 def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
-    totals = step_totals(package_samples([plain_sample([1], rollout=1, group=1)]))
+    totals = step_totals(
+        package_samples([plain_sample([1], rollout=1, group=1)]), allow_different_group_sizes=True
+    )
     stranger = Sample([0, 1], 1, [1], 0.0, group_index=2, rollout_id=2, name="task-9")
     for aggregation, field in (("sample_mean", "rollout_id"), ("prompt_mean", "group_index")):
         with pytest.raises(ValueError, match=rf"(?s)task-9.*{field}"):
@@ -224,7 +228,8 @@ def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
 def test_rollout_of_two_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(?s)rollout_id 3.*group_index"):
         step_totals(
-            package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)])
+            package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)]),
+            allow_different_group_sizes=True,
         )
 
 
@@ -235,7 +240,9 @@ def test_rollout_of_a_prompt_and_of_none_is_refused(groups: tuple[int | None, ..
     others = [plain_sample([1], rollout=8), plain_sample([1])]
     message = rf"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
     with pytest.raises(ValueError, match=message):
-        step_totals(package_samples([others[0], first, others[1], second]))
+        step_totals(
+            package_samples([others[0], first, others[1], second]), allow_different_group_sizes=True
+        )
 
 
 @pytest.mark.parametrize("divisor", (None, 0, -1, math.nan, math.inf))
@@ -257,9 +264,11 @@ def count_on_rank() -> None:
     rank = dist.get_rank()
     step = package_samples(COUNTED_STEP)
     local = [step[index] for index in RANK_SAMPLES[rank]]
-    totals = step_totals(local, data_parallel_group=dist.group.WORLD)
+    totals = step_totals(
+        local, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True
+    )
     check_counts(totals)
-    whole_step = step_totals(step)
+    whole_step = step_totals(step, allow_different_group_sizes=True)
     for aggregation in ("sample_mean", "prompt_mean"):
         assert denominators(totals, local, aggregation) == denominators(
             whole_step, local, aggregation
@@ -269,18 +278,27 @@ def count_on_rank() -> None:
     assert set(totals.rollout_active_tokens) == rollouts
 
     # A rank without samples joins all the same.
-    totals = step_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)
+    totals = step_totals(
+        step if rank == 0 else [],
+        data_parallel_group=dist.group.WORLD,
+        allow_different_group_sizes=True,
+    )
     check_counts(totals)
 
     # A group missing on one rank is missing for all.
     first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
-    assert step_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
+    assert (
+        step_totals(
+            first, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True
+        ).num_prompt_groups
+        is None
+    )
 
     # An error of one rank leaves no other waiting.
     mask = torch.tensor([[1.0, 1.0 + rank]])
     where = "" if rank == 1 else "data-parallel rank 1: "
     with pytest.raises(ValueError, match=rf"^{where}mask\[0, 1\] is 2"):
-        padded_totals(mask, data_parallel_group=dist.group.WORLD)
+        padded_totals(mask, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True)
     with pytest.raises(ValueError, match=rf"^{where}advantages has 1 responses and loss_mask 2"):
         whiten([torch.ones(1)], [[1]] * (1 + rank), data_parallel_group=dist.group.WORLD)
 

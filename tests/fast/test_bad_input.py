@@ -201,13 +201,18 @@ def test_packing_under_inference_mode() -> None:
         pack([made])
     batch = pack([made])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
-    loss, _ = policy_loss_function(PolicyLossConfig(), batch, logits, totals=step_totals([made]))
+    loss, _ = policy_loss_function(
+        PolicyLossConfig(),
+        batch,
+        logits,
+        totals=step_totals([made], allow_different_group_sizes=True),
+    )
     loss.backward()
 
 
 def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
     samples = [sample(), sample(group_index=None, name="no group")]
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     prompt_mean = AGGREGATIONS["prompt_mean"]
     message = refusal_of(lambda: prompt_mean.denominators(totals, samples))
     for word in ("no group", "group_index", "prompt_mean"):
@@ -221,7 +226,7 @@ def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
 
 
 def test_a_sample_that_the_totals_were_not_told_of() -> None:
-    totals = step_totals([sample(group_index=1)])
+    totals = step_totals([sample(group_index=1)], allow_different_group_sizes=True)
     stranger = sample(group_index=2, name="stranger")
     message = refusal_of(lambda: AGGREGATIONS["prompt_mean"].denominators(totals, [stranger]))
     for word in ("stranger", "group_index 2", "step_totals"):
@@ -320,7 +325,7 @@ MISSING = {
 def test_an_input_that_a_setting_needs(field: str) -> None:
     settings, flag = MISSING[field]
     bare = sample(**{field: None})
-    batch, totals = pack([bare]), step_totals([bare])
+    batch, totals = pack([bare]), step_totals([bare], allow_different_group_sizes=True)
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
     config = PolicyLossConfig(**settings)
     message = refusal_of(lambda: policy_loss_function(config, batch, logits, totals=totals))
@@ -402,7 +407,7 @@ def test_a_negative_response_token() -> None:
 def test_a_response_token_outside_the_vocabulary() -> None:
     batch = pack([sample(tokens=[1, 2, 3, VOCABULARY, 5])])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
-    totals = step_totals(batch.samples)
+    totals = step_totals(batch.samples, allow_different_group_sizes=True)
     message = refusal_of(
         lambda: policy_loss_function(PolicyLossConfig(), batch, logits, totals=totals)
     )
@@ -454,5 +459,9 @@ def test_one_advantage_as_an_array_without_dimensions() -> None:
 
 def test_a_prompt_mean_names_the_sample_without_a_group() -> None:
     samples = [sample(), sample(name="other", group_index=None)]
-    message = refusal_of(lambda: AGGREGATIONS["prompt_mean"].outer_count(step_totals(samples)))
+    message = refusal_of(
+        lambda: AGGREGATIONS["prompt_mean"].outer_count(
+            step_totals(samples, allow_different_group_sizes=True)
+        )
+    )
     assert "other has no group_index" in message

@@ -51,7 +51,7 @@ def checksum_of(
         loss_aggregation_divisor=16.0 if aggregation == "constant" else None,
         check_aggregation=check_aggregation,
     )
-    totals = step_totals(SAMPLES)
+    totals = step_totals(SAMPLES, allow_different_group_sizes=True)
     metrics = []
     for part in parts:
         logits = torch.zeros(part.window.local_tokens, VOCAB_SIZE, requires_grad=True)
@@ -108,7 +108,9 @@ def test_a_step_without_an_active_token_is_whole() -> None:
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
     logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-    loss, metrics = policy_loss_function(config, batch, logits, totals=step_totals([masked]))
+    loss, metrics = policy_loss_function(
+        config, batch, logits, totals=step_totals([masked], allow_different_group_sizes=True)
+    )
     loss.backward()
     reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
     assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
@@ -120,7 +122,10 @@ MASKED = [Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name=name) for 
 
 def checksum_of_masked(parts: list[list[Sample]]) -> float:
     """Of a step of the masked samples, whose micro-batches hold these."""
-    config, totals = PolicyLossConfig(check_aggregation=True), step_totals(MASKED)
+    config, totals = (
+        PolicyLossConfig(check_aggregation=True),
+        step_totals(MASKED, allow_different_group_sizes=True),
+    )
     share, metrics = 1 / len(parts), []
     for part in parts:
         batch = pack(part)

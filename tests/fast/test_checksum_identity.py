@@ -279,7 +279,10 @@ def test_of_weights_alone_no_exchange_is_seen() -> None:
 
 
 MUTANTS = {
-    "coefficient_of": (lambda hashes: np.ones_like(hashes, dtype=float), {one_for_another, fed_twice, stale, exchanged}),
+    "coefficient_of": (
+        lambda hashes: np.ones_like(hashes, dtype=float),
+        {one_for_another, fed_twice, stale, exchanged},
+    ),
     "_position_coefficients": (np.ones, {other_window}),
     "coefficient_of_rank": (lambda rank: 1.0, {exchanged}),
 }

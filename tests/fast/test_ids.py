@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pg import Sample, step_totals
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_from_log_probs, step_totals
 from megatron_pg.cli import main as cli
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.padded import padded_totals
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.rollout_files import RolloutFiles, RowError, with_group_advantages
 from megatron_pg.step import StepCollector, plan_step, with_distinct_ids
 from megatron_pg.step import ids as ids_module
@@ -141,6 +144,103 @@ def test_a_prompt_group_of_another_size_is_refused_by_name() -> None:
     assert "prompt group 3 has 4" in refusal(totals, halves[:1], samples_per_group=8)
     turns = [sample([5], 0, 0) for _ in range(3)] + [sample([5], 0, 1)]
     assert totals([turns], samples_per_group=2).num_prompt_groups == 1
+
+
+def test_rollouts_that_collide_on_one_rank_are_refused_by_name() -> None:
+    """Two workers of a rank that each number from 0: nothing says that different prompts are of one rollout."""
+    collided = [sample([5], None, 0, name="a"), sample([6], None, 0, name="b")]
+    message = refusal(totals, [collided])
+    assert "rollout_id 0 is given to a (number 0 of data-parallel rank 0) and to b (" in message
+    assert "group_index" in message and "id_source" in message
+    assert totals([collided], allow_different_prompts=True).num_rollouts == 1
+    for known in ({"group_index": 3}, {"id_source": "worker 1"}):
+        pieces = [dataclasses.replace(each, **known) for each in collided]
+        assert totals([pieces]).num_rollouts == 1
+    turns = [sample([5], None, 0), sample([5], None, 0)]
+    assert totals([turns]).num_rollouts == 1
+
+
+def step_of_groups(**sizes: int) -> list[Sample]:
+    return [
+        sample([ord(name)], ord(name), name=f"{name}{number}", old_log_probs=[-1.0, -1.0])
+        for name, size in sizes.items()
+        for number in range(size)
+    ]
+
+
+def prompt_mean_of(counted: StepTotals, samples: Sequence[Sample]) -> float:
+    config, batch = PolicyLossConfig(loss_aggregation="prompt_mean"), pack(samples)
+    log_probs = torch.zeros(len(batch.window))
+    loss, _ = policy_loss_from_log_probs(config, batch, log_probs, None, totals=counted)
+    return float(loss)
+
+
+def test_the_prompt_mean_refuses_a_step_whose_groups_differ_in_size() -> None:
+    """Without a size given too: of groups of 4, the second is cut after two."""
+    step = step_of_groups(a=4, b=4)
+    plan = functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS)
+    cut = plan(step[:6]).totals
+    message = refusal(prompt_mean_of, cut, step[:6])
+    assert (
+        "prompt group 98 has 2 rollouts in the step (the first is b0) and most groups have 4"
+        in (message)
+    )
+    assert "--allow-different-group-sizes" in message and "--keep-prompt-groups" in message
+    with pytest.raises(ValueError, match="prompt group 98 has 2"):  # on every pipeline stage
+        PolicyStep(
+            PolicyLossConfig(loss_aggregation="prompt_mean"),
+            plan(step[:6]),
+            groups=SimpleNamespace(data_size=1, context_size=1),
+        )
+    for counted, samples in (
+        (plan(step).totals, step),
+        (plan(step, samples_per_group=4).totals, step),
+        (plan(step[:6], allow_different_group_sizes=True).totals, step[:6]),
+    ):
+        assert prompt_mean_of(counted, samples) == 0.0
+    config, batch = (
+        PolicyLossConfig(),
+        pack(step[:6]),
+    )  # the other aggregations have no use for groups
+    policy_loss_from_log_probs(config, batch, torch.zeros(len(batch.window)), None, totals=cut)
+
+
+def test_every_rank_refuses_the_same_odd_group() -> None:
+    """Each from the counts of all: groups that are whole over ranks are whole, and one is named where several differ."""
+    step = step_of_groups(a=4, b=4, c=3, d=5)
+    ranks = [step[:2] + step[4:8], step[2:4]]
+    for rank in range(2):
+        counts = [sample_counts(each) for each in ranks]
+        assert not totals_of_counts(counts, rank).odd_group
+    counts = [sample_counts(step[:5]), sample_counts(step[5:])]
+    found = {totals_of_counts(counts, rank).odd_group for rank in range(2)}
+    assert len(found) == 1 and "99 has 3" in (one := found.pop()) and one.endswith("1 more differ")
+    # In rollouts: one of three samples counts once.
+    turns = [
+        sample([5], 0, 0),
+        sample([5], 0, 0),
+        sample([5], 0, 1),
+        sample([6], 1),
+        sample([6], 1),
+    ]
+    assert not totals([turns]).odd_group
+    assert "group 1 has 1" in totals([turns[:-1]]).odd_group
+
+
+NOT_SAMPLES = {
+    "a dict": ({"tokens": [1, 2]}, "got a dict"),
+    "a list of dicts": ([sample([5], 0), {"tokens": [1, 2]}], "number 1 is a dict"),
+    "a generator": ((each for each in [sample([5], 0)]), "got a generator"),
+    "one sample": (sample([5], 0), "got a Sample"),
+}
+
+
+@pytest.mark.parametrize("given", NOT_SAMPLES)
+def test_what_is_no_list_of_samples_is_refused_in_words(given: str) -> None:
+    argument, words = NOT_SAMPLES[given]
+    for function in (functools.partial(plan_step, max_tokens_per_microbatch=MAX_TOKENS), pack):
+        message = refusal(function, argument)
+        assert "expected a list of Sample" in message and words in message
 
 
 def test_a_rollout_that_says_where_it_is_numbered_may_lie_on_two_ranks() -> None:

@@ -150,7 +150,9 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     assert difference(loss_of(cut), expected) > 1e-4
     monkeypatch.setattr(packing, "_of_window", right)
     samples = package_samples(step)
-    of_mask = dataclasses.replace(step_totals(samples), by_loss_weight=None)
+    of_mask = dataclasses.replace(
+        step_totals(samples, allow_different_group_sizes=True), by_loss_weight=None
+    )
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
     assert difference(summed_loss(wrong), expected) > 1e-4
 
@@ -191,7 +193,7 @@ def test_the_identity_of_a_sample_knows_its_weights() -> None:
         PolicyLossConfig(check_aggregation=True, policy_loss="reinforce"),
         torch.zeros(3),
     )
-    totals = step_totals([one])
+    totals = step_totals([one], allow_different_group_sizes=True)
     with pytest.raises(RuntimeError, match="not of this step: row 7"):
         _, metrics = policy_loss_from_log_probs(
             config, pack([other]), log_probs, None, totals=totals
@@ -213,7 +215,7 @@ def test_the_plan_counts_weights() -> None:
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    assert step_totals(samples[2:]).by_loss_weight is None
+    assert step_totals(samples[2:], allow_different_group_sizes=True).by_loss_weight is None
 
 
 def plain_sum(
@@ -230,7 +232,11 @@ def test_a_custom_reducer_sums_weighted_losses() -> None:
     config = PolicyLossConfig(policy_loss="sft", custom_pg_loss_reducer_function_path=path)
     one = sample([1.0, 0.5, 0.0])
     loss, _ = policy_loss_from_log_probs(
-        config, pack([one]), torch.tensor([-1.0, -4.0, -9.0]), None, totals=step_totals([one])
+        config,
+        pack([one]),
+        torch.tensor([-1.0, -4.0, -9.0]),
+        None,
+        totals=step_totals([one], allow_different_group_sizes=True),
     )
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
     with pytest.raises(ValueError, match="would ignore --loss-weight-denominator weights"):

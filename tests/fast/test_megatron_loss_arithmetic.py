@@ -145,7 +145,7 @@ def check_gradients(
     """Megatron's final gradient is the oracle's."""
     logits = random_logits(step)
     job = Job(per_token, cut.dp_size, cut.cp_size)
-    totals = step_totals(package_samples(step))
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     results = rank_losses(package_config(objective), step, logits, cut, totals=totals)
     found = megatron_gradients(
         job, [(output(job, totals, result), result.num_microbatches) for result in results], logits
@@ -192,7 +192,7 @@ def test_token_mean_in_per_token_mode_is_megatrons_usual_pair() -> None:
     logits = random_logits(step)
     cut = CUTS["cp_2"](len(step))
     config = package_config(Objective(loss_aggregation="token_mean"))
-    totals = step_totals(package_samples(step))
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     for result in rank_losses(config, step, logits, cut):
         loss, num_tokens, _ = contract_output(Job(True, 1, 2), totals, result)
         assert num_tokens == int(result.batch.loss_mask.sum())
@@ -204,7 +204,7 @@ def test_token_mean_in_per_token_mode_is_megatrons_usual_pair() -> None:
 def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     """n is a 0-d int32 tensor: a float fails in its accumulator, a Python int in torch.clamp."""
     step = random_step(seed=42)
-    totals = step_totals(package_samples(step))
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     (result,) = rank_losses(
         package_config(Objective()), step, random_logits(step), CUTS["whole"](len(step))
     )
@@ -258,7 +258,9 @@ def moe_contract(**changes: object) -> ScaleContract:
     """The contract of a model with a mixture-of-experts auxiliary loss, in per-token mode."""
     model_config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.01, mtp_num_layers=None)
     step = random_step(seed=44)
-    totals = replace(step_totals(package_samples(step)), num_tokens=100)
+    totals = replace(
+        step_totals(package_samples(step), allow_different_group_sizes=True), num_tokens=100
+    )
     settings = {
         "model_config": model_config,
         "totals": totals,
@@ -295,14 +297,14 @@ def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
 
 @pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
 def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
-    totals = step_totals(package_samples(random_step(seed=44)))
+    totals = step_totals(package_samples(random_step(seed=44)), allow_different_group_sizes=True)
     contract = moe_contract(model_config=model_config, totals=totals)
     assert num_tokens(contract) == 8
     assert contract.factor == totals.num_active_tokens
 
 
 def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
-    totals = step_totals(package_samples(random_step(seed=44)))
+    totals = step_totals(package_samples(random_step(seed=44)), allow_different_group_sizes=True)
     with pytest.raises(ValueError, match="num_tokens"):
         moe_contract(totals=totals)
     assert moe_contract(totals=totals, calculate_per_token_loss=False).factor == 4
@@ -393,7 +395,7 @@ def test_the_gradient_that_backward_brings(
     samples = package_samples(random_step(3, num_samples=4))
     contract = scale_contract(
         None,
-        step_totals(samples),
+        step_totals(samples, allow_different_group_sizes=True),
         calculate_per_token_loss=per_token,
         data_parallel_size=data_parallel_size,
         context_parallel_size=context_parallel_size,
@@ -445,7 +447,7 @@ def chunks(per_token: bool) -> list[SimpleNamespace]:
 def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model: bool) -> None:
     """The model's mode counts, and the config's where there is no model."""
     samples = package_samples(random_step(seed=45))
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     for cp_rank in range(2):
         batch = pack(samples, cp_rank=cp_rank, cp_size=2)
         assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
@@ -476,7 +478,7 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
     )
     step = PolicyStep(
         PolicyLossConfig(),
-        totals=replace(step_totals(samples), num_tokens=1000),
+        totals=replace(step_totals(samples, allow_different_group_sizes=True), num_tokens=1000),
         num_microbatches=1,
         model=SimpleNamespace(config=config),
         groups=Groups(context_size=cp_size),  # type: ignore[arg-type]
@@ -495,7 +497,7 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
         step_loss(
             PolicyLossConfig(),
             batch,
-            step_totals(samples),
+            step_totals(samples, allow_different_group_sizes=True),
             num_microbatches=1,
             groups=Groups(context_size=2),
         )
@@ -510,7 +512,7 @@ def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
     ):
         step = PolicyStep(
             config,
-            totals=step_totals(samples),
+            totals=step_totals(samples, allow_different_group_sizes=True),
             num_microbatches=1,
             groups=Groups(context_size=2),  # type: ignore[arg-type]
         )
@@ -531,7 +533,7 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
     ]
     config = package_config(objective, calculate_per_token_loss=per_token)
     samples = package_samples(step)
-    totals, batch = step_totals(samples), pack(samples)
+    totals, batch = step_totals(samples, allow_different_group_sizes=True), pack(samples)
     vocab_size = logits[0].shape[1] - 3
     groups = Groups(data_size=2)
     packed = torch.cat(logits)[None]
@@ -553,7 +555,7 @@ def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
     for seed, num_samples in ((46, 9), (47, 5)):
         step = random_step(seed=seed, num_samples=num_samples)
         samples, logits = package_samples(step), random_logits(step)
-        totals, batch = step_totals(samples), pack(samples)
+        totals, batch = step_totals(samples, allow_different_group_sizes=True), pack(samples)
         count = len(oracle.rollouts(step))
         loss_func = step_loss(
             config, batch, totals, num_microbatches=1, groups=Groups(), grad_divisor=float(count**2)
@@ -602,7 +604,7 @@ def test_what_the_model_has_no_row_for_is_refused_by_sample(
     config = SimpleNamespace(calculate_per_token_loss=False)
     step = PolicyStep(
         PolicyLossConfig(),
-        totals=step_totals(samples),
+        totals=step_totals(samples, allow_different_group_sizes=True),
         num_microbatches=1,
         model=SimpleNamespace(config=config, embedding=embedding),
         groups=Groups(),  # type: ignore[arg-type]

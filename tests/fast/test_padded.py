@@ -65,7 +65,7 @@ class Trainer:
         mine = [step[row] for row in rows]
         _, mask = padded(mine, [torch.zeros(sample.response_length) for sample in mine])
         step_ids = {name: [values[row] for row in rows] for name, values in ids(step).items()}
-        return padded_totals(mask, **step_ids)
+        return padded_totals(mask, **step_ids, allow_different_group_sizes=True)
 
     def objective(
         self, step: list[PlainSample], losses: list[Tensor], cut: Cut, aggregation: str
@@ -149,7 +149,7 @@ def test_a_mask_of_any_dtype_is_counted_exactly(dtype: torch.dtype) -> None:
     """Counted in its own dtype, a bfloat16 mask of 301 tokens has 302; a float16 one of 70,000 has infinity."""
     lengths = [301, 1000, 5001, 70_000]
     mask = (torch.arange(70_000) < torch.tensor(lengths)[:, None]).to(dtype)
-    assert padded_totals(mask).num_active_tokens == sum(lengths)
+    assert padded_totals(mask, allow_different_group_sizes=True).num_active_tokens == sum(lengths)
     loss = torch.arange(70_000, dtype=torch.float64).expand(4, -1)
     expected = sum((length - 1) / 2 for length in lengths) / 4
     assert reduce_padded(loss, mask).item() == pytest.approx(expected, rel=1e-12)
@@ -240,11 +240,16 @@ def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
 def test_rollouts_that_the_totals_were_counted_without_are_named() -> None:
     mask = torch.ones(2, 3)
     with pytest.raises(ValueError, match="row 0: rollout_id 5 .* padded_totals with rollout_id"):
-        reduce_padded(torch.ones(2, 3), mask, totals=padded_totals(mask), rollout_id=[5, 6])
+        reduce_padded(
+            torch.ones(2, 3),
+            mask,
+            totals=padded_totals(mask, allow_different_group_sizes=True),
+            rollout_id=[5, 6],
+        )
 
 
 def test_a_group_that_the_totals_do_not_know_is_named() -> None:
-    totals = padded_totals(torch.ones(2, 3), group_index=[4, 5])
+    totals = padded_totals(torch.ones(2, 3), group_index=[4, 5], allow_different_group_sizes=True)
     with pytest.raises(ValueError, match="row 1: group_index 6"):
         reduce_padded(
             torch.ones(2, 3),
@@ -256,6 +261,6 @@ def test_a_group_that_the_totals_do_not_know_is_named() -> None:
 
 
 def test_totals_counted_with_rollouts_want_them_again() -> None:
-    totals = padded_totals(torch.ones(2, 3), rollout_id=[4, 4])
+    totals = padded_totals(torch.ones(2, 3), rollout_id=[4, 4], allow_different_group_sizes=True)
     with pytest.raises(ValueError, match="rollout_id"):
         reduce_padded(torch.ones(2, 3), torch.ones(2, 3), totals=totals)

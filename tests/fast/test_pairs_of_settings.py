@@ -293,7 +293,11 @@ def found(settings: Settings) -> Outcome:
     log_probs = flat_log_probs(drawn)
     entropy = entropies(log_probs.numel())
     loss, metrics = policy_loss_from_log_probs(
-        config, pack(samples), log_probs, entropy, totals=step_totals(samples)
+        config,
+        pack(samples),
+        log_probs,
+        entropy,
+        totals=step_totals(samples, allow_different_group_sizes=True),
     )
     gradients = torch.autograd.grad(
         loss, [log_probs, entropy], allow_unused=True, materialize_grads=True

@@ -219,7 +219,11 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     sequences = random_sequences(seed, spread=0.5)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
     loss, _ = policy_loss_from_log_probs(
-        PolicyLossConfig(), batch, log_probs, None, totals=step_totals(batch.samples)
+        PolicyLossConfig(),
+        batch,
+        log_probs,
+        None,
+        totals=step_totals(batch.samples, allow_different_group_sizes=True),
     )
     frozen = frozen_sample_mean(
         log_probs,
@@ -233,7 +237,11 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     assert ((log_probs - batch.old_log_probs).exp()[batch.loss_mask] > 1.2).any()
     token_mean = PolicyLossConfig(loss_aggregation="token_mean")
     other, _ = policy_loss_from_log_probs(
-        token_mean, batch, log_probs, None, totals=step_totals(batch.samples)
+        token_mean,
+        batch,
+        log_probs,
+        None,
+        totals=step_totals(batch.samples, allow_different_group_sizes=True),
     )
     assert not torch.equal(other, expected[0])
 
@@ -258,7 +266,7 @@ def test_float32_stays_within_float32_of_the_oracle() -> None:
         package_config(objective),
         batch,
         torch.cat(logits).float()[None],
-        totals=step_totals(package_samples(step)),
+        totals=step_totals(package_samples(step), allow_different_group_sizes=True),
     )
     assert loss.dtype == torch.float32
     expected = oracle.policy_loss(step, logits, objective).loss
@@ -327,7 +335,7 @@ def checksum(step: list[PlainSample], trained: list[PlainSample], cp_ranks: rang
         trained,
         random_logits(trained),
         cut,
-        totals=step_totals(package_samples(step)),
+        totals=step_totals(package_samples(step), allow_different_group_sizes=True),
     )
     return sum(
         (results[cp_rank].metrics["aggregation_checksum"][0].item() for cp_rank in cp_ranks), 0.0
@@ -354,7 +362,7 @@ def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
     samples = package_samples([plain_sample([1, 0, 1]) for _ in range(num_samples)])
     config = package_config(aggregated(Objective(entropy_coef=0.1), aggregation))
     batch = pack(samples, cp_rank=1, cp_size=2)
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     logits = torch.zeros(batch.window.local_tokens, 11, requires_grad=True)
     policy_loss_function(config, batch, logits, totals=totals)  # fills what is cached
     with CountDispatches() as forward:
@@ -377,7 +385,7 @@ def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
 def test_logits_of_another_length_are_refused() -> None:
     step = random_step(seed=31)
     batch = pack(package_samples(step), cp_rank=0, cp_size=2)
-    totals = step_totals(package_samples(step))
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     unsharded = torch.cat(random_logits(step))
     with pytest.raises(ValueError, match=rf"(?s){len(unsharded)}.*{batch.window.local_tokens}"):
         policy_loss_function(package_config(Objective()), batch, unsharded, totals=totals)
@@ -390,7 +398,10 @@ def test_missing_input_is_refused_by_name(field: str) -> None:
     logits = torch.zeros(batch.window.local_tokens, 11)
     with pytest.raises(ValueError, match=field):
         policy_loss_function(
-            package_config(Objective(kl_loss_coef=0.1)), batch, logits, totals=step_totals(samples)
+            package_config(Objective(kl_loss_coef=0.1)),
+            batch,
+            logits,
+            totals=step_totals(samples, allow_different_group_sizes=True),
         )
 
 
@@ -399,4 +410,9 @@ def test_prompt_mean_without_groups_is_refused() -> None:
     config = package_config(aggregated(Objective(), "prompt_mean"))
     batch = pack(samples)
     with pytest.raises(ValueError, match="group_index"):
-        policy_loss_function(config, batch, torch.zeros(3, 11), totals=step_totals(samples))
+        policy_loss_function(
+            config,
+            batch,
+            torch.zeros(3, 11),
+            totals=step_totals(samples, allow_different_group_sizes=True),
+        )

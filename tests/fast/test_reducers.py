@@ -35,7 +35,9 @@ def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     return {
         "aggregation": aggregation,
         "divisor": DIVISOR if aggregation == "constant" else None,
-        "denominators": AGGREGATIONS[aggregation].denominators(step_totals(samples), samples),
+        "denominators": AGGREGATIONS[aggregation].denominators(
+            step_totals(samples, allow_different_group_sizes=True), samples
+        ),
     }
 
 

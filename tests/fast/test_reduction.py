@@ -59,7 +59,7 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
-    totals = step_totals(samples)
+    totals = step_totals(samples, allow_different_group_sizes=True)
     found = torch.zeros((), dtype=torch.float64)
     for members in (range(4), range(4, len(step))):
         flat = torch.cat([losses[index] for index in members])
@@ -100,7 +100,9 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    weights = MicroBatchWeights.build(config, batch, step_totals(samples), 1.0)
+    weights = MicroBatchWeights.build(
+        config, batch, step_totals(samples, allow_different_group_sizes=True), 1.0
+    )
     x = torch.ones(len(batch.window))
     assert float(weights.inner_sum(x)) == len(x)
     with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
@@ -140,7 +142,9 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    weights = MicroBatchWeights.build(CONFIGS[name], pack([]), step_totals([]), 1.0)
+    weights = MicroBatchWeights.build(
+        CONFIGS[name], pack([]), step_totals([], allow_different_group_sizes=True), 1.0
+    )
     assert weights.scalars[0] == 1
     objective = weights.loss(losses)
     objective.backward()
@@ -152,4 +156,6 @@ def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
     with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
-        MicroBatchWeights.build(config, batch, step_totals(step), 1.0)
+        MicroBatchWeights.build(
+            config, batch, step_totals(step, allow_different_group_sizes=True), 1.0
+        )

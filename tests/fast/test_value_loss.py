@@ -45,7 +45,7 @@ class CutCritic:
     clip = CLIP
 
     def totals(self, step: Sequence[PlainSample], micro_batch: Sequence[PlainSample]) -> StepTotals:
-        return step_totals(package_samples(step))
+        return step_totals(package_samples(step), allow_different_group_sizes=True)
 
     def scored(self, rows: list[int], last: int) -> list[int]:
         """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
@@ -111,7 +111,7 @@ class MicroBatchTotals(CutCritic):
     """Normalises each micro-batch by itself."""
 
     def totals(self, step, micro_batch):
-        totals = step_totals(package_samples(micro_batch))
+        totals = step_totals(package_samples(micro_batch), allow_different_group_sizes=True)
         return replace(totals, num_rollouts=len(oracle.rollouts(step)))
 
 
@@ -167,7 +167,10 @@ def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
     ]
     values = torch.tensor([0.25, float("nan")], requires_grad=True)
     of_batch = MicroBatchValueLoss(
-        config_of("sample_mean"), CriticConfig(), pack(samples), step_totals(samples)
+        config_of("sample_mean"),
+        CriticConfig(),
+        pack(samples),
+        step_totals(samples, allow_different_group_sizes=True),
     )
     loss, _ = of_batch(values)
     loss.backward()
@@ -181,7 +184,13 @@ def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> 
         Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0], name="the one")
     ]
     config = config_of("sample_mean")
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
+    of_batch = MicroBatchValueLoss(
+        config,
+        CriticConfig(),
+        pack(samples),
+        step_totals(samples, allow_different_group_sizes=True),
+        1.0,
+    )
     _, metrics = of_batch(torch.tensor([0.0, float("nan")]))
     report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     assert report.metrics(report.sums)["value_loss"] != report.metrics(report.sums)["value_loss"]
@@ -192,7 +201,12 @@ def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> 
 def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     samples = [Sample([1, 2, 3], 2, [0, 0], old_values=[0.0, 0.0], returns=[1.0, 1.0])]
     config = config_of("token_mean", pg_metrics=pg_metrics)
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples))
+    of_batch = MicroBatchValueLoss(
+        config,
+        CriticConfig(),
+        pack(samples),
+        step_totals(samples, allow_different_group_sizes=True),
+    )
     values = torch.zeros(2, requires_grad=True)
     loss, metrics = of_batch(values)
     loss.backward()
@@ -280,7 +294,10 @@ def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
     samples = [Sample([1, 2, 3], 2, [1, 1], name="turn 7", **given)]
     with pytest.raises(ValueError, match=rf"turn 7 has no {missing}.*Sample\({missing}=...\)"):
         MicroBatchValueLoss(
-            config_of("sample_mean"), CriticConfig(), pack(samples), step_totals(samples)
+            config_of("sample_mean"),
+            CriticConfig(),
+            pack(samples),
+            step_totals(samples, allow_different_group_sizes=True),
         )
     whole = Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0])
     with pytest.raises(ValueError, match=f"turn 7.*has no {missing}"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.rollout_files import RolloutFiles
+from megatron_pg.rollout_files import RolloutFiles, validate_rollout_file
 from megatron_pg.step import SampleCost, StepCollector, StepPlan, plan_step
 from megatron_pg.step.sources import no_sample_in
 
@@ -109,6 +109,7 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     except FileNotFoundError as error:
         yield "micro-batches", f"{budget}; no more is known: {error}"
         return
+    yield from _whole_files(args, config)
     ranks = [
         _plan(args, samples[rank :: args.data_parallel_size])
         for rank in range(args.data_parallel_size)
@@ -131,6 +132,30 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
         "",
         f"the first step: {most} on each data-parallel rank, {share:.0%} full, the fullest {max(filled)} tokens",
     )
+
+
+def _whole_files(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+    """A remark on files that hold less than a step; refuses what a later step of the run would refuse."""
+    planning = PlanningConfig.from_args(args)
+    report = validate_rollout_file(
+        *planning.rollout_files,
+        required_fields=required_fields(args, config),
+        vocab_size=args.vocab_size,
+        distinct_ids=planning.distinct_ids == "file",
+        max_errors=1,
+    )
+    if report.errors and planning.on_bad_row == "error":
+        raise report.errors[0]
+    is_minded = planning.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
+    if report.scattered and is_minded:
+        flag = "--keep-prompt-groups" if planning.keep_prompt_groups else "prompt_mean"
+        raise ValueError(f"{flag}: {report.scattered[0]}")
+    wanted = planning.docs_per_step or 1
+    if report.num_documents < wanted:
+        yield (
+            "",
+            f"the files hold {report.num_documents} rollouts, fewer than --docs-per-step {wanted}: one step of what they hold",
+        )
 
 
 def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> list[Sample]:

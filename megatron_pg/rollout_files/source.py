@@ -203,7 +203,7 @@ class RolloutFiles:
 
 @dataclass
 class RolloutFileReport:
-    """What `validate_rollout_file` found."""
+    """The findings of `validate_rollout_file`."""
 
     path: str
     num_rows: int = 0
@@ -211,31 +211,44 @@ class RolloutFileReport:
     num_tokens: int = 0
     """Prompt and response tokens of the good rows."""
     num_active_tokens: int = 0
+    num_documents: int = 0
+    """Rollouts of the good rows; a row without a `rollout_id` is one."""
+    num_scattered: int = 0
+    """Rows whose prompt group or rollout came to an end before, as a row of another followed."""
     errors: list[RowError] = field(default_factory=list)
     """The errors of the first bad rows."""
+    scattered: list[str] = field(default_factory=list)
+    """The first scattered rows, in words. A run that keeps prompt groups whole, or needs them whole, stops at one."""
 
 
 def validate_rollout_file(
-    path: str | Path,
-    *,
+    *paths: str | Path,
     required_fields: Collection[str] = (),
     vocab_size: int | None = None,
+    distinct_ids: bool = False,
     max_errors: int = 20,
 ) -> RolloutFileReport:
-    """Checks every row of one rollout file, in bounded memory.
+    """Checks every row of rollout files, and that the rows of each prompt group and rollout follow each other.
+
+    It holds the ids of all prompt groups and rollouts, and one row.
 
     Args:
-        path: a Parquet or JSON Lines file.
+        paths: the files, as for `RolloutFiles`: groups and rollouts are checked over all of them.
         required_fields: see `RolloutFiles`.
         vocab_size: see `RolloutFiles`.
-        max_errors: bad rows beyond these are counted and not kept.
+        distinct_ids: see `RolloutFiles`.
+        max_errors: bad and scattered rows beyond these are counted and not kept.
 
     Raises:
         ValueError: a file of another kind, or settings out of range.
         FileNotFoundError: no such file.
     """
-    files = RolloutFiles([path], required_fields=required_fields, vocab_size=vocab_size)
-    report = RolloutFileReport(str(path))
+    files = RolloutFiles(
+        paths, required_fields=required_fields, vocab_size=vocab_size, distinct_ids=distinct_ids
+    )
+    report = RolloutFileReport(" ".join(map(str, paths)))
+    seen: dict[str, set[int]] = {"group_index": set(), "rollout_id": set()}
+    latest: dict[str, int | None] = {}
     for parse in files._read():
         report.num_rows += 1
         try:
@@ -247,4 +260,18 @@ def validate_rollout_file(
         else:
             report.num_tokens += sample.total_length
             report.num_active_tokens += sample.num_active_tokens
+            if sample.rollout_id is None or sample.rollout_id not in seen["rollout_id"]:
+                report.num_documents += 1
+            for name, ids in seen.items():
+                identifier = getattr(sample, name)
+                if identifier in ids and identifier != latest.get(name):
+                    report.num_scattered += 1
+                    if len(report.scattered) < max_errors:
+                        report.scattered.append(
+                            f"{sample.name}: {name} {identifier} comes back after rows of another; expected its rows to follow "
+                            "each other: sort the file by it, or give what comes back an id of its own"
+                        )
+                latest[name] = identifier
+                if identifier is not None:
+                    ids.add(identifier)
     return report

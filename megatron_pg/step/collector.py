@@ -238,6 +238,7 @@ class StepCollector(Generic[AnySample]):
             column, rule = "", ""
             if kind == "prompt group":
                 column = " (group_index)"
+            if kind == "prompt group" and not self._keeps_groups:
                 rule = "; end steps between groups with --keep-prompt-groups: the prompt mean has no denominator for a part"
             raise ValueError(
                 f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "

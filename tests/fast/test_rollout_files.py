@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -570,3 +572,35 @@ def test_the_columns_of_vllm_are_read(tmp_path: Path, kind: str) -> None:
     }  # without prompt_token_ids: of what?
     with pytest.raises(RowError, match="response_ids is missing"):
         pull_all(RolloutFiles([write(tmp_path, [whole], kind, "whole")]))
+
+
+def grouped_rows(path: Path, groups: Sequence[int], rollouts: Sequence[int | None] = ()) -> Path:
+    row = {"prompt_ids": [1], "response_ids": [2], "advantages": 1.0}
+    ids = itertools.zip_longest(groups, rollouts)
+    rows = [{**row, "group_index": group, "rollout_id": rollout} for group, rollout in ids]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: Path) -> None:
+    """As the run says at the step after; rows of one that follow each other are not, over two files neither."""
+    whole = grouped_rows(tmp_path / "whole.jsonl", [1, 1, 2, 2], [5, 5, 6, None])
+    report = validate_rollout_file(whole)
+    assert (report.num_scattered, report.scattered, report.num_documents) == (0, [], 3)
+    scattered = grouped_rows(tmp_path / "scattered.jsonl", [1, 2, 1, 2], [5, 6, 7, 6])
+    report = validate_rollout_file(scattered)
+    assert report.num_scattered == 3 and report.num_documents == 3
+    assert report.scattered[0].startswith("scattered.jsonl row 2: group_index 1 comes back")
+    assert "rollout_id 6 comes back" in report.scattered[2]
+    other = grouped_rows(tmp_path / "other.jsonl", [2, 3, 1])
+    both = validate_rollout_file(whole, other, max_errors=1)
+    assert both.num_scattered == 1 and both.scattered[0].startswith(
+        "other.jsonl row 2: group_index 1"
+    )
+    assert validate_rollout_file(whole, other, distinct_ids=True).num_scattered == 0
+    source = RolloutFiles([scattered])
+    collector = StepCollector(source, docs_per_step=2, mode="exact", keep_prompt_groups=True)
+    with pytest.raises(ValueError, match="prompt group . .group_index. is cut") as error:
+        while collector.collect() is not None:
+            pass
+    assert "prompt mean" not in str(error.value)  # no setting here asks for it

@@ -114,7 +114,12 @@ def reduce_padded(
             f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
         )
     if totals is None:
-        totals = padded_totals(mask, group_index=group_index, rollout_id=rollout_id)
+        totals = padded_totals(
+            mask,
+            group_index=group_index,
+            rollout_id=rollout_id,
+            allow_different_group_sizes=True,  # the rows are the whole step
+        )
     if totals.rollout_active_tokens and rollout_id is None:
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"

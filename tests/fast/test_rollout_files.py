@@ -598,7 +598,7 @@ def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: P
         "other.jsonl row 2: group_index 1"
     )
     assert validate_rollout_file(whole, other, distinct_ids=True).num_scattered == 0
-    source = RolloutFiles([scattered])
+    source = RolloutFiles([grouped_rows(tmp_path / "again.jsonl", [1, 1, 2, 2, 1, 1, 3, 3])])
     collector = StepCollector(source, docs_per_step=2, mode="exact", keep_prompt_groups=True)
     with pytest.raises(ValueError, match="prompt group . .group_index. is cut") as error:
         while collector.collect() is not None:

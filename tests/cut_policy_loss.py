@@ -35,6 +35,9 @@ OBJECTIVES = {
         entropy_coef=0.01,
         rollout_temperature=0.7,
     ),
+    "everything_by_the_loss": Objective(
+        kl_loss_coef=0.2, entropy_coef=0.03, regularizer_aggregation="loss"
+    ),
 }
 
 

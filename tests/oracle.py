@@ -201,6 +201,7 @@ class Objective:
     kl_loss_type: str = "k3"
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
+    regularizer_aggregation: str = "sample_mean"
     loss_weight_denominator: str = "mask"
     rollout_temperature: float = 1.0
 
@@ -333,17 +334,15 @@ def policy_loss(
         result.entropies.append(stack(entropies))
         result.kept_masses.append(stack(masses))
 
-    denominator = objective.loss_weight_denominator
-    result.pg_loss = aggregate(
-        samples,
-        weighted(samples, pg_losses),
-        objective.loss_aggregation,
-        objective.loss_aggregation_divisor,
-        denominator,
-    )
-    # Only pg_loss follows the chosen aggregation: the other terms are sample means.
-    result.kl_loss = sample_mean(samples, weighted(samples, kl_losses), denominator)
-    result.entropy = sample_mean(samples, weighted(samples, result.entropies), denominator)
+    def by(aggregation: str, losses: PerToken) -> Tensor:
+        divisor, denominator = objective.loss_aggregation_divisor, objective.loss_weight_denominator
+        return aggregate(samples, weighted(samples, losses), aggregation, divisor, denominator)
+
+    of_terms = objective.regularizer_aggregation
+    of_terms = objective.loss_aggregation if of_terms == "loss" else of_terms
+    result.pg_loss = by(objective.loss_aggregation, pg_losses)
+    result.kl_loss = by(of_terms, kl_losses)
+    result.entropy = by(of_terms, result.entropies)
     result.loss = result.pg_loss
     if objective.kl_loss_coef:
         result.loss = result.loss + objective.kl_loss_coef * result.kl_loss

@@ -93,6 +93,10 @@ def _combination_violations(
             f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {sound.grad_divisor:g}: give one "
             "of the two"
         )
+    if sound.regularizer_aggregation == "loss" and not (sound.kl_loss_coef or sound.entropy_coef):
+        yield (
+            "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one of them, or drop it"
+        )
     if sound.kl_loss_gradient == "k2" and sound.use_unbiased_kl:
         yield (
             "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "

@@ -90,9 +90,15 @@ class PolicyLossConfig:
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: equal to dppo_delta."""
 
+    regularizer_aggregation: Literal["sample_mean", "loss"] = "sample_mean"
+    """How the KL and entropy terms become one number each. sample_mean: by the sample mean, whatever
+    loss_aggregation is. loss: by the aggregation of the policy loss, so that the whole loss is
+    aggregate(pg + beta kl - c H), over the tokens before any rejection; grad_divisor then divides
+    all of it. Needs kl_loss_coef or entropy_coef."""
+
     kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight beta of the KL term: loss = pg + beta * sample_mean(kl). At least 0. Above 0 it needs
-    the log-probs of the reference model (ref_log_probs)."""
+    """Weight beta of the KL term: loss = pg + beta * kl, the mean of regularizer_aggregation. At
+    least 0. Above 0 it needs the log-probs of the reference model (ref_log_probs)."""
 
     kl_loss_type: str = "k3"
     """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""
@@ -106,8 +112,8 @@ class PolicyLossConfig:
     the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
 
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Weight of the entropy bonus: loss = pg - entropy_coef * sample_mean(entropy), the entropy of
-    the full vocabulary in nats, with gradient. At least 0."""
+    """Weight c of the entropy bonus: loss = pg - c * entropy, the mean of regularizer_aggregation of
+    the entropy of the full vocabulary, in nats, with gradient. At least 0."""
 
     use_tis: bool = False
     """Truncated importance sampling against the mismatch of rollout engine and trainer: multiply
@@ -225,8 +231,9 @@ class PolicyLossConfig:
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
     reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank,
-    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. Takes the
-    place of loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
+    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. The masks
+    are those that corrections leave. Takes the place of loss_aggregation; the outer count is N
+    rollouts, T active tokens in per-token mode."""
 
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the
@@ -244,9 +251,10 @@ class PolicyLossConfig:
     (DeepSpeed). Not with grad_divisor."""
 
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
-    """Python API only. The reported loss is inner sum / outer count, the differentiated one inner
-    sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step.
-    Above 0. None: the outer count for both."""
+    """Python API only. The reported policy loss is inner sum / outer count, the differentiated one
+    inner sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its
+    step. The same of the whole loss under regularizer_aggregation loss. Above 0. None: the outer
+    count for both."""
 
     def __post_init__(self) -> None:
         refuse(violations_of(PolicyLossConfig, vars(self))[0])

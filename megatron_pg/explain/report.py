@@ -63,10 +63,25 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
         "parallelism": parallelism,
         "loss_aggregation": config.loss_aggregation,
         "aggregations": reports,
+        "regularizers": _regularizers(options, reports),
         "unavailable": reasons,
         "warnings": [*_of_the_lengths(step, options, ratio), *_of_the_flags(step, options)],
         "unused_flags": options.unused_flags,
     }
+
+
+def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Report | None:
+    """The aggregation of the KL and entropy terms; None where there is neither, or where a custom reducer weighs the loss."""
+    config = options.config
+    policy = config.loss_aggregation
+    has_term = config.kl_loss_coef or config.entropy_coef
+    if not has_term or AGGREGATIONS.is_replaced(config) or policy not in reports:
+        return None
+    name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
+    both = (reports[each]["token_coefficient"] for each in (name, policy))
+    # Of one active token of each sample: the coefficient in those terms over that in the policy loss.
+    relative = [own / of_policy for own, of_policy in zip(*both, strict=True)]
+    return {"aggregation": name, "relative_coefficient": relative}
 
 
 def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:

@@ -31,6 +31,12 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
             f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active tokens have one, of "
             f"{kept['mean_size']:.3g} ids on average and {kept['largest']} at most{use}"
         )
+    if terms := report["regularizers"]:
+        relative = terms["relative_coefficient"]
+        notes.append(
+            f"KL and entropy terms: {terms['aggregation']} (--regularizer-aggregation {options.config.regularizer_aggregation}). "
+            f"On a token they have {min(relative):.3g} to {max(relative):.3g} times their coefficients, relative to the policy loss"
+        )
     if options.unused_flags:
         notes.append(f"not used: {' '.join(options.unused_flags)}")
     notes += [f"warning: {warning}" for warning in report["warnings"]]

@@ -36,7 +36,7 @@ is the prompt mean. That holds where the batch is one optimizer step, which is c
 their last two bits (2.4e-7 of their size), and the policy loss refuses those without it.
 
 KL and entropy terms are verl's own, by `actor.loss_agg_mode`, whatever the policy loss does: `seq-mean-token-mean` makes
-them sample means, as everywhere in this package.
+them sample means, the default of this package.
 """
 
 from __future__ import annotations

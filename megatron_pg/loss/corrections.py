@@ -146,6 +146,11 @@ def apply_corrections(scored: Scored) -> Corrected:
     return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
 
 
+def drops_tokens(config: PolicyLossConfig) -> bool:
+    """Whether a correction that is on may drop tokens; the config alone decides."""
+    return any(row.rejects for row in CORRECTIONS.rows_on(config))
+
+
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """What `apply_corrections` reports under these settings (nothing under `--pg-metrics none`).
 

@@ -17,7 +17,7 @@ from megatron_pg.config.fields import fields_of
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss import compiled
-from megatron_pg.loss.corrections import Scored, apply_corrections
+from megatron_pg.loss.corrections import Corrected, Scored, apply_corrections, drops_tokens
 from megatron_pg.loss.distillation import given_divergence, refuse_without_teacher
 from megatron_pg.loss.divergence import kl_penalty
 from megatron_pg.loss.kept_set import refuse_other_distributions
@@ -96,27 +96,41 @@ class MicroBatchLoss:
         outcome = get_objective(config)(config, batch, log_probs, sequence=sequence)
         scored = Scored(config, batch, log_probs, outcome, entropy, sequence)
         corrected = apply_corrections(scored)
-        inner_sum = self._weights.inner_sum(corrected.pg_loss)
+        inner_sum = self._weights.inner_sum(corrected.pg_loss, self._masks_of_reducer(corrected))
         outer_count, _, gradient_divisor, *_ = self._weights.scalars.to(inner_sum.dtype)
         pg_loss = inner_sum / outer_count
         reported = {"pg_loss": pg_loss}
-        loss = pg_loss if config.grad_divisor is None else inner_sum / gradient_divisor
         penalties: list[Tensor] = []
         if config.kl_loss_coef:
-            reported["kl_loss"] = self._weights.sample_mean(kl_penalty(config, batch, log_probs))
+            reported["kl_loss"] = self._weights.regularizer(kl_penalty(config, batch, log_probs))
             penalties.append(config.kl_loss_coef * reported["kl_loss"])
         if config.entropy_coef and entropy is not None:
-            reported["entropy_loss"] = self._weights.sample_mean(entropy)
+            reported["entropy_loss"] = self._weights.regularizer(entropy)
             penalties.append(-config.entropy_coef * reported["entropy_loss"])
         if config.distill_coef:
             of_teacher = self._weights.inner_sum(given_divergence(batch))
             reported["distill_loss"] = of_teacher / outer_count
             penalties.append(config.distill_coef * reported["distill_loss"])
-        reported["loss"] = sum(penalties, start=pg_loss)
-        loss = sum(penalties, start=loss)
+        loss = reported["loss"] = sum(penalties, start=pg_loss)
+        if config.grad_divisor is not None and config.regularizer_aggregation == "loss":
+            loss = loss * (outer_count / gradient_divisor)
+        elif config.grad_divisor is not None:
+            loss = sum(penalties, start=inner_sum / gradient_divisor)
         if config.divide_gradient_twice:
             loss = loss / outer_count
         return loss, reported, replace(scored, corrected=corrected)
+
+    def _masks_of_reducer(self, corrected: Corrected) -> Tensor | None:
+        """The whole loss masks [response tokens of all samples] that corrections leave, for a reducer of the user's; else None.
+
+        One all-reduce over the context-parallel group. The config and the samples alone decide whether there is one.
+        """
+        is_custom = self._weights.reducer_of_masks is not None
+        if not (is_custom and self.batch.samples and drops_tokens(self.config)):
+            return None
+        masks = self.batch.window.in_responses(corrected.loss_mask.float())
+        ids, num_samples = self.batch.window_segment_ids, len(self.batch.samples)
+        return SequenceReduction(ids, num_samples, self._group).over_group(masks)
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None

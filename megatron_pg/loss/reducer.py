@@ -136,23 +136,27 @@ def token_weights(
     return mask[to_device(window.response_indices, device)] / divisors
 
 
-def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
-    """The user's reducer of one micro-batch, of `--custom-pg-loss-reducer-function-path`.
+def custom_reducer(
+    config: PolicyLossConfig, batch: PackedBatch
+) -> Callable[[Tensor | None], Reducer]:
+    """Prepares the user's reducer of one micro-batch, of `--custom-pg-loss-reducer-function-path`.
 
     An empty micro-batch, which a plan has and other trainers do not, has the sum 0: a loop over samples would make an int.
 
+    Returns:
+        A function that calls the user's with loss masks [response tokens of all samples], or with those of the samples for None.
+
     Raises:
-        ValueError: what the function returned is no function, or its sum is no number with a gradient.
+        ValueError: the signature lacks what the layout needs; later, what the function returned is no function, or its sum
+            is no number with a gradient.
     """
     window = batch.window
     path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
     if not batch.samples:
-        return torch.sum
+        return lambda masks: torch.sum
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
-    all_masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
-    loss_masks = list(torch.split(to_device(all_masks, batch.loss_mask.device), lengths))
     place = {
         "cp_rank": window.cp_rank,
         "cp_size": window.cp_size,
@@ -166,20 +170,28 @@ def custom_reducer(config: PolicyLossConfig, batch: PackedBatch) -> Reducer:
             f"{where} under --cp-partition-mode {window.cp_partition_mode}: name cp_partition_mode and pad_to_multiple "
             "among its arguments, or it cannot know its window"
         )
-    reducer = function(total_lengths, lengths, loss_masks, config.calculate_per_token_loss, **named)
-    if not callable(reducer):
-        raise ValueError(
-            f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
-        )
 
-    def inner_sum(x: Tensor) -> Tensor:
-        loss_weights = batch.loss_weights
-        result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
-        meaning = "the weighted sum of x over this rank's window"
-        check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
-        return result
+    def of_masks(masks: Tensor | None) -> Reducer:
+        if masks is None:
+            masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
+        loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))
+        per_token = config.calculate_per_token_loss
+        reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
+        if not callable(reducer):
+            raise ValueError(
+                f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
+            )
 
-    return inner_sum
+        def inner_sum(x: Tensor) -> Tensor:
+            loss_weights = batch.loss_weights
+            result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
+            meaning = "the weighted sum of x over this rank's window"
+            check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
+            return result
+
+        return inner_sum
+
+    return of_masks
 
 
 def _checked_denominators(

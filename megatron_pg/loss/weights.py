@@ -6,7 +6,7 @@ All is known before the model has run, from masks and totals alone, and reaches 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.masking import masked
 from megatron_pg.loss.metric_table import ratio_of
 from megatron_pg.loss.reducer import Reducer, WeightedSum, custom_reducer
 from megatron_pg.step.batch import PackedBatch, to_device
@@ -35,18 +36,18 @@ class MicroBatchWeights:
     batch: PackedBatch
     """The micro-batch, on its device."""
     rows: tuple[str, ...]
-    """What the weights are of: `loss` (unless a custom reducer has its own) and `sample_mean` (KL and entropy); for metrics
-    `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the ratio is one number a sequence;
-    for the checksum `counted`, each token once, where a custom reducer has the weights of the loss, and `identified`, those
-    of `loss` or `counted` times the coefficients of the samples, where the totals know them."""
+    """What the weights are of: `loss` (unless a custom reducer has its own) and `sample_mean` (KL and entropy, unless they
+    follow the loss); for metrics `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the
+    ratio is one number a sequence; for the checksum `counted`, each token once, where a custom reducer has the weights of
+    the loss, and `identified`, those of `loss` or `counted` times the coefficients of the samples, where the totals know them."""
     scalars: Tensor
     """[20] float64 on the device, of which `SCALARS` names those that are reported: outer count of the loss, that of the
     sample mean, divisor of the gradient, share; factors, divisors and offsets of the sums; 0."""
     per_sample: Tensor
     """[rows, samples] float64 on the device, the weight of each token of a sample; at least two columns, of no sample where
     there are fewer."""
-    reducer: Reducer | None = None
-    """The user's own, in place of the weights `loss`."""
+    reducer_of_masks: Callable[[Tensor | None], Reducer] | None = None
+    """The user's own, in place of the weights `loss`; see `custom_reducer`."""
 
     @classmethod
     def build(
@@ -61,7 +62,7 @@ class MicroBatchWeights:
         mode, sample_mean = AGGREGATIONS[config.loss_aggregation], AGGREGATIONS["sample_mean"]
         divisor, samples = config.loss_aggregation_divisor, batch.samples
         divisors: dict[str, Tensor | float] = {}
-        reducer: Reducer | None = None
+        reducer: Callable[[Tensor | None], Reducer] | None = None
         if AGGREGATIONS.is_replaced(config):
             # By the field's convention its inner sum is over rollouts, or tokens in per-token mode.
             reducer, per_token = custom_reducer(config, batch), config.calculate_per_token_loss
@@ -72,7 +73,8 @@ class MicroBatchWeights:
             outer_count = mode.outer_count(counted)
         if counted.by_identity is not None:
             divisors["identified"] = checked / coefficients_of(samples, counted.hashed_fields)
-        if config.kl_loss_coef or config.entropy_coef:
+        has_regularizer = config.kl_loss_coef or config.entropy_coef
+        if has_regularizer and config.regularizer_aggregation == "sample_mean":
             divisors["sample_mean"] = sample_mean.divisors_of(counted, samples)
         if config.pg_metrics != "none":
             divisors |= {"documents": sample_mean.divisors_of(totals, samples), "tokens": 1.0}
@@ -111,17 +113,30 @@ class MicroBatchWeights:
                     found[name] = found[name] * batch.loss_weights
         return found
 
-    def inner_sum(self, x: Tensor) -> Tensor:
-        """The policy gradient's sum over this rank's window, x [window] -> 0-d, before the outer count."""
-        return (self.reducer or WeightedSum(self.of_tokens["loss"]))(x)
+    @functools.cached_property
+    def _reducer(self) -> Reducer:
+        """The reducer of the loss by the samples' own masks."""
+        of_masks = self.reducer_of_masks
+        return WeightedSum(self.of_tokens["loss"]) if of_masks is None else of_masks(None)
+
+    def inner_sum(self, x: Tensor, masks: Tensor | None = None) -> Tensor:
+        """The loss's sum over this rank's window, x [window] -> 0-d, before the outer count.
+
+        `masks` [response tokens of all samples] are those of a user's reducer, where corrections changed them.
+        """
+        if masks is None or self.reducer_of_masks is None:
+            return self._reducer(x)
+        return self.reducer_of_masks(masks)(x)
 
     def loss(self, x: Tensor) -> Tensor:
         """This rank's share, 0-d, of the aggregate over the whole step of x [window]."""
         inner_sum = self.inner_sum(x)
         return inner_sum / self.scalars[0].to(inner_sum.dtype)
 
-    def sample_mean(self, x: Tensor) -> Tensor:
-        """This rank's share, 0-d, of the sample mean over the whole step of x [window]."""
+    def regularizer(self, x: Tensor) -> Tensor:
+        """This rank's share, 0-d, of a KL or entropy term x [window] over the whole step."""
+        if "sample_mean" not in self.rows:
+            return self.loss(masked(x, self.batch.loss_mask))
         inner_sum = WeightedSum(self.of_tokens["sample_mean"])(x)
         return inner_sum / self.scalars[1].to(inner_sum.dtype)
 

@@ -100,8 +100,6 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
         f"  {flags}",
     ]
     found += [f"  no counterpart here: {each}" for each in missing]
-    if any(term.aggregation != "sample_mean" for term in active):
-        found.append("  (KL and entropy are sample means here: coefficients do not carry over)")
     return found
 
 
@@ -117,6 +115,12 @@ def here(
     if mode == "constant":
         flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
     known, missing = with_terms(given, terms), []
+    policy, active = terms[0], [term for term in terms[1:] if term.coefficient]
+    if all(term.weighing == policy.weighing for term in active):
+        flags += ["--regularizer-aggregation loss"] * (bool(active) and mode != "sample_mean")
+    else:
+        others = [term for term in active if term.aggregation != "sample_mean"]
+        missing += [f"aggregation of the {term.name}={term.aggregation}" for term in others]
     for key, row in trainer.settings.items():
         value = given[key]
         words = _words(row, value, known)

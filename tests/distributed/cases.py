@@ -182,14 +182,18 @@ def legal_cuts(sharding: Sharding) -> list[str]:
     return [cut for cut in CUTS if cut != "ragged" or (sharding.expert == 1 and sharding.data > 1)]
 
 
+TERMS_BY = {"ragged": "sample_mean", "short": "loss"}
+"""The aggregation of a KL and an entropy term, by the shape of the samples."""
+
+
 def runs(sharding: Sharding, *, place: int) -> tuple[Run, ...]:
     """Every aggregation with every step shape, cut in every legal way; every second one with a KL and an entropy term.
 
-    Those that have the terms at an even `place` lack them at an odd one.
+    Those that have the terms at an even `place` lack them at an odd one. With short samples the terms follow the loss.
     """
     every = itertools.product(AGGREGATIONS, MATRIX_SHAPES, legal_cuts(sharding))
     return tuple(
-        Run(aggregation, shape, cut, regularized=bool((place + sum(numbers)) % 2))
+        Run(aggregation, shape, cut, bool((place + sum(numbers)) % 2), TERMS_BY[shape])
         for (aggregation, shape, cut), numbers in zip(
             every,
             itertools.product(range(4), range(2), range(len(legal_cuts(sharding)))),
@@ -252,7 +256,8 @@ def sample_of_runs(sharding: Sharding, place: int) -> tuple[Run, ...]:
             aggregation,
             MATRIX_SHAPES[(place + index) % len(MATRIX_SHAPES)],
             cuts[(place + index) % len(cuts)],
-            regularized=bool((place + index // 2) % 2),
+            bool((place + index // 2) % 2),
+            TERMS_BY[MATRIX_SHAPES[(place + index) % len(MATRIX_SHAPES)]],
         )
         for index, aggregation in enumerate(AGGREGATIONS)
     )

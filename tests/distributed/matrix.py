@@ -29,7 +29,8 @@ largest over all parameters, aggregations and steps of `max|g - reference| / max
 
 A row is every step in each precision: every aggregation (`sample_mean`, `prompt_mean`,
 `token_mean`, `constant`) with two kinds of samples, cut in every way that is legal; every second
-step has a KL and an entropy term, in float64 those that lack them in float32. *Ragged* ones have a fully masked sample, one
+step has a KL and an entropy term, in float64 those that lack them in float32; of *short* samples the
+terms follow the aggregation of the loss. *Ragged* ones have a fully masked sample, one
 without response, one of a single response token, rollouts of two samples and prompt groups spread
 over data-parallel ranks; *short* ones leave context-parallel ranks without a response token. Cuts:
 as many micro-batches of uneven size everywhere; one more on each next data-parallel rank (not with

@@ -139,6 +139,8 @@ class Run:
     cut: str = "uniform"
     regularized: bool = False
     """Also a KL and an entropy term, whose outer count is not that of the policy-gradient term."""
+    regularizer_aggregation: str = "sample_mean"
+    """The aggregation of these terms; read where there are any."""
     temperature: float = 1.0
     fp32_lm_head: bool = False
     fused_lm_head: bool = False
@@ -148,8 +150,13 @@ class Run:
 
     def __str__(self) -> str:
         terms = " + KL + entropy" if self.regularized else ""
+        terms += " by the loss" * (self.terms_by == "loss")
         sets = " with kept sets" if self.kept else ""
         return f"{self.aggregation}{terms}, {self.shape} samples{sets}, {self.cut} micro-batches"
+
+    @property
+    def terms_by(self) -> str:
+        return self.regularizer_aggregation if self.regularized else "sample_mean"
 
     @property
     def samples(self) -> list[PlainSample]:
@@ -163,6 +170,7 @@ class Run:
             loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
+            regularizer_aggregation=self.terms_by,  # type: ignore[arg-type]
             rollout_temperature=self.temperature,
             fp32_lm_head=self.fp32_lm_head,
             fused_lm_head=self.fused_lm_head,
@@ -179,6 +187,7 @@ class Run:
             loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
             kl_loss_coef=0.1 if self.regularized else 0.0,
             entropy_coef=0.05 if self.regularized else 0.0,
+            regularizer_aggregation=self.terms_by,
             rollout_temperature=self.temperature,
         )
 

@@ -90,6 +90,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "token_mean",
         "loss_weight_denominator": "weights",
     },
+    "terms_by_the_loss": {
+        **{"loss_aggregation": "token_mean", "regularizer_aggregation": "loss"},
+        **{"kl_loss_coef": 0.1, "entropy_coef": 0.05},
+    },
+    "reducer_of_what_is_left": {
+        "custom_pg_loss_reducer_function_path": "tests.distributed.test_sequence_level:reducer_of_place",
+        **{"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25},
+        **{"use_opsm": True, "opsm_delta": 0.05, "entropy_coef": 0.05},
+        "regularizer_aggregation": "loss",
+    },
     "no_metrics": {"pg_metrics": "none"},
     "sapo": {"policy_loss": "sapo", "sapo_tau_neg": 3.0, "loss_aggregation": "prompt_mean"},
     "dppo_tv": {
@@ -108,7 +118,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_unbiased_kl": True,
     },
 }
-IN_BOTH_MODES = ("sapo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout")
+IN_BOTH_MODES = (
+    *("sapo", "dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"),
+    *("terms_by_the_loss", "reducer_of_what_is_left"),
+)
 """The settings that are also run in per-token mode, and through the fused head."""
 
 
@@ -204,16 +217,25 @@ def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
     return dict(zip(IN_BOTH_MODES, found, strict=True))
 
 
+def with_checksum(name: str, *outcomes: Outcome) -> Sequence[Outcome]:
+    """The outcomes with the checksum that `compare` asks for, which a reducer of the user's does not have."""
+    if name != "reducer_of_what_is_left":
+        return outcomes
+    assert all("aggregation_checksum" not in outcome.metrics for outcome in outcomes)
+    checksum = {"aggregation_checksum": 1.0}
+    return [dataclasses.replace(each, metrics=each.metrics | checksum) for each in outcomes]
+
+
 @pytest.mark.parametrize("name", IN_BOTH_MODES)
 def test_per_token_mode_and_the_fused_head_change_nothing(
     name: str, in_per_token_mode: dict, outcomes: dict
 ) -> None:
     for found, expected in zip(in_per_token_mode[name], outcomes[name][1], strict=True):
-        comparison = compare(found, expected)
+        comparison = compare(*with_checksum(name, found, expected))
         assert comparison.passed, str(comparison)
 
 
-@pytest.mark.parametrize("name", [name for name in IN_BOTH_MODES if name != "sapo"])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"])
 def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
     first, _ = outcomes[name][0]
     assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
@@ -223,7 +245,7 @@ def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None:
     for found, expected in zip(*outcomes[name], strict=True):
-        comparison = compare(found, expected)
+        comparison = compare(*with_checksum(name, found, expected))
         assert comparison.passed, str(comparison)
         config = SettingsRun(name=name).config
         # A step reports one of the three sums of the checksum, and nothing of versions that no sample carries.
@@ -253,7 +275,7 @@ def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> No
     "name",
     [
         *("icepop", "geometric_mask", "geometric_rejection"),
-        *("sequence_rejection", "opsm", "everything"),
+        *("sequence_rejection", "opsm", "everything", "reducer_of_what_is_left"),
     ],
 )
 def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:

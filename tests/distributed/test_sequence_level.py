@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import Scored, apply_corrections
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.loss.sequence import SequenceReduction, sequence_log_ratios
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
@@ -234,6 +237,109 @@ def test_gspo_under_every_aggregation() -> None:
         assert found == pytest.approx(expected.item(), abs=1e-12)
         found_gradient = sum(rank[aggregation][1] for rank in ranks)
         torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-12)
+
+
+def mean_of_what_is_left(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+    **place: Any,
+) -> Reducer:
+    """The token mean of every sample, of the masks that it is given."""
+    received.append([mask.tolist() for mask in loss_masks])
+    return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks, **place)
+
+
+received: list[list[list[float]]] = []
+
+
+def reducer_of_place(
+    total_lengths, response_lengths, loss_masks, calculate_per_token_loss,
+    cp_rank, cp_size, cp_partition_mode, pad_to_multiple,
+):  # fmt: skip
+    return mean_of_what_is_left(
+        total_lengths, response_lengths, loss_masks, calculate_per_token_loss, cp_rank=cp_rank,
+        cp_size=cp_size, cp_partition_mode=cp_partition_mode, pad_to_multiple=pad_to_multiple,
+    )  # fmt: skip
+
+
+DROPPING = {
+    "icepop": (
+        {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1},
+        Correction("mask", 0.9, 1.1),
+    ),
+    **{
+        name: CASES[name]
+        for name in ("geometric_mask_and_sequence_rejection", "ppo_with_opsm", "ppo_token_level")
+    },
+}
+TERMS = {"kl_loss_coef": 0.3, "regularizer_aggregation": "loss"}
+Reduced = tuple[float, Tensor, list[list[list[float]]], list[tuple[int, ...]]]
+
+
+def reducer_worker() -> dict[tuple[str, str, str], Reduced]:
+    """Loss, gradient, the masks of the calls and the shapes of the all-reduces of one rank."""
+    results: dict[tuple[str, str, str], Reduced] = {}
+    original, path = dist.all_reduce, f"{__name__}:reducer_of_place"
+    for case, mode, name in itertools.product(DROPPING, ("zigzag", "contiguous"), MICRO_BATCHES):
+        shapes: list[tuple[int, ...]] = []
+
+        def counted(tensor: Tensor, *args: object, shapes=shapes, **options: object):
+            shapes.append(tuple(tensor.shape))
+            return original(tensor, *args, **options)
+
+        config = PolicyLossConfig(
+            custom_pg_loss_reducer_function_path=path,
+            cp_partition_mode=mode,
+            **DROPPING[case][0],
+            **TERMS,
+        )
+        samples = samples_of(MICRO_BATCHES[name])
+        rank, size = dist.get_rank(), dist.get_world_size()
+        batch = pack(samples, cp_rank=rank, cp_size=size, cp_partition_mode=mode)
+        everything = flat_log_probs(MICRO_BATCHES[name])
+        log_probs, totals = everything[batch.window.response_indices], step_totals(samples)
+        received.clear()
+        dist.all_reduce = counted
+        try:
+            loss, _ = policy_loss_from_log_probs(
+                config, batch, log_probs, None, totals=totals, context_parallel_group=dist.group.WORLD
+            )  # fmt: skip
+        finally:
+            dist.all_reduce = original
+        loss.backward()
+        results[case, mode, name] = (loss.item(), everything.grad, list(received), shapes)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
+    """On every rank, those whose window is empty included; KL follows it with the masks from before."""
+    ranks = run_ranks(reducer_worker, size)
+    for case, mode, name in ranks[0]:
+        sequences, correction = MICRO_BATCHES[name], DROPPING[case][1]
+        made = [oracle.correct(s, oracle.objective("ppo", s), correction) for s in sequences]
+        before, after = [s.loss_mask for s in sequences], [mask for _, mask in made]
+        expected = sum(
+            (
+                sum(losses, oracle.ZERO) / max(sum(mask), 1)
+                + 0.3 * sum(oracle.kl(s, "k3"), oracle.ZERO) / max(sum(s.loss_mask), 1)
+                for s, (losses, mask) in zip(sequences, made, strict=True)
+            ),
+            oracle.ZERO,
+        ) / len(sequences)
+        found = [rank[case, mode, name] for rank in ranks]
+        assert sum(loss for loss, *_ in found) == pytest.approx(expected.item(), rel=1e-12)
+        gradient = sum(of_rank for _, of_rank, *_ in found)
+        wanted = flat_gradient(expected, sequences)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+        is_dropping = correction.rejects()
+        for *_, masks, shapes in found:
+            assert masks == ([after, before] if is_dropping else [before])
+            of_sequences = [(1 + SUMS[case], max(len(sequences), 2))] if case in SUMS else []
+            assert shapes == of_sequences + [(sum(map(len, before)),)] * is_dropping
+        assert name != "ragged" or (after != before) == is_dropping
 
 
 def reduction_worker() -> tuple[Tensor, Tensor, Tensor]:

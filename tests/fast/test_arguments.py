@@ -292,6 +292,11 @@ REFUSED = [
     ),
     ("--kl-loss-gradient k2", {}, ["--kl-loss-gradient k2", "--kl-loss-coef"]),
     (
+        "--regularizer-aggregation loss",
+        {},
+        ["--regularizer-aggregation loss", "--kl-loss-coef", "--entropy-coef"],
+    ),
+    (
         f"--custom-tis-function-path {HERE}.custom_tis",
         {},
         ["--custom-tis-function-path", "--use-tis"],
@@ -380,6 +385,7 @@ OUT_OF_RANGE = {
     "kl_loss_type": ["k4"],
     "use_unbiased_kl": ["no"],
     "kl_loss_gradient": ["k3"],
+    "regularizer_aggregation": ["token_mean"],
     "entropy_coef": [-0.1],
     "use_tis": [0],
     "tis_level": ["group"],

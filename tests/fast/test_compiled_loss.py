@@ -36,6 +36,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "corrections": CORRECTIONS,
     "gspo_with_corrections": {"policy_loss": "gspo", **CORRECTIONS},
     "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 7.0},
+    "corrections_and_terms_by_the_loss": {
+        "loss_aggregation": "token_mean",
+        "regularizer_aggregation": "loss",
+        **CORRECTIONS,
+    },
 }
 
 

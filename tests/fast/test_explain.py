@@ -65,6 +65,23 @@ def test_coefficients_are_the_oracles_gradients(capsys):
         assert list(report["group_shares"].values()) == pytest.approx(of_groups, rel=1e-12)
 
 
+def test_the_aggregation_of_kl_and_entropy(capsys):
+    """Beside a token mean of 10 tokens a sample mean of 2 has 10 / (N D_i) times the coefficient."""
+    flags = ["--lengths", "2,8", "--loss-aggregation", "token_mean", "--kl-loss-coef", "0.1"]
+    terms = explained(capsys, *flags)["regularizers"]
+    assert terms["aggregation"] == "sample_mean"
+    assert terms["relative_coefficient"] == pytest.approx([2.5, 0.625])
+    flags += ["--regularizer-aggregation", "loss"]
+    terms = explained(capsys, *flags)["regularizers"]
+    assert terms == {"aggregation": "token_mean", "relative_coefficient": [1.0, 1.0]}
+    assert explain(flags) == 0
+    assert (
+        "KL and entropy terms: token_mean (--regularizer-aggregation loss)"
+        in capsys.readouterr().out
+    )
+    assert explained(capsys, "--lengths", "2,8")["regularizers"] is None
+
+
 def test_counts_quantiles_and_learning_rate_ratio(capsys):
     found = explained(capsys, "--lengths", "1,2,3,4,5,6,7,12", "--pg-loss-divisor", "20")
     assert found["step"] | {"active_tokens": 0, "group_index": 0, "rollout_id": 0} == {

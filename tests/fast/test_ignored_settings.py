@@ -47,7 +47,8 @@ BASES: dict[str, dict[str, Any]] = {
     "default": {},
     "tis": {"use_tis": True},
     "tis mask": {"use_tis": True, "tis_mode": "mask"},
-    "kl": {"kl_loss_coef": 0.1},
+    # Under the sample mean both words of regularizer_aggregation are true.
+    "kl": {"kl_loss_coef": 0.1, "loss_aggregation": "token_mean"},
     "opsm": {"use_opsm": True},
     "rejection": REJECTION,
     "cispo": {"policy_loss": "cispo"},

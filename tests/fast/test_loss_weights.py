@@ -88,6 +88,18 @@ def test_every_cut_equals_the_loops(cut: str, aggregation: str, denominator: str
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+def test_terms_by_the_loss_are_weighted_as_it_is(aggregation: str, denominator: str) -> None:
+    step = weighted_step()
+    logits = random_logits(step, seed=3)
+    objective = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
+    objective = dataclasses.replace(objective, loss_weight_denominator=denominator)
+    cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
+    found = summed_loss(rank_losses(package_config(objective), step, logits, cut))
+    assert_same(found, oracle.policy_loss(step, logits, objective).loss, logits)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:
     step = random_step(7)
     ones = [dataclasses.replace(s, loss_weights=[1.0] * s.response_length) for s in step]

@@ -159,6 +159,43 @@ def test_where_a_line_is_off(line: str, capsys: pytest.CaptureFixture[str]) -> N
         assert words in printed
 
 
+TERMS_HERE = {
+    SLIME + "--use-kl-loss --kl-loss-coef 0.1": "--loss-aggregation sample_mean --eps-clip-high",
+    SLIME
+    + "--calculate-per-token-loss --entropy-coef 0.1": "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    SLIME + "--calculate-per-token-loss": "--loss-aggregation token_mean --eps-clip-high",
+    VERL
+    + f"{ACTOR}use_kl_loss=true": "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    VERL
+    + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}entropy_coeff=0.1": "--loss-aggregation-divisor 512 --regularizer-aggregation loss ",
+    NEMO_RL: "--loss-aggregation token_mean --regularizer-aggregation loss ",
+    NEMO_RL + "loss_fn.token_level_loss=false": "--loss-aggregation sample_mean --kl-loss-coef",
+    # Terms that are sample means beside another policy loss, and those that are neither.
+    SLIME
+    + "--custom-pg-loss-reducer-function-path megatron_pg.integrations.token_mean --entropy-coef 0.1": "--loss-aggregation token_mean --eps-clip-high",
+    VERL
+    + f"{MODE}=sapo {ACTOR}use_kl_loss=true": "no counterpart here: aggregation of the KL=token_mean",
+}
+
+
+@pytest.mark.parametrize("line", TERMS_HERE)
+def test_the_aggregation_of_kl_and_entropy_here(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", *shlex.split(line)]) == 0
+    printed = capsys.readouterr().out.partition("per-token loss in a training script")[2]
+    assert TERMS_HERE[line] in printed
+
+
+def test_the_terms_go_with_an_aggregation_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = SLIME + "--use-kl-loss --kl-loss-coef 0.1"
+    assert main(["--loss-aggregation", "prompt_mean", "--", *shlex.split(line)]) == 0
+    flags = "--loss-aggregation prompt_mean --regularizer-aggregation loss "
+    assert flags in capsys.readouterr().out
+
+
 def test_a_line_that_is_right_has_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *shlex.split(SLIME)]) == 0
     assert "Where it is off\n  - nowhere that is known" in capsys.readouterr().out
@@ -444,7 +481,7 @@ def test_the_same_loss(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     which, flags, lost = here("", line, capsys)
     assert (which, lost) == ("same", [])
     taken(flags)
-    clip = r"--loss-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
+    clip = r"--(loss|regularizer)-aggregation \w+|--eps-clip-high [\d.]+|--eps-clip-c 3|--kl-loss-coef [\d.]+"
     assert " ".join(re.sub(clip, "", flags).split()) == SAME[line]
 
 

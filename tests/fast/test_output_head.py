@@ -199,6 +199,12 @@ FUSED: dict[str, dict[str, Any]] = {
     },
     "kl_gradient_of_k2": {"kl_loss_coef": 0.1, "kl_loss_gradient": "k2"},
     "divided_twice": {"divide_gradient_twice": True},
+    "terms_by_the_loss": {
+        "kl_loss_coef": 0.1,
+        "entropy_coef": 0.05,
+        "loss_aggregation": "token_mean",
+        "regularizer_aggregation": "loss",
+    },
     "icepop": {"use_tis": True, "tis_mode": "mask", **NEAR},
     "tis_geometric": {"use_tis": True, "tis_level": "geometric", **NEAR},
     "mask_sequence": {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", **NEAR},

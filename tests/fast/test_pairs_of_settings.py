@@ -100,8 +100,13 @@ FACTORS: dict[str, dict[str, Settings]] = {
         },
         "unbiased": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k2", "use_unbiased_kl": True},
         "gradient_of_k2": {"kl_loss_coef": KL_COEF, "kl_loss_type": "k3", "kl_loss_gradient": "k2"},
+        "by_the_loss": {"kl_loss_coef": KL_COEF, "regularizer_aggregation": "loss"},
     },
-    "entropy": {"off": {}, "on": {"entropy_coef": ENTROPY_COEF}},
+    "entropy": {
+        "off": {},
+        "on": {"entropy_coef": ENTROPY_COEF},
+        "by_the_loss": {"entropy_coef": ENTROPY_COEF, "regularizer_aggregation": "loss"},
+    },
     "grad_divisor": {"off": {}, "on": {"grad_divisor": GRAD_DIVISOR}},
     "metrics": {"basic": {}, "none": {"pg_metrics": "none"}},
 }
@@ -256,7 +261,14 @@ def _expected(config: PolicyLossConfig) -> Outcome:
         for s, group, rollout in zip(step, GROUPS, ROLLOUTS, strict=True)
     ]  # fmt: skip
     aggregation = get["loss_aggregation"]
-    pg = step_oracle.aggregate(plain, losses, aggregation, get["loss_aggregation_divisor"])
+    divisor, is_whole = get["loss_aggregation_divisor"], get["regularizer_aggregation"] == "loss"
+    pg = step_oracle.aggregate(plain, losses, aggregation, divisor)
+
+    def regularizer(values: Any) -> Tensor:
+        return step_oracle.aggregate(
+            plain, values, aggregation if is_whole else "sample_mean", divisor
+        )
+
     reported, penalty = {"pg_loss": pg}, torch.zeros((), dtype=torch.float64)
     if get["kl_loss_coef"]:
         kind = {
@@ -265,15 +277,16 @@ def _expected(config: PolicyLossConfig) -> Outcome:
             "gradient_of_k2": get["kl_loss_gradient"] == "k2",
         }
         kl = [oracle.kl(s, get["kl_loss_type"], **kind) for s in step]
-        reported["kl_loss"] = step_oracle.sample_mean(plain, kl)
+        reported["kl_loss"] = regularizer(kl)
         penalty = penalty + get["kl_loss_coef"] * reported["kl_loss"]
     if get["entropy_coef"]:
-        reported["entropy_loss"] = step_oracle.sample_mean(plain, of_sample)
+        reported["entropy_loss"] = regularizer(of_sample)
         penalty = penalty - get["entropy_coef"] * reported["entropy_loss"]
     loss = pg + penalty
     reported["loss"] = loss
     if get["grad_divisor"]:
-        loss = pg * step_oracle.outer_count(plain, aggregation) / get["grad_divisor"] + penalty
+        factor = step_oracle.outer_count(plain, aggregation) / get["grad_divisor"]
+        loss = (pg + penalty) * factor if is_whole else pg * factor + penalty
     (entropy_gradient,) = torch.autograd.grad(
         loss, [entropy], allow_unused=True, retain_graph=True, materialize_grads=True
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.step.batch import pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import (
@@ -57,11 +58,46 @@ def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_no_cut_changes_value_or_gradient(cut: str, aggregation: str) -> None:
-    """Only pg_loss follows the aggregation; the KL and entropy terms stay sample means."""
+@pytest.mark.parametrize("name", ["everything", "everything_by_the_loss"])
+def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str) -> None:
+    """The KL and entropy terms are sample means, or follow the aggregation of the policy loss."""
     step = random_step(seed=21)
-    objective = aggregated(OBJECTIVES["everything"], aggregation)
+    objective = aggregated(OBJECTIVES[name], aggregation)
     check_policy_loss(step, random_logits(step), objective, CUTS[cut](len(step)))
+
+
+@pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean", "constant"])
+def test_the_two_aggregations_of_the_regularizers_differ(aggregation: str) -> None:
+    """Each, taken for the other, is noticed; under the sample mean they are one."""
+    step = random_step(seed=21)
+    by_the_loss = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
+    logits, both = random_logits(step), []
+    for objective in (by_the_loss, replace(by_the_loss, regularizer_aggregation="sample_mean")):
+        results = rank_losses(package_config(objective), step, logits, CUTS["cp_2"](len(step)))
+        both.append((summed_loss(results), oracle.policy_loss(step, logits, objective).loss))
+    for (found, _), (_, other) in (both, reversed(both)):
+        with pytest.raises(AssertionError):
+            assert_same(found, other, logits)
+
+
+def test_a_kl_that_follows_the_token_mean() -> None:
+    """2 tokens of .5 and 8 of 4.5: 2.5 as a mean over samples, 3.7 as a mean over tokens."""
+    values = ((2, 0.5), (8, 4.5))
+    samples = [
+        Sample([1] * (n + 1), n, [1] * n, 0.0, [0.0] * n, ref_log_probs=[-kl] * n)
+        for n, kl in values
+    ]
+    for regularizer_aggregation, expected in (("sample_mean", 2.5), ("loss", 3.7)):
+        config = PolicyLossConfig(
+            loss_aggregation="token_mean",
+            kl_loss_coef=1.0,
+            kl_loss_type="k1",
+            regularizer_aggregation=regularizer_aggregation,
+        )
+        log_probs = torch.zeros(10, requires_grad=True)
+        totals = step_totals(samples)
+        loss, _ = policy_loss_from_log_probs(config, pack(samples), log_probs, None, totals=totals)
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 @settings(max_examples=25)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.loss.weights import MicroBatchWeights
-from megatron_pg.step.batch import pack
+from megatron_pg.step.batch import PackedBatch, pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
+from tests.fast import objectives_oracle
+from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
+from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
 from tests.random_steps import package_samples, random_losses, random_step
 
 
@@ -149,6 +157,124 @@ def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     objective = weights.loss(losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None
+
+
+received: list[list[Tensor]] = []
+"""The loss masks of every call of `mean_of_what_is_left`."""
+
+
+def mean_of_what_is_left(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
+    """The token mean of every sample, of the masks that it is given."""
+    received.append(loss_masks)
+    return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)
+
+
+def drop_falling(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    return pg_loss, batch.advantages >= 0
+
+
+REDUCER = {"custom_pg_loss_reducer_function_path": f"{__name__}:mean_of_what_is_left"}
+ICEPOP = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.8, "tis_clip": 1.25}
+OF_SEQUENCE = {"sequence_rejection_low": 0.5, "sequence_rejection_high": 2.0}
+OF_MEAN = {"geometric_rejection_low": 0.9, "geometric_rejection_high": 1.1}
+DROPPING: dict[str, tuple[dict[str, Any], Correction]] = {
+    "icepop": (ICEPOP, Correction("mask", 0.8, 1.25)),
+    "sequence_mask": (ICEPOP | {"tis_level": "sequence"}, Correction("sequence_mask", 0.8, 1.25)),
+    "geometric_mask": (
+        ICEPOP | {"tis_level": "geometric", "tis_clip_low": 0.95, "tis_clip": 1.05},
+        Correction("geometric_mask", 0.95, 1.05),
+    ),
+    "sequence": ({"use_sequence_rejection": True, **OF_SEQUENCE}, Correction(sequence=(0.5, 2.0))),
+    "geometric": ({"use_geometric_rejection": True, **OF_MEAN}, Correction(geometric=(0.9, 1.1))),
+    "opsm": ({"use_opsm": True, "opsm_delta": 0.01}, Correction(opsm_delta=0.01)),
+    "icepop_and_opsm": (
+        {**ICEPOP, "use_opsm": True, "opsm_delta": 0.01},
+        Correction("mask", 0.8, 1.25, opsm_delta=0.01),
+    ),
+    "truncated": ({"use_tis": True, "tis_clip": 1.1}, Correction("token", tis_high=1.1)),
+}
+TERMS = {"kl_loss_coef": 0.3, "entropy_coef": 0.2, "regularizer_aggregation": "loss"}
+
+
+def mean_of_samples(losses: Sequence[list[Tensor]], masks: Sequence[list[int]]) -> Tensor:
+    means = [sum(x, ZERO) / max(sum(m), 1) for x, m in zip(losses, masks, strict=True)]
+    return sum(means, ZERO) / len(means)
+
+
+def evaluated(
+    sequences: Sequence[Sequence1], settings: dict[str, Any]
+) -> tuple[float, Tensor, list[list[float]]]:
+    """The loss, its gradient and the masks of the one call of the reducer."""
+    config, batch = PolicyLossConfig(**REDUCER, **settings), package_batch(sequences)
+    log_probs = flat_log_probs(sequences)
+    # An entropy of NaN at masked positions.
+    entropy = torch.where(batch.loss_mask, log_probs.detach().square(), torch.nan)
+    totals = step_totals(batch.samples)
+    received.clear()
+    loss, _ = policy_loss_from_log_probs(config, batch, log_probs, entropy, totals=totals)
+    loss.backward()
+    assert log_probs.grad is not None
+    return loss.item(), log_probs.grad, [mask.tolist() for mask in received[0]]
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> None:
+    settings, correction = DROPPING[name]
+    for terms in ({}, TERMS):
+        sequences = random_sequences(4, spread=0.5)
+        made = [
+            objectives_oracle.correct(s, objectives_oracle.objective("ppo", s), correction)
+            for s in sequences
+        ]
+        losses, masks = [each[0] for each in made], [each[1] for each in made]
+        before = [s.loss_mask for s in sequences]
+        expected = mean_of_samples(losses, masks)
+        assert (masks != before) == (name != "truncated")
+        if any(0 < sum(one) < sum(other) for one, other in zip(masks, before, strict=True)):
+            other = mean_of_samples(losses, before)  # divides by what was dropped too
+            assert abs(other.item() - expected.item()) > 1e-3
+        if terms:  # by the reducer with the masks from before
+            kl = mean_of_samples([objectives_oracle.kl(s, "k3") for s in sequences], before)
+            entropies = [
+                list(s.log_probs.detach().square() * torch.tensor(s.loss_mask)) for s in sequences
+            ]
+            expected = expected + 0.3 * kl - 0.2 * mean_of_samples(entropies, before)
+        loss, gradient, given = evaluated(sequences, settings | terms)
+        assert given == masks
+        assert len(received) == 1 + bool(terms and masks != before)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        wanted = flat_gradient(expected, sequences)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
+    log_probs = [0.0] * 5
+    sample = Sample(
+        tokens=[1] * 7,
+        response_length=5,
+        loss_mask=[1, 1, 0, 1, 1],
+        advantages=[1.0, 1.0, 1.0, -1.0, 1.0],
+        old_log_probs=log_probs,
+        rollout_log_probs=[0.0, -3.0, 0.0, 0.0, 0.0],
+    )
+    of_user = {"use_tis": True, "custom_tis_function_path": f"{__name__}:drop_falling"}
+    for settings, expected in ((ICEPOP, [1, 0, 0, 1, 1]), (of_user, [1, 1, 0, 0, 1])):
+        received.clear()
+        policy_loss_from_log_probs(
+            PolicyLossConfig(**REDUCER, **settings),
+            pack([sample]),
+            torch.zeros(5, requires_grad=True),
+            None,
+            totals=step_totals([sample]),
+        )
+        assert [mask.tolist() for mask in received[0]] == [expected]
 
 
 def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:

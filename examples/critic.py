@@ -16,6 +16,9 @@ from megatron_pg.megatron import ParallelGroups, ValueStep, compute_values
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch
 
+CRITIC_LR = 1e-3
+"""What `--critic-lr` is where it is not given."""
+
 
 def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--advantage` and the flags of a critic."""
@@ -35,7 +38,7 @@ def check_advantage_args(args: argparse.Namespace) -> None:
         f"--{field.name.replace('_', '-')}"
         for field in fields(settings)
         if getattr(settings, field.name) != field.default
-    ]
+    ] + ["--critic-lr"] * (args.critic_lr != CRITIC_LR)
     if given and args.advantage != "gae":
         raise ValueError(
             f"{' and '.join(given)}: about the critic of --advantage gae; found --advantage {args.advantage}: choose gae, "

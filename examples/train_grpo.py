@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from critic import Critic, add_advantage_args, check_advantage_args
+from critic import CRITIC_LR, Critic, add_advantage_args, check_advantage_args
 from megatron.core import distributed as megatron_ddp
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -67,7 +67,7 @@ SIZES = {
 """Flags of whole numbers from 1 on: default and meaning."""
 NUMBERS = {
     "lr": (5e-4, "of reinforcement learning; warms up and decays to 0"),
-    "critic-lr": (1e-3, "of the critic of --advantage gae, likewise"),
+    "critic-lr": (CRITIC_LR, "of the critic of --advantage gae, likewise"),
     "warm-start-lr": (2e-3, "of the supervised steps"),
     "warm-start-corruption": (0.5, "share of the answers to imitate with two letters exchanged"),
     "warm-start-stutter": (0.0, "share with a letter said 1 to 6 times more"),

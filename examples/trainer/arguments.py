@@ -30,6 +30,7 @@ SAMPLE_FIELDS = (
     "rollout_log_probs",
     "group_index",
     "kept_tokens",
+    "loss_weights",
 )
 """The optional fields of `Sample` that rollout files may fill."""
 

@@ -45,6 +45,9 @@ class Parsed:
     metavar: str
 
 
+FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest positive number of float32, in which the loss is computed, without those of fewer digits."""
+
 COUNT = Interval(1, closed=True, metavar="N")
 """An integer from 1 on."""
 
@@ -92,11 +95,14 @@ class Field:
             valid = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
             expected = "a sequence of words"
         elif self.interval is not None:
-            is_whole = self.type is not int or isinstance(value, numbers.Integral)
-            valid = is_whole and self.interval.contains(value)
+            valid = self.interval.contains(value)
             kind = "a number or inf" if self.interval.or_infinite else "a finite number"
             kind = "an integer" if self.type is int else kind
             expected = f"{kind} {self.interval}"
+            if self.type is int:
+                valid = valid and isinstance(value, numbers.Integral)
+            elif valid and not (FLOAT32[0] <= abs(value) <= FLOAT32[1] or value in (0, math.inf)):
+                valid, expected = False, f"{expected} that float32 holds"
         if valid:
             return None
         return f"{self.flag} must be {expected}; found {value!r}{self.did_you_mean(value)}"

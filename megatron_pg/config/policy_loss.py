@@ -8,6 +8,7 @@ A the advantage, sg() stops the gradient, and log-ratios are clamped to +-20 bef
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,15 @@ from megatron_pg.config.flags import read_args
 from megatron_pg.config.rows import ANCHOR, TABLES
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens")
+OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens", "loss_weights")
 """Fields of `Sample` that some settings need and others do not."""
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are held within +-20 before they are exponentiated: e^20 is 4.9e8."""
+_LOWER_BOUND = Interval(0, math.exp(MAX_LOG_RATIO), closed=True)
+_UPPER_BOUND = Interval(math.exp(-MAX_LOG_RATIO), closed=True)
+_OPEN_UPPER_BOUND = Interval(math.exp(-MAX_LOG_RATIO), closed=True, or_infinite=True)
+"""Bounds of a ratio that some ratio meets: every ratio is in [e^-20, e^20]."""
 
 CpPartitionMode = Literal["zigzag", "contiguous"]
 """How a context-parallel group cuts a pack of sequences, by the names of Megatron's `TransformerConfig`; see
@@ -44,7 +52,7 @@ class PolicyLossConfig:
     loss_weight_denominator: Literal["mask", "weights"] = "mask"
     """What D, G and T count where samples carry loss weights u (Sample.loss_weights), by which every
     term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
-    sum m u, so that a weight of 0 is as good as a masked token."""
+    sum m u, so that a weight of 0 is as good as a masked token; needs samples with weights (1 where others have none)."""
 
     calculate_per_token_loss: bool = False
     """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
@@ -129,35 +137,35 @@ class PolicyLossConfig:
     """What becomes of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: w inside [tis_clip_low,
     tis_clip], else 0 (token level: IcePop)."""
 
-    tis_clip: Annotated[float, Interval(0)] = 2.0
-    """Upper bound of the importance weight. Above 0."""
+    tis_clip: Annotated[float, _UPPER_BOUND] = 2.0
+    """Upper bound of the importance weight. At least e^-20, the smallest weight."""
 
-    tis_clip_low: Annotated[float, Interval(0, closed=True)] = 0.0
-    """Lower bound of the importance weight. At least 0, at most tis_clip."""
+    tis_clip_low: Annotated[float, _LOWER_BOUND] = 0.0
+    """Lower bound of the importance weight. At least 0, at most e^20 and tis_clip."""
 
     use_geometric_rejection: bool = False
     """Keep a sequence only if exp(mean_t d), d = old_log_prob - rollout_log_prob, lies between
     geometric_rejection_low and geometric_rejection_high. Needs the log-probs of the rollout engine
     (rollout_log_probs)."""
 
-    geometric_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.999
-    """Smallest exp(mean_t d) that is kept. At least 0, at most geometric_rejection_high; 0 leaves the
-    bound open."""
+    geometric_rejection_low: Annotated[float, _LOWER_BOUND] = 0.999
+    """Smallest exp(mean_t d) that is kept. At least 0, at most e^20 and geometric_rejection_high; 0
+    leaves the bound open."""
 
-    geometric_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 1.001
-    """Largest exp(mean_t d) that is kept. At least 0; inf leaves the bound open."""
+    geometric_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 1.001
+    """Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open."""
 
     use_sequence_rejection: bool = False
     """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between
     sequence_rejection_low and sequence_rejection_high. Needs the log-probs of the rollout engine
     (rollout_log_probs)."""
 
-    sequence_rejection_low: Annotated[float, Interval(0, closed=True)] = 0.5
-    """Smallest exp(sum_t d) that is kept. At least 0, at most sequence_rejection_high; 0 leaves the
-    bound open."""
+    sequence_rejection_low: Annotated[float, _LOWER_BOUND] = 0.5
+    """Smallest exp(sum_t d) that is kept. At least 0, at most e^20 and sequence_rejection_high; 0
+    leaves the bound open."""
 
-    sequence_rejection_high: Annotated[float, Interval(0, closed=True, or_infinite=True)] = 2.0
-    """Largest exp(sum_t d) that is kept. At least 0; inf leaves the bound open."""
+    sequence_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 2.0
+    """Largest exp(sum_t d) that is kept. At least e^-20; inf leaves the bound open."""
 
     use_opsm: bool = False
     """Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) >

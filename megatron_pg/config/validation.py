@@ -197,7 +197,10 @@ def _sample_field_violations(
             f"sample_fields: {field!r} is no optional field of Sample; expected some of "
             f"{', '.join(OPTIONAL_SAMPLE_FIELDS)}{did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)}"
         )
-    for field, flags in required_inputs(config).items():
+    required = required_inputs(config)
+    if config.loss_weight_denominator == "weights":  # of any: it is 1 for the tokens of the others
+        required["loss_weights"] = ("--loss-weight-denominator weights",)
+    for field, flags in required.items():
         if field not in sample_fields:
             yield (
                 f"{' and '.join(flags)} needs {field} of every sample, and the training script provides none: fill "

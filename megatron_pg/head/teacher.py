@@ -24,7 +24,8 @@ from megatron_pg.head.output_layer import multiply
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
-"""What is left of a distribution beside k of its tokens is held above it: float32 knows no less of a difference from 1."""
+"""What is left of a distribution beside k of its tokens is held above it: the float32 sum of all exponentials of the student's
+logits knows no less."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,17 @@ class TopKRows:
         value, weighted = self.divergence.terms(log_p, log_q.where(self._is_here, -math.inf))
         value, weighted = (each.where(self._is_here, 0.0) for each in (value, weighted))
         self._p, self._weighted = log_p.exp(), weighted
-        sums = torch.stack([self._p.sum(1), value.sum(1), weighted.sum(1)], 1)
+        # In float64: of a rest of 1e-5, 1 minus a float32 sum leaves two digits.
+        sums = torch.stack(
+            [each.double().sum(1) for each in (log_p.double().exp(), value, weighted)], 1
+        )
         if student.shard.group is not None and len(sums):
             dist.all_reduce(sums, group=student.shard.group)
         p_rest = (1 - sums[:, 0]).clamp(min=_LEAST_REST)
-        q_rest = (1 - log_q.exp().sum(1)).clamp(min=_LEAST_REST)
+        q_rest = (1 - self.log_q.double().exp().sum(1)).clamp(min=_LEAST_REST)
         of_rest, weighted_rest = self.divergence.terms(p_rest.log(), q_rest.log())
-        self._moment, self._of_rest = sums[:, 2] + weighted_rest, weighted_rest / p_rest
-        value = sums[:, 1] + of_rest
+        found = sums[:, 1] + of_rest, sums[:, 2] + weighted_rest, weighted_rest / p_rest
+        value, self._moment, self._of_rest = (each.to(log_p.dtype) for each in found)
         self.value = value if student.row_mask is None else value.where(student.row_mask, 0.0)
 
     def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,8 +31,15 @@ REJECTED = "rejected_fraction"
 CLIPPED = "tis_clipped_fraction"
 TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
 """The settings of `--use-tis`; a custom function may read the others too."""
+MAX_REPORTED = 300.0
+"""Differences of log-probs are held within +-300 in metrics: float64 holds e^600 and its sums, and no e^710."""
 OF_REJECTION = ("rejection_denominator",)
 """The settings of every correction that drops tokens."""
+
+
+def reported(difference: Tensor) -> Tensor:
+    """A difference of log-probs [window] as metrics take it, in float64 and within `MAX_REPORTED`. NaN stays NaN."""
+    return difference.double().clamp(-MAX_REPORTED, MAX_REPORTED)
 
 
 class Corrected(NamedTuple):
@@ -64,22 +71,22 @@ class Scored:
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
-        """The log-ratio log r, [window] float64, before any clamp; only of an objective whose row has a ratio."""
+        """The log-ratio log r, [window] float64, within `MAX_REPORTED`; only of an objective whose row has a ratio."""
         if self.outcome.log_ratio is None:
             raise ValueError(
                 "the objective's row promises a ratio that the objective did not return"
             )
-        return self.outcome.log_ratio.double()
+        return reported(self.outcome.log_ratio)
 
     @functools.cached_property
     def ratio(self) -> Tensor:
-        """The ratio r, [window] float64, before any clamp; as `log_ratio`."""
+        """The ratio r, [window] float64; as `log_ratio`."""
         return self.log_ratio.exp()
 
     @functools.cached_property
     def mismatch(self) -> Tensor:
-        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64, 0 where masked."""
-        return rollout_mismatch(self.batch)
+        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64 within `MAX_REPORTED`, 0 where masked."""
+        return reported(rollout_mismatch(self.batch))
 
     @property
     def sequences(self) -> SequenceLogRatios:

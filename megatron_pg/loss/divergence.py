@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
@@ -93,5 +94,5 @@ def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) 
     kl = KL_ESTIMATES[config.kl_loss_type](difference, ratio)
     if config.kl_loss_gradient == "estimate":
         return kl
-    k2 = KL_ESTIMATES["k2"](difference)
+    k2 = KL_ESTIMATES["k2"](torch.where(difference.isinf(), 0.0, difference))
     return kl.detach() + (k2 - k2.detach())

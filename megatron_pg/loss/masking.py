@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, MAX_LOG_RATIO
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within +-20 before they are exponentiated: e^20 is 4.9e8."""
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
@@ -29,6 +26,17 @@ def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor
     """The log-ratio within +-20, or values within another limit, with zero gradient outside. NaN stays NaN, with a NaN
     gradient."""
     return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
+
+
+def straight_through(log_probs: Tensor) -> Tensor:
+    """0 [window] with the gradient of the log-probs; without one where they are infinite, whose difference is NaN."""
+    finite = torch.where(log_probs.isinf(), 0.0, log_probs)
+    return finite - finite.detach()
+
+
+def weighted_log_probs(weights: Tensor, log_probs: Tensor) -> Tensor:
+    """The products weight * log_prob, [window]; 0 of a weight of 0 and a log-prob of -inf. NaN stays NaN."""
+    return weights * torch.where((weights == 0) & log_probs.isinf(), 0.0, log_probs)
 
 
 def given_log_probs(carrier: PackedBatch | Sample, field: str, needed_by: str) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.corrections import Scored, correction_metric_names
+from megatron_pg.loss.corrections import Scored, correction_metric_names, reported
 from megatron_pg.loss.divergence import KL_ESTIMATES
 from megatron_pg.loss.objectives import OBJECTIVES
 
@@ -73,8 +73,8 @@ of_version = functools.partial(Metric, reads=("policy_version",))
 
 
 def _ref_difference(scored: Scored) -> Tensor:
-    """The difference log_prob - ref_log_prob, [window] float64."""
-    return scored.log_probs.double() - given(scored.batch.ref_log_probs).double()
+    """The difference log_prob - ref_log_prob, [window] float64 within +-300."""
+    return reported(scored.log_probs.double() - given(scored.batch.ref_log_probs))
 
 
 def _clipped(scored: Scored) -> Tensor:
@@ -91,7 +91,7 @@ METRICS = [
         lambda s: given(s.batch.old_log_probs),
         reads=("old_log_probs",),
     ),
-    of_ratio("ratio_new_old", "r before any clamp or clip", lambda s: s.ratio),
+    of_ratio("ratio_new_old", "r before any clip", lambda s: s.ratio),
     of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),
     of_ratio(
         "kl_new_old",
@@ -132,7 +132,7 @@ METRICS = [
     of_reference(
         "ratio_ref_new", "exp(ref_log_prob - log_prob)", lambda s: (-_ref_difference(s)).exp()
     ),
-    of_mismatch("rollout_ratio", "w = exp(d) before any clamp", lambda s: s.mismatch.exp()),
+    of_mismatch("rollout_ratio", "w = exp(d) before any bound", lambda s: s.mismatch.exp()),
     of_mismatch(
         "rollout_kl",
         "w - 1 - d, whose mean over the rollout engine's tokens estimates KL(rollout || old)",
@@ -204,9 +204,8 @@ METRICS = [
     Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
 ]
 """What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
-is old_log_prob - rollout_log_prob."""
+is old_log_prob - rollout_log_prob. All differences of log-probs are held within +-300."""
 
-# A square is a product here: `**` raises on a Python number whose square no float holds, which a ratio of one token may be.
 DERIVED = [
     Derived(
         EFFECTIVE_SAMPLE_SIZE,
@@ -224,7 +223,7 @@ DERIVED = [
         "rollout_ppl_ratio",
         "perplexity of the old policy over that of the rollout engine: exp(rollout_log_ppl_diff)",
         ("rollout_log_ppl_diff",),
-        lambda difference: math.inf if difference > 700 else math.exp(difference),
+        math.exp,
     ),
     Derived(
         "rollout_effective_sample_size",

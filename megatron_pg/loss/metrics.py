@@ -47,7 +47,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """[extremes] float64 over active tokens, minima negated: the largest advantage and the largest negated one. Minus
     infinity, the identity of the maximum, for no token; None without metrics."""
     is_nan: Tensor | None = None
-    """The active tokens whose loss is NaN, [window] bool; None without metrics."""
+    """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
     """The micro-batch, to name such a token, and samples that the checksum is about; without its side channels, as a teacher's
     logits would stay on the device until the end of the step."""
@@ -123,11 +123,12 @@ def token_metrics(scored: Scored) -> TokenMetrics:
     maxima = (
         extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
     )
-    is_nan = torch.isnan(given(scored.corrected and scored.corrected.pg_loss))
+    is_nan = ~torch.isfinite(given(scored.corrected and scored.corrected.pg_loss))
     if scored.config.kl_loss_coef:
-        is_nan = is_nan | (loss_mask & given(batch.ref_log_probs).isnan())
+        difference = scored.log_probs - given(batch.ref_log_probs)
+        is_nan = is_nan | (loss_mask & ~torch.isfinite(difference))
     if scored.config.distill_coef:
-        is_nan = is_nan | (loss_mask & given(batch.divergence).isnan())
+        is_nan = is_nan | (loss_mask & ~torch.isfinite(given(batch.divergence)))
     return TokenMetrics(torch.stack(values), maxima, is_nan)
 
 
@@ -199,7 +200,7 @@ def reduce_metrics(
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     pairs, of_critic = pairs.tensor_split([len(metric_names(config))])
     reduced = _by_name(config, pairs, maxima)
-    if contributes and reduced["loss"] != reduced["loss"]:
+    if contributes and not math.isfinite(reduced["loss"]):
         report_nan_tokens(
             micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
         )
@@ -265,7 +266,7 @@ def _extremes(config: PolicyLossConfig) -> list[Metric]:
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
-    """Names the first active token of each micro-batch whose loss is NaN. Reads the device: the step is lost."""
+    """Names the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
         table, is_nan, batch = (
             getattr(metrics, name, None) for name in ("table", "is_nan", "batch")
@@ -279,7 +280,7 @@ def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: s
             sample = int(window.window_segment_ids[tokens[0]])
             token = int(window.response_indices[tokens[0]]) - sum(window.response_lengths[:sample])
             logger.error(
-                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a NaN loss, the first is response token "
+                f"micro-batch {index}: {len(tokens)} active tokens of this rank have a loss of NaN or infinity, the first is response token "
                 f"{token} of sample {sample} ({batch.samples[sample].name}): look at {suspects}"
             )
 

@@ -21,7 +21,14 @@ from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.clip import clip_range, clipped_by_sign
-from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, with_masked_inputs
+from megatron_pg.loss.masking import (
+    clamped_log_ratio,
+    given_log_probs,
+    masked,
+    straight_through,
+    weighted_log_probs,
+    with_masked_inputs,
+)
 from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
 from megatron_pg.step.batch import PackedBatch
 
@@ -140,7 +147,7 @@ def gspo(
     """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
     log_probs = masked(log_probs, batch.loss_mask)
     sequence_log_ratio = masked(sequence.mean_of_tokens("policy"), batch.loss_mask)
-    log_ratio = sequence_log_ratio.to(log_probs.dtype) + (log_probs - log_probs.detach())
+    log_ratio = sequence_log_ratio.to(log_probs.dtype) + straight_through(log_probs)
     return _clipped_surrogate(config, batch, log_ratio)
 
 
@@ -166,7 +173,7 @@ def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Ob
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * masked(batch.advantages, batch.loss_mask)
     return ObjectiveOutput(
-        loss=-weight * log_probs,
+        loss=-weighted_log_probs(weight, log_probs),
         log_ratio=log_ratio,
         is_clipped=is_clipped,
         # The weight is clipped whatever the sign of the advantage.
@@ -183,7 +190,7 @@ def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Ob
 def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
     """The score-function estimator, without a ratio."""
     advantages = masked(batch.advantages, batch.loss_mask)
-    return ObjectiveOutput(-advantages * masked(log_probs, batch.loss_mask))
+    return ObjectiveOutput(-weighted_log_probs(advantages, masked(log_probs, batch.loss_mask)))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)

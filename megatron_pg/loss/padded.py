@@ -24,8 +24,9 @@ from megatron_pg.loss.aggregation import checked_aggregation
 from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import to_device
-from megatron_pg.step.sample import as_integer, check_mask, checked_integer
+from megatron_pg.step.sample import as_integer, checked_integer
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
+from megatron_pg.step.values import check_mask
 
 
 def padded_totals(

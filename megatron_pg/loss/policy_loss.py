@@ -23,6 +23,7 @@ from megatron_pg.loss.sequence import sums_over_sequences
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.values import refuse_values
 
 
 def gradient_scope(config: PolicyLossConfig) -> Literal["token", "sequence", "micro_batch"]:
@@ -117,7 +118,7 @@ def _with_divergence(
         return everywhere.index_copy(0, batch.logit_rows, channel)
 
     group = tensor_parallel_group
-    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows)
+    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows, vocab_size)
     found = log_probs_and_divergence(
         rows,
         batch.targets,
@@ -232,7 +233,7 @@ def check_vocabulary(
 
 
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuses, by name, the first sample with a response token, or an id of a kept set, outside the vocabulary."""
+    """Refuses, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
     for sample in samples:
         responses = {"response token": sample.tokens[sample.prompt_length :]}
         if sample.kept_tokens is not None:
@@ -243,3 +244,12 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
                     f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
                     "tokenizer and model do not belong together"
                 )
+        if isinstance(ids := sample.side_channels.get("teacher_ids"), Tensor):
+            where, problem = (
+                f"{sample.name}: side_channels['teacher_ids']",
+                f", outside the vocabulary of {vocab_size}",
+            )
+            is_outside = sample.loss_mask[:, None] & (ids >= vocab_size)
+            refuse_values(
+                where, ids, is_outside, f"{problem}: teacher and student need one vocabulary"
+            )

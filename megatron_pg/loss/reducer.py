@@ -13,8 +13,8 @@ from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.sample import check_mask
 from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.values import check_mask
 
 Reducer = Callable[[Tensor], Tensor]
 """A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""

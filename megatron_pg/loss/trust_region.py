@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
 from megatron_pg.config.rows import ANCHOR
 from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
-from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
+from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, straight_through
 from megatron_pg.loss.objectives import CLIP_SETTINGS, ObjectiveOutput, objective
 from megatron_pg.loss.sequence import SequenceLogRatios
 from megatron_pg.step.batch import PackedBatch
@@ -88,7 +88,9 @@ def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
     """
     others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
     of_others = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
-    return old.exp() * (old - new) + of_others
+    p_old = old.exp()
+    # 0 log 0 is 0: a token that the old policy could not sample adds nothing.
+    return torch.where(p_old == 0, 0.0, p_old * (old - new)) + of_others
 
 
 def _divergence_masked(
@@ -136,5 +138,5 @@ def gmpo(
     log_ratio = masked(log_probs, batch.loss_mask) - anchor
     held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
     mean = masked(sequence.mean_of_tokens("clipped_policy"), batch.loss_mask).to(held.dtype)
-    ratio = clamped_log_ratio(mean + (held - held.detach())).exp()
+    ratio = clamped_log_ratio(mean + straight_through(held)).exp()
     return ObjectiveOutput(-ratio * advantages, mean, *is_clipped)

@@ -105,6 +105,7 @@ class OutputRows:
             self._group,
             weight,
             lambda channel: channel[self._active],
+            self.options.vocab_size,
         )
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:

@@ -23,6 +23,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.ids import NUM_IDS, SampleIds, check_ids, distinct_id, ids_of
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
 from megatron_pg.step.side_channels import LARGEST_VOCABULARY, WrongSet, checked_kept_tokens
+from megatron_pg.step.values import LARGEST_LOG_PROB, LOG_PROB
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER_LISTS = "a list of lists of integers"
@@ -60,6 +61,8 @@ OPTIONAL_FIELDS: Mapping[str, str] = {
     )
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
+
+LOG_PROB_COLUMNS = frozenset(OPTIONAL_FIELDS[field] for field in LOG_PROB_FIELDS)
 
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None where the row has no
@@ -183,6 +186,8 @@ def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
         _check(
             column, values, ~(values < 0) | ~is_active, "0 or more, as loss_mask keeps the token"
         )
+    if column in LOG_PROB_COLUMNS:
+        _check(column, values, ~(single > LARGEST_LOG_PROB) | ~is_active, LOG_PROB)
     return torch.from_numpy(single)
 
 

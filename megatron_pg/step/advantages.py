@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megatron_pg.step.identity import hash_of
 from megatron_pg.step.ids import SampleIds, check_ids
-from megatron_pg.step.sample import Sample, refuse_values
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.values import refuse_values
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as the field does; rewards are of order 1."""

@@ -72,7 +72,8 @@ class PackedBatch:
     largest_token: int
     """The largest token id of the micro-batch, prompts included; known on the host."""
     largest_target: int
-    """The largest id among `targets` (a host number), to be held against the size of the vocabulary."""
+    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host number), to be held against the size of
+    the vocabulary."""
     coefficients: Tensor
     """The numbers [window] float64 that tokens count by their position in the response, in the sums that tell samples apart."""
 
@@ -198,7 +199,7 @@ def pack(
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_token=int(tokens.max()) if len(tokens) else 0,
-        largest_target=max([int(targets.max()), *beside.pop("largest_kept")]),
+        largest_target=max([int(targets.max()), *beside.pop("largest_ids")]),
         coefficients=coefficients_of_window(window),
         **beside,
     )
@@ -207,7 +208,8 @@ def pack(
 def _beside_the_numbers(
     samples: Sequence[Sample], window: TokenWindow, loss_mask: Tensor
 ) -> dict[str, Any]:
-    """The fields of a packed micro-batch that hold its kept sets and side channels; `largest_kept` is a list of an id or none."""
+    """The fields of a packed micro-batch that hold its kept sets and side channels; `largest_ids` are the largest id of the kept
+    sets and of the teacher's likeliest tokens, where there are any."""
     names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
     given: dict[str, Any] = {
         name: [sample.side_channels.get(name) for sample in samples] for name in names
@@ -217,16 +219,19 @@ def _beside_the_numbers(
         for name, parts in given.items()
         if not _all_lack(f"side_channels[{name!r}]", parts, samples)
     }
+    largest = []
+    if isinstance(ids := channels.get("teacher_ids"), Tensor) and loss_mask.any():
+        largest.append(int(ids[loss_mask].max()))
     sets: Any = [sample.kept_tokens for sample in samples]
     if _all_lack("kept_tokens", sets, samples):
-        return {"side_channels": channels, "largest_kept": []}
+        return {"side_channels": channels, "largest_ids": largest}
     kept: Any = _channel_of_window("kept_tokens", sets, window)
     kept = kept.only(loss_mask)
     return {
         "side_channels": channels,
         "kept_tokens": kept,
         "kept_set_size": kept.sizes.float(),
-        "largest_kept": [int(kept.values.max())] if kept.values.numel() else [],
+        "largest_ids": largest + ([int(kept.values.max())] if kept.values.numel() else []),
     }
 
 

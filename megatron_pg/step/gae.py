@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.sample import Values, check_mask, refuse_values
+from megatron_pg.step.sample import Values
+from megatron_pg.step.values import check_mask, refuse_values
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance, as TRL and verl do; a step of equal advantages becomes one of zeros."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_channels
+from megatron_pg.step.values import check_log_probs, check_mask, check_teacher, refuse_values
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
@@ -119,7 +120,9 @@ class Sample:
         self._store("advantages", self._checked_advantages())
         for field in LOG_PROB_FIELDS:
             if getattr(self, field) is not None:
-                self._store(field, self._per_response_token(field, torch.float32))
+                log_probs = self._per_response_token(field, torch.float32)
+                check_log_probs(f"{self.name}: {field}", log_probs, self.loss_mask)
+                self._store(field, log_probs)
         if self.loss_weights is not None:
             self._store("loss_weights", self._checked_loss_weights())
         for field in CRITIC_FIELDS:
@@ -131,6 +134,7 @@ class Sample:
             self._store("kept_tokens", kept)
         lengths = self.response_length, self.total_length
         channels = checked_side_channels(self.side_channels, self.name, lengths)
+        check_teacher(channels, self.name, self.loss_mask)
         self._store("side_channels", channels)
 
     @property
@@ -259,14 +263,6 @@ def check_samples(function: str, samples: object) -> None:
             )
 
 
-def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
-    """Refuses host values of any shape of which some are wrong, naming the first of them."""
-    wrong = is_wrong.nonzero()
-    if wrong.numel():
-        index = wrong[0].tolist()
-        raise ValueError(f"{where}{index} is {values[tuple(index)].item()}{problem}")
-
-
 def as_integer(value: object) -> int | None:
     """The 64-bit integer that a Python, NumPy or 0-d tensor value is; None for anything else, 3.0 and True included."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
@@ -296,11 +292,3 @@ def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
             f"{response_name} is {response_length} and {total_name} {total_length}, expected at least 1 more: the prompt "
             "needs at least one token (a beginning-of-sequence token will do), whose logit predicts the response's first"
         )
-
-
-def check_mask(where: str, mask: Tensor) -> None:
-    """Refuses a host mask of any shape with values other than 0 and 1."""
-    problem = (
-        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
-    )
-    refuse_values(where, mask, (mask != 0) & (mask != 1), problem)

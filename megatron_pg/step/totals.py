@@ -181,8 +181,19 @@ class StepTotals:
         )
 
     def counted_in(self, denominator: str) -> StepTotals:
-        """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights")."""
-        return (self.by_loss_weight or self) if denominator == "weights" else self
+        """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
+
+        Raises:
+            ValueError: no sample of the step has loss weights, and they are to be counted.
+        """
+        if denominator == "mask" or not self.num_rollouts:
+            return self
+        if self.by_loss_weight is None:
+            raise ValueError(
+                "--loss-weight-denominator weights, and no sample of the step has loss_weights: give Sample(loss_weights=...), or "
+                "drop the flag"
+            )
+        return self.by_loss_weight
 
     def _size_of(self, sample: CountedSample) -> float:
         return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens

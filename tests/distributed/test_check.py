@@ -497,7 +497,7 @@ def test_nan_on_one_rank_is_reported_by_all() -> None:
     for row in report["rows"]:
         assert row["loss"] is None and row["gradient_error"] is None
         assert row["diagnosis"].startswith("not finite in ")
-    assert "active tokens of this rank have a NaN loss" in ranks[1][2]
+    assert "active tokens of this rank have a loss of NaN or infinity" in ranks[1][2]
 
 
 def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, int]:

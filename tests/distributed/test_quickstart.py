@@ -322,6 +322,7 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ("--advantage gae --value-clip 0 --lam 2", "--value-clip must be a finite number > 0"),
         ("--whiten-advantages --gamma 0.9", "--gamma and --whiten-advantages: about the critic"),
         ("--critic-lr nan", "--critic-lr is nan"),
+        ("--critic-lr 1e-4", "--critic-lr: about the critic of --advantage gae"),
         ("--teacher runs", "--teacher runs and --distill-teacher None"),
         (
             "--teacher runs --policy-loss distill --distill-teacher hidden",

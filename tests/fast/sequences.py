@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ CORRECTIONS: dict[str, Any] = {
     "pg_metrics": "with_entropy",
 }
 """Settings that ask for everything that the loss does beside the objective."""
+GIVEN = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+"""The log-probs that a sample brings."""
 OF_LOG_PROBS = [name for name in OBJECTIVES if name != "distill"]
 """The objectives that are made of log-probs; the other's teacher is in `test_distillation_head`."""
 
@@ -82,24 +85,29 @@ def grid_sequence(log_ratios: Sequence[float], advantages: Sequence[float]) -> S
 
 
 def package_sample(sequence: Sequence1, **fields: object) -> Sample:
-    """The same response after a prompt of two tokens."""
+    """The same response after a prompt of two tokens. A sample refuses log-probs above 0: those of a grid's token are
+    shifted together, which leaves their differences."""
     length = len(sequence.loss_mask)
+    log_probs = torch.tensor([getattr(sequence, name) for name in GIVEN])
+    log_probs = log_probs - log_probs.amax(0).clamp(min=0.0)
     return Sample(
         tokens=torch.zeros(length + 2, dtype=torch.int64),
         response_length=length,
         loss_mask=torch.tensor(sequence.loss_mask, dtype=torch.int64),
         advantages=torch.tensor(sequence.advantages),
-        old_log_probs=torch.tensor(sequence.old_log_probs),
-        ref_log_probs=torch.tensor(sequence.ref_log_probs),
-        rollout_log_probs=torch.tensor(sequence.rollout_log_probs),
-        **fields,  # type: ignore[arg-type]
+        **(dict(zip(GIVEN, log_probs, strict=True)) | fields),  # type: ignore[arg-type]
     )
 
 
 def package_batch(
     sequences: Sequence[Sequence1], cp_rank: int = 0, cp_size: int = 1
 ) -> PackedBatch:
-    return pack([package_sample(s) for s in sequences], cp_rank=cp_rank, cp_size=cp_size)
+    """The micro-batch with the log-probs that the sequences have, whatever a sample would say of them."""
+    batch = pack([package_sample(s) for s in sequences], cp_rank=cp_rank, cp_size=cp_size)
+    flat = {name: [value for s in sequences for value in getattr(s, name)] for name in GIVEN}
+    here = batch.window.response_indices
+    given: dict[str, Any] = {name: torch.tensor(values)[here] for name, values in flat.items()}
+    return dataclasses.replace(batch, **given)
 
 
 def flat_log_probs(sequences: Sequence[Sequence1], dtype: torch.dtype = torch.float64) -> Tensor:

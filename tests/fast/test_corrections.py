@@ -246,8 +246,8 @@ def test_accepted_samples_adds_up_in_float64() -> None:
         response_length=3,
         loss_mask=[1, 1, 1],
         advantages=1.0,
-        old_log_probs=[2.0**24, 1.0, -(2.0**24)],
-        rollout_log_probs=[0.0, 0.0, 0.0],
+        old_log_probs=[0.0, 0.0, -(2.0**24)],
+        rollout_log_probs=[-(2.0**24), -1.0, 0.0],
     )
     config = PolicyLossConfig(rejection_denominator="accepted", **GEOMETRIC)
     (kept,) = accepted_samples(config, [sample])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -14,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, Sample, plan_step, policy_loss_from_log_probs, step_totals
+from megatron_pg import (
+    PolicyLossConfig,
+    Sample,
+    add_policy_loss_args,
+    plan_step,
+    policy_loss_from_log_probs,
+    step_totals,
+    validate_policy_loss_args,
+)
 from megatron_pg.cli import main as cli
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.reducer import WeightedSum
@@ -81,7 +90,8 @@ def test_every_cut_equals_the_loops(cut: str, aggregation: str, denominator: str
     assert found["aggregation_checksum"] == pytest.approx(1.0, abs=1e-9)
     # Metrics are of the tokens that the mask keeps, whatever they weigh.
     plain = [dataclasses.replace(sample, loss_weights=None) for sample in step]
-    bare = reduced(config, rank_losses(config, plain, logits, whole(len(step))))
+    by_mask = package_config(objective_of(aggregation, "mask"))
+    bare = reduced(by_mask, rank_losses(by_mask, plain, logits, whole(len(step))))
     names = ("ratio_new_old", "advantage", "num_tokens", "max_advantage")
     assert all(found[name] == pytest.approx(bare[name], rel=1e-9) for name in names)
 
@@ -104,9 +114,13 @@ def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator:
     step = random_step(7)
     ones = [dataclasses.replace(s, loss_weights=[1.0] * s.response_length) for s in step]
     logits = random_logits(step, seed=3)
-    config = package_config(objective_of(aggregation, denominator))
     losses = [
-        summed_loss(rank_losses(config, each, logits, whole(len(step)))) for each in (step, ones)
+        summed_loss(
+            rank_losses(
+                package_config(objective_of(aggregation, of)), each, logits, whole(len(step))
+            )
+        )
+        for each, of in ((step, "mask"), (ones, denominator))
     ]
     gradients = [torch.autograd.grad(loss, logits) for loss in losses]
     assert torch.equal(losses[0], losses[1])
@@ -130,13 +144,30 @@ def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(
     ]
     logits = random_logits(step, seed=3)
     by_weights = package_config(objective_of(aggregation, "weights"))
-    expected = summed_loss(rank_losses(by_weights, masked, logits, whole(len(step))))
+    by_mask = package_config(objective_of(aggregation, "mask"))
+    expected = summed_loss(rank_losses(by_mask, masked, logits, whole(len(step))))
     found = summed_loss(rank_losses(by_weights, weighted, logits, CUTS["cp_2"](len(step))))
     assert difference(found, expected) < 1e-12
     # The mutant divides by the mask: another objective, but for constant.
-    by_mask = package_config(objective_of(aggregation, "mask"))
     mutant = summed_loss(rank_losses(by_mask, weighted, logits, whole(len(step))))
     assert difference(mutant, expected) > 1e-4
+
+
+def test_denominators_of_weights_without_weights_are_refused() -> None:
+    config = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
+    batch, log_probs = pack([sample(None)]), torch.zeros(3)
+    with pytest.raises(ValueError, match="weights, and no sample of the step has loss_weights"):
+        policy_loss_from_log_probs(
+            config, batch, log_probs, None, totals=step_totals([sample(None)])
+        )
+    # Of a step where others have them its tokens weigh 1.
+    totals = step_totals([sample(None), sample([2.0, 2.0, 0.0])])
+    policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+    line = "--loss-weight-denominator weights --policy-loss sft"
+    parser = add_policy_loss_args(argparse.ArgumentParser())
+    validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=["loss_weights"])
+    with pytest.raises(ValueError, match="--loss-weight-denominator weights needs loss_weights"):
+        validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=[])
 
 
 def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +192,8 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(packing, "_of_window", of_another_window)
     assert difference(loss_of(cut), expected) > 1e-4
     monkeypatch.setattr(packing, "_of_window", right)
-    samples = package_samples(step)
-    of_mask = dataclasses.replace(
-        step_totals(samples, allow_different_group_sizes=True), by_loss_weight=None
-    )
+    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    of_mask = dataclasses.replace(totals, by_loss_weight=totals)
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
     assert difference(summed_loss(wrong), expected) > 1e-4
 

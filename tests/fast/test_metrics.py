@@ -583,9 +583,9 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
-@pytest.mark.parametrize("log_prob", (-400.0, -9999.0, -math.inf))
-def test_a_ratio_beyond_any_number_ends_no_run(log_prob: float) -> None:
-    """A token that one of the policies, or its engine, holds to be impossible: its metrics are not finite, the others are."""
+@pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
+def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: float) -> None:
+    """A token that one of the policies, or its engine, holds to be impossible."""
     sample = Sample(
         tokens=[1] * 5,
         response_length=3,
@@ -598,9 +598,41 @@ def test_a_ratio_beyond_any_number_ends_no_run(log_prob: float) -> None:
     found = reduced(
         PolicyLossConfig(), [micro_batch_metrics(PolicyLossConfig(), pack([sample]), log_probs)]
     )
-    assert math.isfinite(found["loss"]) and found["aggregation_checksum"] == 1.0
-    assert not math.isfinite(found["effective_sample_size"])
-    assert not math.isfinite(found["rollout_effective_sample_size"])
+    assert all(map(math.isfinite, found.values())) and found["aggregation_checksum"] == 1.0
+    assert found["ratio_new_old_sum"] == pytest.approx(math.exp(300))
+    assert found["effective_sample_size"] == pytest.approx(1.0)
+    # Of one weight of e^300 among three tokens.
+    assert found["rollout_effective_sample_size"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
+def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
+    """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
+    sample = Sample(
+        tokens=[1] * 5,
+        response_length=3,
+        loss_mask=[1] * 3,
+        advantages=1.0,
+        old_log_probs=[-1.0] * 3,
+    )
+    metrics = micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), log_prob))
+    found = reduced(PolicyLossConfig(), [metrics])
+    assert found["effective_sample_size"] == pytest.approx(3.0)
+    assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
+    assert found["new_logprobs"] == log_prob
+
+
+def test_an_infinite_loss_is_reported_with_sample_and_position(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sample = Sample(tokens=[1] * 5, response_length=3, loss_mask=[1] * 3, advantages=1.0, name="it")
+    config = PolicyLossConfig(policy_loss="reinforce")
+    log_probs = torch.tensor([-1.0, -math.inf, -1.0])
+    metrics = micro_batch_metrics(config, pack([sample]), log_probs)
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        assert reduced(config, [metrics])["loss"] == math.inf
+    (record,) = caplog.records
+    assert "the first is response token 1 of sample 0 (it)" in record.getMessage()
 
 
 def test_metrics_keep_no_side_channel_alive() -> None:

@@ -41,6 +41,11 @@ def exp_within_20(exponent: Tensor) -> Tensor:
     return exponent.exp()
 
 
+def with_gradient_of(value: Tensor, log: Tensor) -> Tensor:
+    """The value with the gradient of a log-prob or log-ratio, which one of -inf has not."""
+    return value if log.isinf() else value + log - log.detach()
+
+
 def surrogate(ratio: Tensor, advantage: float, low: float, high: float, dual: float | None):
     """-min(r A, clip(r) A), bounded by -dual A where A < 0."""
     clipped = ratio
@@ -107,7 +112,7 @@ def geometric_mean_losses(sample: Sequence1, low: float, high: float, anchor: st
         logs.append(log)
     average, losses = mean(logs).detach(), [ZERO] * len(sample.loss_mask)
     for t, log in zip(tokens, logs, strict=True):
-        losses[t] = -sample.advantages[t] * exp_within_20(average + log - log.detach())
+        losses[t] = -sample.advantages[t] * exp_within_20(with_gradient_of(average, log))
     return losses
 
 
@@ -137,12 +142,14 @@ def objective(
         if name == "sft":
             losses[t] = -log_prob
             continue
+        if name in ("reinforce", "cispo") and advantage == 0 and log_prob.isinf():
+            continue  # 0 log 0 is 0
         if name == "reinforce":
             losses[t] = -advantage * log_prob
             continue
         log_ratio = log_prob - against[t]
         if name == "gspo":
-            log_ratio = policy_mean(sample, anchor) + log_prob - log_prob.detach()
+            log_ratio = with_gradient_of(policy_mean(sample, anchor), log_prob)
         ratio = exp_within_20(log_ratio)
         if name in ("ppo", "gspo"):
             losses[t] = surrogate(ratio, advantage, low, high, dual)
@@ -194,8 +201,10 @@ def kl(
             value = torch.tensor(10.0, dtype=torch.float64)
         if gradient_of_k2:  # d^2 / 2 has the gradient d: a product with a constant
             distance = (sample.log_probs[t] - sample.ref_log_probs[t]).item()
-            line = distance * sample.log_probs[t]
-            value = torch.tensor(value.item(), dtype=torch.float64) + line - line.item()
+            value = torch.tensor(value.item(), dtype=torch.float64)
+            if math.isfinite(distance):
+                line = distance * sample.log_probs[t]
+                value = value + line - line.item()
         values[t] = value
     return values
 

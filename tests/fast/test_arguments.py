@@ -426,6 +426,45 @@ def test_every_field_has_a_case_out_of_range():
     assert set(OUT_OF_RANGE) == set(FIELDS)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--kl-loss-coef 1e300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e+300"),
+        ("--kl-loss-coef 1e-300", "--kl-loss-coef must be a finite number >= 0 that float32 holds; found 1e-300"),
+        ("--rollout-temperature 1e-50", "--rollout-temperature must be a finite number > 0 that float32 holds"),
+        (
+            "--use-geometric-rejection --geometric-rejection-low 0 --geometric-rejection-high 0",
+            "--geometric-rejection-high must be a number or inf >= 2.06115e-09; found 0.0",
+        ),
+        ("--use-sequence-rejection --sequence-rejection-high 1e-9", "--sequence-rejection-high must be"),
+        (
+            "--use-sequence-rejection --sequence-rejection-low 1e9 --sequence-rejection-high inf",
+            "--sequence-rejection-low must be a finite number >= 0 and <= 4.85165e+08; found 1000000000.0",
+        ),
+        ("--use-tis --tis-mode mask --tis-clip 1e-10", "--tis-clip must be a finite number >= 2.06115e-09"),
+        ("--use-tis --tis-clip 1e39", "--tis-clip must be a finite number >= 2.06115e-09 that float32 holds"),
+    ],
+)  # fmt: skip
+def test_numbers_that_leave_nothing_of_the_loss_are_refused(line, message):
+    """Beyond float32, in which the loss is computed; bounds that no ratio meets, all of which are in [e^-20, e^20]."""
+    with pytest.raises(ValueError) as refusal:
+        validate_policy_loss_args(parse(line))
+    assert message in str(refusal.value)
+
+
+def test_bounds_that_one_ratio_meets_are_kept():
+    PolicyLossConfig(
+        use_sequence_rejection=True,
+        sequence_rejection_low=0.0,
+        sequence_rejection_high=math.exp(-20),
+    )
+    PolicyLossConfig(
+        use_sequence_rejection=True,
+        sequence_rejection_low=math.exp(20),
+        sequence_rejection_high=math.inf,
+    )
+
+
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
     is_number = isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(

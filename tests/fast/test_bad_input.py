@@ -397,6 +397,29 @@ def test_masks_as_lists_and_as_one_matrix_are_masks() -> None:
         assert float(reducer(losses)) == 1.0 + 3.5
 
 
+@pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
+@pytest.mark.parametrize("value", [0.5, 0.0625, 1e-3, math.inf, -math.inf, -1e300])
+def test_a_log_prob_that_is_none(field: str, value: float) -> None:
+    """At an active token; 0.0625 is what a log-softmax in bfloat16 may leave, of logits of 16."""
+    with pytest.raises(
+        ValueError, match=rf"row 7: {field}\[2\] is .* at an active token, expected a log-prob"
+    ):
+        Sample([1] * 5, 4, [1, 0, 1, 1], name="row 7", **{field: [-1.0, value, value, -1.0]})
+    given = {field: [-1.0, value, -1.0, -1.0]}
+    Sample([1] * 5, 4, [1, 0, 1, 1], **given)
+
+
+def test_log_probs_that_rounding_leaves_above_0_are_log_probs() -> None:
+    """z - logsumexp(z) in float32, one token with nearly all of the probability, logits up to 8192."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.rand(512, 64, generator=generator) * 16
+    logits[:, 0] = torch.rand(512, generator=generator) * 8191
+    log_probs = logits[:, 0] - logits.logsumexp(1)
+    assert (log_probs > 0).any() or (log_probs == 0).any()
+    Sample([1] * 513, 512, [1] * 512, old_log_probs=log_probs, ref_log_probs=[2.0**-10] * 512)
+    Sample([1] * 2, 1, [1], old_log_probs=[math.nan])  # which the step's metrics name
+
+
 def test_a_negative_response_token() -> None:
     message = refusal_of(lambda: sample(tokens=[1, 2, 3, -100, 5]))
     for word in (NAME, "tokens[3]", "-100"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -61,6 +62,114 @@ def test_a_teacher_that_is_not_there(
     with pytest.raises(ValueError) as error:
         loss(sample(**channels), settings)
     assert str(error.value).startswith(words)
+
+
+def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
+    log_probs = torch.as_tensor(probabilities, dtype=torch.float64).log()
+    return {"teacher_ids": torch.as_tensor(ids), "teacher_log_probs": log_probs}
+
+
+WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 1] is 8, outside the vocabulary of 8"),
+    "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 0] is -1, expected an id"),
+    "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1, 2] is 5 a second time"),
+    "more_than_1": (
+        top_k([[1, 2], [3, 4]], [[0.5, 0.2], [0.9, 0.9]]),
+        "['teacher_log_probs']: the sum of the probabilities of token [1] is 1.8",
+    ),
+    "positive": (top_k([[1], [2]], [[0.5], [1.5]]), "['teacher_log_probs'][1, 0] is 0.405465"),
+    "nothing": (top_k([[1, 2], [3, 4]], [[1.0, 0.0], [0.5, 0.5]]), "['teacher_log_probs'][0, 1] is -inf"),
+    "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and side_channels['teacher_log_probs'] [2, 1]"),
+    "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] is of shape [2], expected a tensor [response_length, k]"),
+    "floats": (top_k([[1.0], [2.0]], [[0.5], [0.5]]), "['teacher_ids'] has dtype torch.float32, expected integers"),
+    "narrower": ({"teacher_logits": torch.zeros(2, 7)}, "['teacher_logits'] has rows of [7] logits, expected the student's vocabulary of 8"),
+    "wider": ({"teacher_logits": torch.zeros(2, 9)}, "['teacher_logits'] has rows of [9] logits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_TEACHERS)
+def test_a_teacher_of_other_tokens_is_refused(case: str) -> None:
+    channels, words = WRONG_TEACHERS[case]
+    kind = "logits" if "teacher_logits" in channels else "top_k"
+    with pytest.raises(ValueError, match="^a: side_channels") as error:
+        loss(sample(**channels), {**DISTILL, "distill_teacher": kind})
+    assert words in str(error.value)
+    if kind == "top_k" and case not in (
+        "shapes",
+        "vector",
+        "floats",
+    ):  # a masked token's is not read
+        masked = Sample([1, 2, 3, 4], 2, [0, 0], name="a", side_channels=channels)
+        assert loss(masked, DISTILL) == 0
+
+
+def test_a_teachers_padding_is_not_read() -> None:
+    """Of 6 tokens and 8 columns: logits of 6 or of 8, whatever stands in the padding."""
+    of_teacher = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    settings = {**DISTILL, "distill_teacher": "logits"}
+    losses = [
+        loss(sample(teacher_logits=logits), settings, vocab_size=6)
+        for logits in (of_teacher[:, :6], of_teacher)
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match=r"rows of \[7\] logits, .* of 6 \(with padding 8\)"):
+        loss(sample(teacher_logits=of_teacher[:, :7]), settings, vocab_size=6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("k", [1, 8, 1024])
+def test_probabilities_that_rounding_leaves_above_1_are_a_teachers(
+    dtype: torch.dtype, k: int
+) -> None:
+    """Rounded log-probs of a whole distribution, k tokens of equal probability the worst: a sum of k^(2^-8)."""
+    scales = torch.tensor([0.0, 0.01, 1.0, 3.0])[:, None]
+    logits = torch.randn(4, k, generator=torch.Generator().manual_seed(2)) * scales
+    log_probs = logits.log_softmax(1).to(dtype)
+    worst = torch.full((1, k), -math.log(k) * (1 - 2**-8))
+    for given in (log_probs, log_probs.float(), worst):
+        length = len(given)
+        channels = {"teacher_ids": torch.arange(k).expand(length, k), "teacher_log_probs": given}
+        Sample([1] * (length + 1), length, [1] * length, side_channels=channels)
+        channels["teacher_log_probs"] = given + 0.05
+        with pytest.raises(
+            ValueError, match="the sum of the probabilities|is .* at an active token"
+        ):
+            Sample([1] * (length + 1), length, [1] * length, side_channels=channels)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("student_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("teacher_dtype", [torch.float64, torch.float32])
+def test_what_little_a_teacher_leaves_to_other_tokens(
+    kind: str, student_dtype: torch.dtype, teacher_dtype: torch.dtype
+) -> None:
+    """A rest of 1e-5: 1 minus a float32 sum of probabilities keeps two of its digits."""
+    generator = torch.Generator().manual_seed(3)
+    of_teacher, logits = torch.randn(2, 4, 12, generator=generator, dtype=torch.float64)
+    of_teacher[:, 8:] -= 12
+    logits[:, 8:] += 8
+    log_q = of_teacher[:2].log_softmax(1)[:, :8].to(teacher_dtype)
+    given = sample(teacher_ids=torch.arange(8).expand(2, 8), teacher_log_probs=log_q)
+    student = logits.to(student_dtype).requires_grad_()
+    config = PolicyLossConfig(**DISTILL, distill_divergence=kind)
+    batch = pack([given])
+    found, _ = policy_loss_function(config, batch, student.clone(), totals=step_totals([given]))
+    found.backward()
+    plain = student.detach().double().requires_grad_()
+    rows = [oracle.log_softmax_of(list(plain[row].unbind()), 1.0) for row in batch.logit_rows]
+    expected = (
+        sum(
+            oracle.over_top_k(kind, 0.5, log_p, range(8), q.tolist())
+            for log_p, q in zip(rows, log_q.double(), strict=True)
+        )
+        / 2
+    )
+    expected.backward()
+    tolerance = {"rtol": 1e-6 if student_dtype == torch.float32 else 1e-9, "atol": 1e-9}
+    if student_dtype == torch.float32:
+        tolerance["atol"] = 1e-6
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    torch.testing.assert_close(student.grad.double(), plain.grad, **tolerance)
 
 
 def test_log_probs_alone_are_refused() -> None:

@@ -109,6 +109,24 @@ def test_the_gradient_of_k2_beside_the_value_of_any_estimate(kind: str) -> None:
     assert torch.allclose(of_itself, gradient) == (kind == "k2"), "the mutant: its own gradient"
 
 
+@pytest.mark.parametrize("settings", [{}, {"unbiased": True}, {"gradient_of_k2": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_the_policy_cannot_sample(kind: str, settings: dict[str, bool]) -> None:
+    """k3 and low_var_kl hold d within +-20; k1 and k2 are infinite; the gradient of k2 leaves the token out."""
+    (sequence,) = random_sequences(1)[:1]
+    values = sequence.log_probs.detach().index_fill(0, torch.tensor([0, 3]), -math.inf)
+    sequence = dataclasses.replace(sequence, log_probs=values.requires_grad_(), loss_mask=[1] * 7)
+    expected = stacked([oracle.kl(sequence, kind, **settings)])
+    gradient = flat_gradient(expected.sum(), [sequence])
+    of_k2 = "gradient_of_k2" in settings
+    chosen = with_gradient_of_k2(kind) if of_k2 else config(kind, "unbiased" in settings)
+    found, of_found = penalty_and_gradient(chosen, sequence)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_found, gradient, rtol=1e-12, atol=1e-12)
+    assert found.isfinite().all() == (kind in ("k3", "low_var_kl"))
+    assert of_found.isfinite().all() == (of_k2 or kind in ("k3", "low_var_kl", "k1"))
+
+
 def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
     """exp(-d) - 1 + d would round to 0 or to an epsilon of float32 here; the estimate is d^2 / 2."""
     difference = torch.tensor([1e-4, -1e-4, 3e-4])

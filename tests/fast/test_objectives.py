@@ -111,15 +111,18 @@ def package_objective(
     return OBJECTIVES[name](config, batch, log_probs, sequence=sequence)
 
 
-def check(case: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
-    """Value and every element of the gradient, the tokens weighted unequally."""
+def check(
+    case: str, sequences: list[Sequence1], dtype: torch.dtype, batch: PackedBatch | None = None
+) -> None:
+    """Value and every element of the gradient, the tokens weighted unequally; `batch` is that of the sequences."""
     name, settings, oracle_settings = SETTINGS[case]
     expected = stacked([oracle.objective(name, s, **oracle_settings) for s in sequences])
     weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
     expected_gradient = flat_gradient((expected * weights).sum(), sequences)
 
     log_probs = flat_log_probs(sequences, dtype)
-    found = package_objective(name, settings, package_batch(sequences), log_probs)
+    batch = package_batch(sequences) if batch is None else batch
+    found = package_objective(name, settings, batch, log_probs)
     assert found.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     (found.loss * weights).sum().backward()
     tolerance = TOLERANCES[dtype]
@@ -434,6 +437,65 @@ def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: s
     assert torch.isnan(found.loss[1])
     if name not in ("sft", "reinforce"):  # whose gradients do not contain the log-prob
         assert torch.isnan(log_probs.grad[1])
+
+
+def with_impossible_tokens(sequences: list[Sequence1], field: str) -> list[Sequence1]:
+    """Every third log-prob of a field is -inf, under a positive, no or a negative advantage; one sequence has none."""
+    found = []
+    for number, sequence in enumerate(sequences):
+        values = torch.as_tensor(getattr(sequence, field)).detach().double()
+        count = len(values) if number else 0
+        values = values.where(torch.arange(len(values)) % 3 != 0, -math.inf) if count else values
+        advantages = [(1.5, 0.25, -1.0, 0.0)[t // 3 % 4] for t in range(len(values))]
+        given = values.requires_grad_() if field == "log_probs" else values.tolist()
+        found.append(dataclasses.replace(sequence, advantages=advantages, **{field: given}))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) -> None:
+    """A ratio is e^-20 without gradient; a log-prob is a loss of infinity, but at an advantage of 0."""
+    sequences = with_impossible_tokens(random_sequences(11), "log_probs")
+    check(case, sequences, dtype)
+    name, settings, _ = SETTINGS[case]
+    log_probs = flat_log_probs(sequences)
+    found = package_objective(name, settings, package_batch(sequences), log_probs)
+    found.loss.sum().backward()
+    assert found.loss.isnan().sum() == 0 and log_probs.grad.isfinite().all()
+    is_infinite = name in ("reinforce", "cispo", "sft")
+    assert found.loss.isfinite().all() != is_infinite
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SETTINGS if "ratio_anchor" not in SETTINGS[case][1]]
+)
+def test_a_token_that_the_old_policy_could_not_sample(case: str) -> None:
+    """A sample refuses it; the objectives hold its ratio at e^20, without gradient."""
+    clean = random_sequences(12)
+    sequences = with_impossible_tokens(clean, "old_log_probs")
+    advantages = [
+        dataclasses.replace(s, old_log_probs=c.old_log_probs)
+        for s, c in zip(sequences, clean, strict=True)
+    ]
+    old_log_probs = torch.tensor([value for s in sequences for value in s.old_log_probs])
+    batch = dataclasses.replace(package_batch(advantages), old_log_probs=old_log_probs)
+    check(case, sequences, torch.float64, batch)
+
+
+def test_divergence_of_a_token_that_either_policy_cannot_sample() -> None:
+    """0 log 0 is 0: KL(old || new) of {this token, any other} is -log(1 - p) where old has nothing for the token."""
+    old = torch.tensor([-math.inf, -math.inf, -1.0, -200.0], dtype=torch.float64)
+    new = torch.tensor([math.log(0.5), -3.0, -math.inf, -3.0], dtype=torch.float64)
+    found = trust_region.binary_divergence(old, new)
+    expected = [
+        oracle.moved("dppo_kl", *pair) for pair in zip(old.tolist(), new.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(found.tolist(), expected, rtol=1e-12, atol=0)
+    assert expected[0] == pytest.approx(math.log(2)) and expected[2] == math.inf
+    assert trust_region.binary_divergence(old.float(), new.float()).isfinite().tolist() == [
+        True, True, False, True,
+    ]  # fmt: skip
 
 
 def test_clip_flags_and_log_ratio() -> None:

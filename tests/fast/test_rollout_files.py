@@ -140,7 +140,17 @@ BAD_ROWS = {
     "a mask of counts": (row(loss_mask=[2]), r"loss_mask\[0\]", "2", "0 or 1"),
     "a long mask": (row(loss_mask=[1, 1]), "loss_mask", "of 2 values", "1, one per token"),
     "a short log_probs": (row(log_probs=[]), "log_probs", "of 0 values", "1, one per token"),
+    "a positive log-prob": (row(log_probs=[0.5]), r"log_probs\[0\]", "0.5", "at most 0"),
     "a null log-prob": (row(log_probs=[None]), r"log_probs\[0\]", "nan", "finite"),
+    **{
+        f"a positive {column}": (
+            row(2, **{column: [0.5e-3, 0.5, -1.0]}),
+            rf"{column}\[1\]",
+            "0.5",
+            "a log-prob: a finite number of at most 0",
+        )
+        for column in ("rollout_log_probs", "ref_log_probs")
+    },
     "no reward": (row(reward=None), "reward", "missing", "advantages"),
     "reward in words": (row(reward="high"), "reward", "'high'", "a number"),
     "reward true": (row(reward=True), "reward", "True", "a number"),

@@ -83,7 +83,7 @@ def sampled_tokens(logits: Tensor) -> Tokens:
         log_probs[rows] = chunk.gather(1, targets[rows, None])[:, 0]
     return Tokens(
         targets=targets,
-        old_log_probs=log_probs + 0.1 * torch.randn(tokens, device=DEVICE),
+        old_log_probs=(log_probs + 0.1 * torch.randn(tokens, device=DEVICE)).clamp(max=0.0),
         advantages=torch.randn(tokens, device=DEVICE),
         weights=torch.full((tokens,), 1 / tokens, device=DEVICE),
     )

@@ -119,7 +119,8 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
     generator = torch.Generator().manual_seed(21)
 
     def near(values: Tensor) -> Tensor:
-        return values.float() + 0.2 * torch.rand(values.shape, generator=generator) - 0.1
+        noise = 0.2 * torch.rand(values.shape, generator=generator) - 0.1
+        return (values.float() + noise).clamp(max=0.0)
 
     return [
         replace(sample, old_log_probs=near(values), ref_log_probs=near(values))

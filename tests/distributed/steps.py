@@ -79,7 +79,7 @@ def with_kept_sets(samples: Sequence[PlainSample]) -> list[PlainSample]:
         def over_sets(log_probs: list[float] | None, sizes=kept, moved=moved) -> list[float]:
             assert log_probs is not None
             return [
-                0.0 if len(ids) == 1 else float32(value + shift)
+                0.0 if len(ids) == 1 else min(float32(value + shift), 0.0)
                 for ids, value, shift in zip(sizes, log_probs, moved, strict=True)
             ]
 

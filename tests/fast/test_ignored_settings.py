@@ -68,7 +68,7 @@ def whole_step() -> list[Sample]:
 
     def one(number: int, length: int) -> Sample:
         def log_probs() -> torch.Tensor:
-            return torch.randn(length, generator=generator, dtype=torch.float64) - 2.0
+            return -torch.rand(length, generator=generator, dtype=torch.float64) * 4.0
 
         tokens = torch.randint(VOCABULARY, (length + 2,), generator=generator)
         tokens[:2] = number // 2

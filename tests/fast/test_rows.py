@@ -155,7 +155,7 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
     message = str(error.value)
     for part in (
         "--eps-clip must be a finite number > 0 and <= 1; found 5.0",
-        "--tis-clip must be a finite number > 0; found -1.0",
+        "--tis-clip must be a finite number >= 2.06115e-09; found -1.0",
         "found 'token-mean'; did you mean token_mean?",
         "--policy-loss must be one of ppo, ",
         "--cispo-lower-bound belongs to --policy-loss cispo",

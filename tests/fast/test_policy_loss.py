@@ -169,8 +169,10 @@ def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
 @pytest.mark.parametrize("advantage", (-1.0, 0.0, 1.0))
 def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
     """Beyond it the ratio is exp(+-20) and has no gradient."""
-    sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[distance])
+    sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[min(distance, 0.0)])
     logits = random_logits([sample])
+    with torch.no_grad():  # a ratio that is too small: the new log-prob is what is low
+        logits[0][sample.prompt_length - 1, sample.tokens[-1]] -= max(distance, 0.0)
     check_policy_loss([sample], logits, Objective(), whole(1))
 
 

@@ -14,6 +14,7 @@ import megatron_pg as pg
 from megatron_pg.loss.value_loss import ValueReport
 from megatron_pg.megatron import ParallelGroups, ValueStep, compute_values
 from megatron_pg.megatron.schedule import run_micro_batches
+from megatron_pg.step.advantages import METHODS
 from megatron_pg.step.batch import PackedBatch
 
 CRITIC_LR = 1e-3
@@ -24,9 +25,10 @@ def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     """Adds `--advantage` and the flags of a critic."""
     parser.add_argument(
         "--advantage",
-        choices=["group", "gae"],
-        default="group",
-        help="group: rewards against those of the same question; gae: against a critic's values",
+        choices=[*METHODS, "gae"],
+        default="grpo",
+        help="of rewards against those of the same question, grpo: (reward - mean) / std, dr_grpo: reward - mean, rloo: reward - "
+        "mean of the others; gae: against a critic's values (grpo)",
     )
     return pg.add_critic_args(parser)
 

@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 import statistics
-import sys
 import time
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -40,17 +40,25 @@ IN_SUMMARY = ("loss_aggregation", "seed", "tensor_model_parallel_size", "context
 LOGS = {"warm_start": "warm_start.jsonl", "step": "metrics.jsonl"}
 
 
+class DamagedFile(ValueError):
+    """A file of a run that is not as the run wrote it; the message names the file and what to do."""
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The whole ones of a run, oldest first; what has another name is none."""
+    """List the whole checkpoints of a run, oldest first: folders named `step_...`, and nothing else."""
     named = re.compile(r"step_\d{6,}_\d{6,}")
-    found = [path for path in run_dir.glob("checkpoints/*") if named.fullmatch(path.name)]
+    paths = run_dir.glob("checkpoints/*")
+    found = [path for path in paths if named.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: [int(number) for number in path.name.split("_")[1:]])
 
 
 def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Writes every rank's state, and keeps two checkpoints; every rank calls it.
+    """Write every rank's state, and keep two checkpoints; every rank calls it.
 
     They are written under another name and renamed when every rank is done: what is named `step_...` is whole.
+
+    Raises:
+        OSError: the folder takes no more.
     """
     partial = run_dir / "checkpoints" / "partial"
     final = partial.with_name("step_{warm_start:06d}_{step:06d}".format(**progress))
@@ -58,29 +66,62 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    try:
-        with open(partial / f"rank_{dist.get_rank()}.pt", "wb") as file:
+    with open(partial / f"rank_{dist.get_rank()}.pt", "wb") as file:
+        try:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:
-        free = ""
-        if partial.exists():
-            free = f"; {shutil.disk_usage(partial).free // 2**20} MiB are free there"
-        sys.exit(f"error: {partial} cannot be written (rank {dist.get_rank()}): {error}{free}")
+        except RuntimeError as error:  # torch's name for a write that ended short
+            raise OSError(f"{file.name}: {error}") from error
+        file.flush()
+        os.fsync(file.fileno())
     dist.barrier()
-    if dist.get_rank() == 0 and not final.exists():
+    if dist.get_rank() == 0 and not final.is_dir():
         partial.rename(final)
         for old in checkpoints(run_dir)[:-2]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """This rank's state; every rank calls it."""
-    if dist.get_rank() == 0:
-        print(f"resuming from {folder}", flush=True)
-    state: dict[str, Any] = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu")
+def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
+    """Read the state of a rank, and check it: torch.load does not compare the checksums that torch.save writes.
+
+    Raises:
+        DamagedFile: the message names the checkpoint before too.
+    """
+    path = folder / f"rank_{rank}.pt"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"another checksum than was written of {damaged}")
+        state: dict[str, Any] = torch.load(path, map_location="cpu")
+    except Exception as error:  # a damaged file fails in many ways
+        found = checkpoints(folder.parents[1])
+        older = found[: found.index(folder)]
+        other = f"the one before is {older[-1]}" if older else "there is none before it"
+        raise DamagedFile(
+            f"{path} cannot be read ({type(error).__name__}: {error}): move {folder} elsewhere; {other}"
+        ) from error
     return state
+
+
+def read_settings(run_dir: Path) -> dict[str, str]:
+    """Read the flags of the run in a folder.
+
+    Raises:
+        DamagedFile: the file is no JSON object.
+    """
+    path = run_dir / "settings.json"
+    try:
+        return {name: str(value) for name, value in dict(json.loads(path.read_text())).items()}
+    except (ValueError, TypeError) as error:
+        raise DamagedFile(
+            f"{path} is damaged ({error}): the flags of the run in {run_dir} are not known; restore it, or give another folder"
+        ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: a process that is killed leaves the old text or the new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def claim_folder(args: argparse.Namespace, world_size: int, rank: int = 0) -> FileLock | None:
@@ -115,7 +156,7 @@ def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
         if not settings.exists():
             raise ValueError(f"--run-dir {folder} is not empty and holds no run: give another")
         if args.resume:
-            _refuse_other_settings(folder, json.loads(settings.read_text()), mine)
+            _refuse_other_settings(folder, read_settings(folder), mine)
         else:
             numbered = (Path(f"{folder}.{number}") for number in itertools.count(1))
             aside = next(path for path in numbered if not path.exists())
@@ -124,14 +165,14 @@ def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
     elif args.resume:
         print(f"there is no run in {folder} to resume: this one starts anew", flush=True)
     folder.mkdir(exist_ok=True)
-    settings.write_text(json.dumps(mine, indent=2))
+    replace_text(settings, json.dumps(mine, indent=2))
     return lock
 
 
 def _refuse_other_settings(folder: Path, theirs: dict[str, str], mine: dict[str, str]) -> None:
     for name, value in mine.items():
         then = theirs.get(name)
-        extends = name == "train_iters" and then is not None and int(then) < int(value)
+        extends = name == "train_iters" and str(then).isdigit() and int(str(then)) < int(value)
         if then != value and not extends:
             raise ValueError(
                 f"{folder} was made with {name} {then} and this run has {value}: a resumed run repeats what the first would "
@@ -173,9 +214,7 @@ class Log:
         self._events = SummaryWriter(events, purge_step=progress["step"] + 1)
         for phase, name in LOGS.items():
             kept = [line for line in self._lines(phase) if line["step"] <= progress[phase]]
-            partial = args.run_dir / f"{name}.partial"  # a kill leaves the one or the other
-            partial.write_text("".join(json.dumps(each) + "\n" for each in kept))
-            partial.replace(args.run_dir / name)
+            replace_text(args.run_dir / name, "".join(json.dumps(each) + "\n" for each in kept))
 
     def write(
         self, phase: str, values: Mapping[str, float | None], answers: Iterable[str] = ()
@@ -203,7 +242,7 @@ class Log:
         summary |= self._settings | {"steps": len(lines), "world_size": dist.get_world_size()}
         summary |= {"torch": torch.__version__, "megatron_core": metadata.version("megatron-core")}
         summary["seconds"] = sum(line["seconds"] for phase in LOGS for line in self._lines(phase))
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
         print(
@@ -214,7 +253,16 @@ class Log:
         )
 
     def _lines(self, phase: str) -> list[dict[str, Any]]:
-        """The steps so far; a line that a killed run has half written is none."""
+        """Read the steps so far. A last line without its end is none: a killed run leaves it half written."""
         path = self._folder / LOGS[phase]
-        texts = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(text) for text in texts if text.endswith("}")]
+        steps = []
+        texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        for number, text in enumerate(texts, 1):
+            try:
+                steps.append({**json.loads(text)})
+                int(steps[-1]["step"])
+            except (ValueError, TypeError, KeyError):
+                raise DamagedFile(
+                    f"{path} line {number} is no line of a run, found {text[:40]!r}: mend or remove the line"
+                ) from None
+        return steps

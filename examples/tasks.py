@@ -252,7 +252,8 @@ class RolloutWorker:
         answers = self.sample(prompts)
         tokens = [answer for answer, _ in answers]
         rewards = [tasks.reward(questions[i], each) for i, each in zip(asked, tokens, strict=True)]
-        advantages = group_advantages(rewards, asked).advantages.tolist()
+        method = "grpo" if self.args.advantage == "gae" else self.args.advantage
+        advantages = group_advantages(rewards, asked, method=method).advantages.tolist()
         # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
         gathered: list[Any] = [None] * groups.context_size
         rows = list(zip(asked, prompts, answers, rewards, advantages, strict=True))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from run_log import checkpoints
+from run_log import checkpoints, read_checkpoint, read_settings
 from torch import Tensor
 
 import megatron_pg as pg
@@ -35,14 +33,9 @@ def check_teacher_args(args: argparse.Namespace) -> None:
             f"--teacher and --run-dir are both {args.teacher}, which a new run moves aside: give another --run-dir"
         )
     for name in SHARED if args.teacher else ():
-        if (theirs := _settings(args)[name]) != str(mine := getattr(args, name)):
+        if (theirs := read_settings(args.teacher).get(name)) != str(mine := getattr(args, name)):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"--teacher {args.teacher} has {flag} {theirs}, found {mine}")
-
-
-def _settings(args: argparse.Namespace) -> dict[str, str]:
-    found: dict[str, str] = json.loads((args.teacher / "settings.json").read_text())
-    return found
 
 
 class Teacher:
@@ -56,11 +49,12 @@ class Teacher:
     def __init__(
         self, args: argparse.Namespace, build_model: Callable[[argparse.Namespace], Any]
     ) -> None:
-        sizes = {name: int(_settings(args)[name]) for name in OWN}
+        settings = read_settings(args.teacher)
+        sizes = {name: int(settings[name]) for name in OWN}
         self.model = build_model(argparse.Namespace(**sizes))
         self.budget = args.max_tokens_per_microbatch
         rank = dist.get_rank() % args.tensor_model_parallel_size  # all others hold copies
-        state = torch.load(checkpoints(args.teacher)[-1] / f"rank_{rank}.pt", map_location="cpu")
+        state = read_checkpoint(checkpoints(args.teacher)[-1], rank)
         self.model.load_state_dict(state["model"])
         self.weight: Tensor = self.model.module.output_layer.weight
         """The output weight [v/tp, hidden]."""

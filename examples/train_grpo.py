@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
+from run_log import DamagedFile, Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
 from teacher import Teacher, check_teacher_args
 from torch import Tensor
@@ -43,6 +44,7 @@ from megatron_pg.megatron import (
     enable_cpu_runtime,
     torch_block_spec,
 )
+from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.token_window import padded_length
 
@@ -256,9 +258,8 @@ class Run:
         state |= {"generator": self.worker.generator.get_state(), "progress": self.progress}
         save_checkpoint(self.args.run_dir, self.progress, state)
 
-    def restore(self, folder: Path) -> None:
-        """Goes on from a checkpoint."""
-        state = read_checkpoint(folder)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from the state of a checkpoint."""
         self.progress = state["progress"]
         if self.progress["held_out_before"] is not None:
             self.begin_reinforcement_learning()
@@ -346,14 +347,29 @@ def main() -> None:
     try:
         args = parse_arguments()
         start_megatron(args)
-        place = dist.get_world_size(), dist.get_rank()
+        size, rank = dist.get_world_size(), dist.get_rank()
         run = Run(args)
-        lock, _ = compute_and_gather(lambda: claim_folder(args, *place), id, dist.group.WORLD)
+
+        def agreed(compute: Callable[[], Any]) -> Any:
+            return compute_and_gather(compute, id, dist.group.WORLD)[0]
+
+        lock = agreed(lambda: claim_folder(args, size, rank))
+        if args.resume and (found := checkpoints(args.run_dir)):
+            run.restore(agreed(lambda: read_checkpoint(found[-1], rank)))
+            if rank == 0:
+                print(f"resuming from {found[-1]}", flush=True)
+        if rank == 0 and (remark := half_of_dr_grpo(args.advantage, args.loss_aggregation)):
+            print(f"remark: {remark}", flush=True)
+        log = agreed(lambda: Log(args, run.progress) if lock else None)
     except (ValueError, NotImplementedError) as error:
         sys.exit(f"error: {error}" if is_to_speak() else 1)
-    if args.resume and (found := checkpoints(args.run_dir)):
-        run.restore(found[-1])
-    train(run, Log(args, run.progress) if lock else None)
+    try:
+        train(run, log)
+    except DamagedFile as error:  # the teacher's
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        free = f"{shutil.disk_usage(args.run_dir.parent).free // 2**20} MiB are free there"
+        sys.exit(f"error: {args.run_dir} cannot be written (rank {rank}): {error}; {free}")
     dist.barrier()
     dist.destroy_process_group()
 

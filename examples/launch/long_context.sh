@@ -26,6 +26,7 @@ MEMORY=(
 )
 LOSS=(
     --loss-aggregation constant --loss-aggregation-divisor 131072   # a token weighs 1/(N L), whatever its response
+    --advantage dr_grpo                 # reward - mean of its prompt, undivided by the standard deviation
     --policy-loss ppo --eps-clip 0.2    # clipped ratio
     --docs-per-step 128   # responses of an optimizer step
 )

@@ -20,6 +20,7 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
+from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
@@ -97,6 +98,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="reference policy of the KL term, where rollouts have no ref_log_probs: a checkpoint of Megatron, or "
         "Hugging Face weights",
+    )
+    add(
+        "--advantage",
+        choices=METHODS,
+        default="grpo",
+        help="of rewards against those of their prompt group, where rollouts have no advantages. grpo: (reward - mean) / std; "
+        "dr_grpo: reward - mean; rloo: reward - mean of the others (grpo)",
     )
     add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
     add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")

@@ -173,8 +173,8 @@ def saving(
         iteration: int, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **named: Any
     ) -> None:
         path = _folder_of(Path(args.save), iteration)
-        flush()
         with agreed(f"{path} cannot be written"):
+            flush()
             if args.rank == 0 and path.exists():
                 shutil.rmtree(path)  # what a killed run has left half-written
         _store_rollout_state(args, state(), groups)

@@ -11,11 +11,11 @@ from megatron_pg import PolicyLossConfig, Sample
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.rollout_files import RolloutFiles, validate_rollout_file
-from megatron_pg.step import SampleCost, StepCollector, StepPlan, plan_step
+from megatron_pg.step import SampleCost, StepCollector, StepPlan, StepSamples, plan_step
 from megatron_pg.step.sources import no_sample_in
 
 from .memory_estimate import GIB, estimate_memory
-from .rollouts import required_fields
+from .rollouts import required_fields, with_advantages
 
 OUTER_COUNTS = {
     "sample_mean": "N, its rollouts",
@@ -105,11 +105,12 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     mode = args.docs_per_step_mode.replace("_", " ")
     yield "step", f"{mode} {args.docs_per_step} rollouts; up to {args.train_iters} steps"
     try:
-        samples = _first_step(args, config)
+        step = _first_step(args, config)
     except FileNotFoundError as error:
         yield "micro-batches", f"{budget}; no more is known: {error}"
         return
-    yield from _whole_files(args, config)
+    _refuse_later_steps(args, config)
+    samples = with_advantages(args, config, step.samples)
     ranks = [
         _plan(args, samples[rank :: args.data_parallel_size])
         for rank in range(args.data_parallel_size)
@@ -124,6 +125,11 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
             f"T = {totals.num_active_tokens} active tokens"
         ),
     )
+    if step.num_documents < args.docs_per_step:
+        yield (
+            "remark",
+            f"the files end before a step is full: one of {step.num_documents} rollouts is all that is trained on",
+        )
     yield "micro-batches", budget
     most = max(rank.num_microbatches for rank in ranks)
     filled = [tokens for rank in ranks for tokens in rank.microbatch_tokens]
@@ -134,8 +140,8 @@ def _step(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[
     )
 
 
-def _whole_files(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
-    """A remark on files that hold less than a step; refuses what a later step of the run would refuse."""
+def _refuse_later_steps(args: argparse.Namespace, config: PolicyLossConfig) -> None:
+    """Refuse what a later step of the run would refuse: a wrong row, or a prompt group whose rows are scattered."""
     planning = PlanningConfig.from_args(args)
     report = validate_rollout_file(
         *planning.rollout_files,
@@ -146,19 +152,12 @@ def _whole_files(args: argparse.Namespace, config: PolicyLossConfig) -> Iterator
     )
     if report.errors and planning.on_bad_row == "error":
         raise report.errors[0]
-    is_minded = planning.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
-    if report.scattered and is_minded:
-        flag = "--keep-prompt-groups" if planning.keep_prompt_groups else "prompt_mean"
+    flag = "--keep-prompt-groups" if planning.keep_prompt_groups else "prompt_mean"
+    if report.scattered and (planning.keep_prompt_groups or config.loss_aggregation == flag):
         raise ValueError(f"{flag}: {report.scattered[0]}")
-    wanted = planning.docs_per_step or 1
-    if report.num_documents < wanted:
-        yield (
-            "",
-            f"the files hold {report.num_documents} rollouts, fewer than --docs-per-step {wanted}: one step of what they hold",
-        )
 
 
-def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> list[Sample]:
+def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> StepSamples[Sample]:
     """The samples of the first step over all ranks, in the order of the files."""
     planning = PlanningConfig.from_args(args)
     files = RolloutFiles(
@@ -178,7 +177,7 @@ def _first_step(args: argparse.Namespace, config: PolicyLossConfig) -> list[Samp
     step = collector.collect()
     if step is None:
         raise no_sample_in(planning.rollout_files, collector.state().num_skipped)
-    return list(step.samples)
+    return step
 
 
 def _plan(args: argparse.Namespace, samples: list[Sample]) -> StepPlan:

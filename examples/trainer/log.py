@@ -25,6 +25,9 @@ class MetricsLog:
     Args:
         args: `save` is the folder of metrics.jsonl, which is not written without it; its lines after `iteration` are
             removed, as the checkpoint that the run goes on from knows nothing of them.
+
+    Raises:
+        ValueError: a line is damaged.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -92,15 +95,18 @@ class MetricsLog:
 
 
 def _cut_back(path: Path, step: int) -> None:
-    """Keep the lines up to `step`; one that a killed run has half written is no line."""
+    """Keep the lines up to `step`. A last line without its end is none: a killed run leaves it half written."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, text in enumerate(texts, 1):
         try:
-            if json.loads(line)["step"] > step:
+            if json.loads(text)["step"] > step:
                 break
-        except json.JSONDecodeError:
-            break
-        kept.append(line + "\n")
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{path} line {number} is no line of a run, found {text[:40]!r}: mend or remove the line"
+            ) from None
+        kept.append(text + b"\n")
     aside = path.with_suffix(".partial")
-    aside.write_text("".join(kept))
+    aside.write_bytes(b"".join(kept))
     aside.replace(path)

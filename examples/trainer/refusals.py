@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,19 @@ def _of_any(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         args.save_hf and (not args.hf_model or Path(args.save_hf).exists()),
         f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
         "--hf-model, and a name that is free",
+    )
+    yield (
+        bool(args.save) and (args.save_interval or 0) < 1,
+        f"--save {args.save} with --save-interval {args.save_interval}: give the steps from one checkpoint to the next",
+    )
+    folder = args.wandb_save_dir or args.save
+    yield (
+        bool(args.wandb_project) and not (args.wandb_exp_name and folder),
+        "--wandb-project goes with --wandb-exp-name, the run's name, and with --save or --wandb-save-dir: give them too",
+    )
+    yield (
+        bool(args.wandb_project) and importlib.util.find_spec("wandb") is None,
+        f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb, or drop the flag",
     )
     yield (
         args.ckpt_format != "torch_dist",

@@ -21,7 +21,7 @@ MODEL = """
 TRAINING = """
     bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed
     task task_settings system_prompt prompt_examples prompts_per_step samples_per_prompt max_response_tokens
-    held_out_tasks
+    held_out_tasks advantage
 """
 """The learning rate and the weight decay Megatron compares itself, with flags of its own about them."""
 FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
 from megatron_pg.step import CollectorState, StepCollector, StepSamples
+from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sources import no_sample_in
 
@@ -43,13 +45,8 @@ class FileSteps:
         self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
     ) -> None:
         planning = PlanningConfig.from_args(args)
-        self._max_length = int(args.max_position_embeddings)
+        self._args, self._config, self._groups = args, config, groups
         self._paths = planning.rollout_files
-        self._cuts_groups = not (
-            planning.keep_prompt_groups or config.loss_aggregation == "prompt_mean"
-        )
-        self._allows_different_prompts = planning.allow_different_prompts_in_group
-        self._groups = groups
         files = RolloutFiles(
             planning.rollout_files,
             data_parallel_rank=groups.data_rank,
@@ -82,7 +79,10 @@ class FileSteps:
         """
         collected = self._collector.collect()
         if collected is not None:
-            return self._samples(collected), self._metrics(collected)
+            samples = with_advantages(
+                self._args, self._config, collected.samples, self._groups.data
+            )
+            return samples, self._metrics(collected)
         if iteration == 0:
             raise no_sample_in(self._paths, self._collector.state().num_skipped)
         return None
@@ -102,34 +102,6 @@ class FileSteps:
             states: of all data-parallel ranks of that run.
         """
         self._collector.load_states(states)
-
-    def _samples(self, collected: StepSamples) -> list[Sample]:
-        """The samples, those without advantages in the file with advantages from the rewards of the step."""
-        compute_and_gather(
-            lambda: [self._check(sample) for sample in collected.samples], len, self._groups.data
-        )
-        rewarded = [sample for sample in collected.samples if _needs_advantages(sample)]
-        replaced, _ = with_group_advantages(
-            rewarded,
-            data_parallel_group=self._groups.data,
-            allow_different_prompts=self._allows_different_prompts,
-        )
-        remaining = iter(replaced)
-        return [
-            next(remaining) if _needs_advantages(sample) else sample for sample in collected.samples
-        ]
-
-    def _check(self, sample: Sample) -> None:
-        if sample.total_length > self._max_length:
-            raise ValueError(
-                f"{sample.name} has {sample.total_length} tokens, more than --max-position-embeddings "
-                f"{self._max_length}"
-            )
-        if _needs_advantages(sample) and self._cuts_groups:
-            raise ValueError(
-                f"{sample.name} has a reward and no advantages: its prompt group is the baseline, which a step must "
-                "not cut; give --keep-prompt-groups"
-            )
 
     def _metrics(self, collected: StepSamples) -> dict[str, float | None]:
         """Documents, skipped rows, mean reward (None where a row has none) and mean response length."""
@@ -155,6 +127,55 @@ class FileSteps:
             "reward": None if num_without or not count else reward / count,
             "response_length": length / count if count else None,
         }
+
+
+def with_advantages(
+    args: argparse.Namespace,
+    config: PolicyLossConfig,
+    samples: Sequence[Sample],
+    data_parallel_group: dist.ProcessGroup | None = None,
+) -> list[Sample]:
+    """Check the samples of a step, and give those that have rewards alone the advantages of `--advantage`.
+
+    Every rank of the group must call it.
+
+    Raises:
+        ValueError: a sample is too long, or the step may cut the prompt groups of rewards.
+    """
+    cuts_groups = not (args.keep_prompt_groups or config.loss_aggregation == "prompt_mean")
+
+    def checked() -> list[Sample]:
+        for sample in samples:
+            if sample.total_length > args.max_position_embeddings:
+                raise ValueError(
+                    f"{sample.name} has {sample.total_length} tokens, more than --max-position-embeddings "
+                    f"{args.max_position_embeddings}"
+                )
+            if cuts_groups and _needs_advantages(sample):
+                raise ValueError(
+                    f"{sample.name} has a reward and no advantages: its prompt group is the baseline, which a step must "
+                    "not cut; give --keep-prompt-groups"
+                )
+        return list(filter(_needs_advantages, samples))
+
+    rewarded, _ = compute_and_gather(checked, len, data_parallel_group)
+    replaced, _ = with_group_advantages(
+        rewarded,
+        method=args.advantage,
+        data_parallel_group=data_parallel_group,
+        allow_different_prompts=args.allow_different_prompts_in_group,
+    )
+    if rewarded and args.rank == 0:
+        say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
+    remaining = iter(replaced)
+    return [next(remaining) if _needs_advantages(sample) else sample for sample in samples]
+
+
+@functools.cache  # said once
+def say_half_of_dr_grpo(method: str, loss_aggregation: str) -> None:
+    """Print which half of Dr.GRPO a run lacks that has the other one."""
+    if remark := half_of_dr_grpo(method, loss_aggregation):
+        print(f"remark: {remark}", flush=True)
 
 
 def _needs_advantages(sample: Any) -> bool:

@@ -15,7 +15,7 @@ from megatron_pg import PolicyLossConfig, Sample, group_advantages
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
-from .rollouts import Step
+from .rollouts import Step, say_half_of_dr_grpo
 from .sampler import Response, Sampler
 
 MOST_TASKS = 16384
@@ -42,6 +42,8 @@ class TaskSteps:
         from transformers import AutoTokenizer
 
         self._args, self._config, self._groups = args, config, groups
+        if args.rank == 0:
+            say_half_of_dr_grpo(args.advantage, config.loss_aggregation)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_model)
         given = args.task_settings or {}
         try:
@@ -90,6 +92,7 @@ class TaskSteps:
         advantages = group_advantages(
             rewards,
             [group for _, group, _, _ in rollouts],
+            method=args.advantage,
             prompts=[prompt for prompt, _, _, _ in rollouts],
         ).advantages
         first = iteration * args.prompts_per_step

@@ -77,7 +77,8 @@ class Run:
                     updates[0].reload_model_params()
                 self._scoring = Scoring(args, self._config, self._groups)
             self._last_saved = args.iteration
-            self._log = MetricsLog(args)
+            with agreed("the run cannot begin"):
+                self._log = MetricsLog(args)
             self._rollouts.attach(model)
             if args.iteration == 0:
                 self._score_held_out(0)
@@ -95,7 +96,8 @@ class Run:
                     training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
                     training.maybe_finalize_async_save(blocking=True, terminate=True)
             self._score_held_out(iteration)
-        self._log.close()
+        with mendable():
+            self._log.close()
         if args.save_hf:
             from .hugging_face import save_hugging_face
 
@@ -147,14 +149,16 @@ class Run:
         times.append(time.monotonic())
         for phase, (begin, end) in zip(PHASES, itertools.pairwise(times), strict=True):
             metrics[f"seconds_{phase}"] = end - begin
-        self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
+        with mendable():  # a disk takes no more
+            self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
         return result
 
     def _score_held_out(self, iteration: int) -> None:
         if isinstance(self._rollouts, FileSteps) or not self._args.held_out_tasks:
             return
         score, answers = self._rollouts.held_out()
-        self._log.held_out(iteration, score, answers)
+        with mendable():
+            self._log.held_out(iteration, score, answers)
 
     def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
         self._save_all(iteration, *rest, **named)

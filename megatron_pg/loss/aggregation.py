@@ -75,9 +75,7 @@ AGGREGATIONS: Table[Aggregation] = Table(
         "scalerl": "prompt_mean",
         "group_mean": "prompt_mean",
         "token-mean": "token_mean",
-        "dr.grpo": "constant",
-        "dr_grpo": "constant",
-        "drgrpo": "constant",
+        **dict.fromkeys(("dr.grpo", "dr_grpo", "drgrpo"), "constant, with dr_grpo's advantages"),
     },
 )
 """The rows by the name that `--loss-aggregation` takes."""
@@ -134,7 +132,7 @@ AGGREGATIONS.add(
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
-        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2)",
+        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with advantages that no standard deviation divides)",
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),

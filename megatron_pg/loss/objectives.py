@@ -89,6 +89,7 @@ OBJECTIVES: Table[Objective] = Table(
     replaced_by="custom_policy_loss_path",
     also_known_as={
         "grpo": "ppo",
+        "dr_grpo": "ppo, with --loss-aggregation constant and dr_grpo's advantages",
         "pg": "reinforce",
         "policy_gradient": "reinforce",
         "nll": "sft",

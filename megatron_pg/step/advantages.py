@@ -32,6 +32,29 @@ STD_EPSILON = 1e-6
 METHODS = ("grpo", "dr_grpo", "rloo")
 
 
+def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:
+    """Name the half of Dr.GRPO that settings lack: it is advantages without the standard deviation and a constant divisor.
+
+    Args:
+        method: see `group_advantages`.
+        loss_aggregation: see `--loss-aggregation`.
+
+    Returns:
+        The remark; "" for settings with both halves or none.
+    """
+    if method == "grpo" and loss_aggregation == "constant":
+        return (
+            "--loss-aggregation constant is one half of Dr.GRPO, arXiv:2503.20783: the advantages of these rewards are grpo's, "
+            "divided by the standard deviation; --advantage dr_grpo is the other half"
+        )
+    if method == "dr_grpo" and loss_aggregation != "constant":
+        return (
+            f"--advantage dr_grpo is one half of Dr.GRPO, arXiv:2503.20783: the loss is {loss_aggregation}; the other half is "
+            "--loss-aggregation constant with --loss-aggregation-divisor"
+        )
+    return ""
+
+
 @dataclass(frozen=True, eq=False)
 class GroupAdvantages:
     """Advantages of the samples of a step, and what became of its prompt groups."""

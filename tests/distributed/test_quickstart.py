@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,11 +21,12 @@ import pytest
 import torch
 import train_grpo
 from filelock import FileLock
-from run_log import CURVES, Log, checkpoints, claim_folder, report
+from run_log import CURVES, Log, checkpoints, claim_folder, read_checkpoint, report
 
 from megatron_pg import PolicyLossConfig, Sample
 from tests.distributed.launch import run_ranks
 from tests.distributed.quickstart_run import output_of, start_script, steps_of, wait
+from tests.distributed.quickstart_run import start as start_short
 from tests.lanes import in_one_lane
 
 ROOT = Path(__file__).parents[2]
@@ -439,8 +441,105 @@ def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     names = ["step_000004_999999", "step_000004_1000000", "step_000004_000008"]
     for name in (*names, "step_000004_1000000_keep", "step_best", "partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000009_000009").write_text("a plain file")
     found = [path.name for path in checkpoints(tmp_path)]
     assert found == ["step_000004_000008", "step_000004_999999", "step_000004_1000000"]
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """A checkpoint of one rank, with some weights."""
+    folder = run_dir / "checkpoints" / f"step_000004_{step:06d}"
+    folder.mkdir(parents=True)
+    torch.save({"model": torch.arange(256.0), "progress": {"step": step}}, folder / "rank_0.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "contents", [b"", b"no checkpoint", None], ids=["empty", "garbage", "gone"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before(
+    tmp_path: Path, contents: bytes | None
+) -> None:
+    older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 8)
+    path = newest / "rank_0.pt"
+    path.unlink() if contents is None else path.write_bytes(contents)
+    with pytest.raises(ValueError) as refused:
+        read_checkpoint(newest, 0)
+    assert f"{path} cannot be read" in str(refused.value)
+    assert f"move {newest} elsewhere; the one before is {older}" in str(refused.value)
+    assert read_checkpoint(older, 0)["progress"] == {"step": 4}
+    (older / "rank_0.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="there is none before it"):
+        read_checkpoint(older, 0)
+
+
+def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path: Path) -> None:
+    """Every seventh byte: the state is as it was, or the file is refused. torch.load alone loads other weights."""
+    folder = checkpoint_of(tmp_path, 4)
+    path = folder / "rank_0.pt"
+    contents, known = path.read_bytes(), torch.arange(256.0)
+    changed_for_torch = 0
+    for place in range(0, len(contents), 7):
+        flipped = bytearray(contents)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with contextlib.suppress(Exception):
+            changed_for_torch += not torch.equal(torch.load(path)["model"], known)
+        try:
+            state = read_checkpoint(folder, 0)
+        except ValueError as error:
+            assert str(path) in str(error)
+        else:
+            assert torch.equal(state["model"], known) and state["progress"] == {"step": 4}
+    assert changed_for_torch > 50, "the file has weights that a bit changes"
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    claim(tmp_path / "run").release()
+    settings = tmp_path / "run/settings.json"
+    whole = settings.read_text()
+    for damaged in (whole[:100], "", "[1, 2]"):
+        settings.write_text(damaged)
+        with pytest.raises(ValueError, match=f"{re.escape(str(settings))} is damaged"):
+            claim(tmp_path / "run", "--resume")
+    settings.write_text(whole)
+    claim(tmp_path / "run", "--resume").release()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"3", b"{}", b'{"step": null}'])
+def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None:
+    """A last line without its end is a killed run's, and is removed."""
+    metrics = tmp_path / "metrics.jsonl"
+    args, whole = parse_for_two_ranks(f"--run-dir {tmp_path}"), b'{"step": 1}\n'
+    metrics.write_bytes(whole + garbage + b"\n" + whole)
+    with pytest.raises(ValueError, match=f"{re.escape(str(metrics))} line 2 is no line of a run"):
+        Log(args, {"warm_start": 0, "step": 2})
+    metrics.write_bytes(whole + garbage)
+    Log(args, {"warm_start": 0, "step": 2})
+    assert metrics.read_bytes() == whole
+
+
+def metrics_become_a_folder(rank: int) -> None:
+    """What a read-only folder is to anyone but root: nothing can be written there."""
+    write: Any = Log.write
+
+    def write_until_step_2(log: Log, phase: str, *rest: Any) -> None:
+        if phase == "step" and log._progress["step"] == 2:
+            metrics = log._folder / "metrics.jsonl"
+            metrics.unlink()
+            metrics.mkdir()
+        write(log, phase, *rest)
+
+    Log.write = write_until_step_2  # type: ignore[method-assign]
+
+
+@in_one_lane
+def test_a_folder_that_takes_no_more_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    flags = "--context-parallel-size 1 --train-iters 4"
+    codes = wait(start_short(tmp_path / "run", flags, 1, metrics_become_a_folder))
+    said = output_of(tmp_path / "run").read_text()
+    assert codes == [1] and "Traceback" not in said
+    assert f"error: {tmp_path / 'run'} cannot be written (rank 0): " in said
 
 
 def test_a_number_that_is_rounded_to_0_has_no_sign(tmp_path: Path, capsys: Any) -> None:

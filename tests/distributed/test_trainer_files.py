@@ -48,7 +48,8 @@ def test_parquet_gives_the_steps_of_json_lines(
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     parquet = tmp_path / "rollouts.parquet"
     # Row groups smaller than a step.
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet, row_group_size=7)
+    table, options = pyarrow.Table.from_pylist(rows), {"write_page_checksum": True}
+    pyarrow.parquet.write_table(table, parquet, row_group_size=7, **options)
     run(parquet, tmp_path / "run", STEPS)
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
 

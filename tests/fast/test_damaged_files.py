@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pg.rollout_files import RolloutFiles, validate_rollout_file
+from megatron_pg.rollout_files import RolloutFiles, reader, validate_rollout_file
 from tests.fast.test_rollout_files import numbers, pull_all, row, write
 
 pa = pytest.importorskip("pyarrow")
@@ -60,6 +60,35 @@ def test_without_checksums_a_bit_that_flipped_makes_other_rows(tmp_path: Path) -
     flip(path, write_parquet(path, compression="none", use_dictionary=False), "group_index", 2)
     groups = [sample.group_index for sample in pull_all(RolloutFiles([path]))]
     assert len(groups) == NUM_ROWS and groups != list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "none", "use_dictionary": False}, {"data_page_version": "2.0"}]
+)
+def test_a_file_without_checksums_is_named_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object],
+) -> None:
+    for name in ("first", "second"):
+        write_parquet(tmp_path / f"{name}.parquet", **options)
+    checked = tmp_path / "checked.parquet"
+    write_parquet(checked, write_page_checksum=True, **options)
+    for paths, said in (
+        ([checked], ""),
+        ([checked, tmp_path / "first.parquet", tmp_path / "second.parquet"], "first"),
+    ):
+        monkeypatch.setattr(reader, "_unchecked", [])
+        caplog.clear()
+        pull_all(RolloutFiles(paths, distinct_ids=True))
+        assert caplog.text.count("no page checksums") == bool(said)
+        assert f"{said}.parquet has no page checksums" in caplog.text or not said
+    monkeypatch.setattr(reader, "_unchecked", [])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    caplog.clear()
+    pull_all(RolloutFiles([tmp_path / "first.parquet"]))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])

@@ -55,7 +55,7 @@ def write(folder: Path, rows: list[Row], kind: str, name: str = "rollouts") -> P
     else:
         names = sorted({name for fields in rows for name in fields})
         columns = {name: [fields.get(name) for fields in rows] for name in names}
-        parquet.write_table(pa.table(columns), path, row_group_size=5)
+        parquet.write_table(pa.table(columns), path, row_group_size=5, write_page_checksum=True)
     return path
 
 
@@ -470,10 +470,10 @@ def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
     names = ["prompt_ids", "response_ids", "reward", "text", "text"]
     values = [pa.array([[1]]), pa.array([[2]]), *[pa.array([1.0])] * 3]
     path = tmp_path / "twice.parquet"
-    parquet.write_table(pa.Table.from_arrays(values, names), path)
+    parquet.write_table(pa.Table.from_arrays(values, names), path, write_page_checksum=True)
     assert numbers(pull_all(RolloutFiles([path]))) == [1]  # other columns are ignored
     names[3] = "reward"
-    parquet.write_table(pa.Table.from_arrays(values, names), path)
+    parquet.write_table(pa.Table.from_arrays(values, names), path, write_page_checksum=True)
     for read in (lambda: pull_all(RolloutFiles([path])), lambda: validate_rollout_file(path)):
         with pytest.raises(ValueError, match="twice.parquet has 2 columns reward"):
             read()

@@ -103,8 +103,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--advantage",
         choices=METHODS,
         default="grpo",
-        help="of rewards against those of their prompt group, where rollouts have no advantages. grpo: (reward - mean) / std; "
-        "dr_grpo: reward - mean; rloo: reward - mean of the others (grpo)",
+        help="of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others",
     )
     add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
     add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")

@@ -132,7 +132,7 @@ AGGREGATIONS.add(
     Aggregation(
         name="constant",
         formula="1/(N L) sum m x",
-        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with advantages that no standard deviation divides)",
+        about="L the divisor, N rollouts (Dr.GRPO, arXiv:2503.20783 eq. 2, with dr_grpo's advantages)",
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),

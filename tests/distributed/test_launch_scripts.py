@@ -118,6 +118,19 @@ FILES, CONTRADICTIONS = (
 )
 
 
+KEEP, OF_THE_FIRST_STEP = (
+    "--keep-prompt-groups",
+    {
+        "--loss-aggregation sample_mean": "error: step.jsonl row 0 has a reward and no advantages: .* --keep-prompt-groups",
+        "--seq-length 1024 --max-position-embeddings 1024": "error: step.jsonl row 9 has 1050 tokens, more than",
+        "--docs-per-step 2048": "remark +the files end before a step is full: one of 1024 rollouts",
+        "--loss-aggregation constant --loss-aggregation-divisor 1": "remark: .*--advantage dr_grpo is the other half",
+        "--advantage dr_grpo": "remark: --advantage dr_grpo is one half of Dr.GRPO",
+    },
+)
+"""What a dry run says of the rollouts of the first step, by flags."""
+
+
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the dry runs print: of every script by its name, with rollout files, with contradictory flags by those."""
@@ -131,6 +144,10 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_rollouts(folder)
     flags = ("--max-tokens-per-microbatch", "16384", "--seq-length", "8192")
     processes[FILES] = started_by(LAUNCH / "one_node.sh", folder, *flags)
+    for more in OF_THE_FIRST_STEP:
+        size, arguments = started_by(LAUNCH / "one_node.sh", folder, *flags, *more.split())
+        cuts = "sample_mean" in more
+        processes[more] = size, [each for each in arguments if not cuts or each != KEEP]
     (texts,) = run_ranks(dry_runs, 1, list(processes.values()))
     return dict(zip(processes, texts, strict=True))
 
@@ -157,6 +174,13 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]
     assert found is not None, plan
     assert 15 <= int(found[1]) <= 17
     assert int(found[2]) == pytest.approx(100 * 461824 / (2 * int(found[1]) * 16384), abs=1)
+
+
+@pytest.mark.parametrize("flags", OF_THE_FIRST_STEP)
+def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(
+    flags: str, plans: dict[str, str]
+) -> None:
+    assert re.search(f"(?m)^{OF_THE_FIRST_STEP[flags]}", plans[flags]), plans[flags]
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)

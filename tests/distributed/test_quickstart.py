@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -276,6 +277,30 @@ def means_of_answers() -> tuple[dict[str, Any], dict[str, Any]]:
     return worker.means(answers, rewards), worker.means(
         [answers[index] for index in wrong], [0.0] * len(wrong)
     )
+
+
+def test_advantages_are_those_that_the_flag_names() -> None:
+    """One right answer of four."""
+    expected = {
+        "grpo": [1.5, -0.5, -0.5, -0.5],
+        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+        "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+    }
+    for found in run_ranks(advantages_by_flag, 2, list(expected)):
+        for method, advantages in found.items():
+            assert advantages == pytest.approx(expected[method], rel=1e-5), method
+
+
+def advantages_by_flag(methods: list[str]) -> dict[str, list[float]]:
+    """Of the answers to one question on each of two data-parallel ranks."""
+    worker, found = new_run("").worker, {}
+    rewards = itertools.cycle([1.0, 0.0, 0.0, 0.0])
+    worker.tasks.reward = lambda entry, answer: next(rewards)  # type: ignore[method-assign]
+    for method in methods:
+        worker.args = parse_for_two_ranks(f"--advantage {method}")
+        samples, _ = worker.collect(worker.tasks.held_out[:2], 4)
+        found[method] = [float(sample.advantages[0]) for sample in samples]
+    return found
 
 
 def test_a_step_without_an_active_token_updates_nothing() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron_pg import PolicyLossConfig
 from megatron_pg.config.versions import has_megatron_training
 
 from .rollout_rows import write_rollouts
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of
 
 pytest.importorskip("pyarrow")
+from megatron_pg.rollout_files import RewardedSample  # noqa: E402
+
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 
 STEPS = WHOLE_GROUPS + "--train-iters 4 --save-interval 2 "
@@ -52,6 +57,54 @@ def test_parquet_gives_the_steps_of_json_lines(
     pyarrow.parquet.write_table(table, parquet, row_group_size=7, **options)
     run(parquet, tmp_path / "run", STEPS)
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
+
+
+ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
+    "grpo": [1.5, -0.5, -0.5, -0.5],
+    "dr_grpo": [0.75, -0.25, -0.25, -0.25],
+    "rloo": [1.0, -1 / 3, -1 / 3, -1 / 3],
+}
+
+
+@pytest.mark.parametrize("method", ONE_RIGHT)
+def test_advantages_are_those_that_the_flag_names(method: str) -> None:
+    """Of rollout files and of tasks."""
+    from trainer.rollouts import with_advantages
+    from trainer.sampler import Response
+    from trainer.tasks import TaskSteps
+
+    args = argparse.Namespace(
+        **{"advantage": method, "rank": 1, "keep_prompt_groups": True, "seed": 1},
+        **{"allow_different_prompts_in_group": False, "max_position_embeddings": 8},
+        **{"prompts_per_step": 1, "samples_per_prompt": 4},
+    )
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    of_file = [
+        RewardedSample([1, 2], 1, [1], reward=each, has_advantages=False, group_index=7)
+        for each in rewards
+    ]
+    of_task = object.__new__(TaskSteps)
+    of_task._args, of_task._training = args, [{}]
+    of_task._answers = lambda *_: [([1], 0, each, Response([2], [-1.0])) for each in rewards]
+    of_task._metrics = lambda rollouts: {}
+    for samples in (with_advantages(args, PolicyLossConfig(), of_file), of_task.step(0)[0]):
+        found = [float(sample.advantages) for sample in samples]
+        assert found == pytest.approx(ONE_RIGHT[method], rel=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"3", b"{}", b'{"step": null}'])
+def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None:
+    """A last line without its end is a killed run's, and is removed."""
+    from trainer.log import MetricsLog
+
+    args = argparse.Namespace(rank=0, world_size=1, save=tmp_path, iteration=2)
+    metrics, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
+    metrics.write_bytes(whole + garbage + b"\n" + whole)
+    with pytest.raises(ValueError, match=f"{re.escape(str(metrics))} line 2 is no line of a run"):
+        MetricsLog(args)
+    metrics.write_bytes(whole + garbage)
+    MetricsLog(args)
+    assert metrics.read_bytes() == whole
 
 
 def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:

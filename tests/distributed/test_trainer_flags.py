@@ -51,7 +51,11 @@ REFUSED = {
     "--tensor-model-parallel-size 3": "4 processes cannot be split",
     "--num-layers 5 --pipeline-model-parallel-size 2": "Megatron refuses these flags",
     "--loss-aggregation constant": "--loss-aggregation-divisor",
-    "--kl-loss-coef 0.1 --save x": "Megatron refuses these flags: assert args.save_interval is not None",
+    "--save x": "--save x with --save-interval None: give the steps",
+    "--save x --save-interval 4 --save-retain-interval 6": "Megatron refuses these flags: assert args.save_retain_interval %",
+    "--wandb-project p --wandb-exp-name e": "--wandb-project goes with --wandb-exp-name",
+    "--wandb-project p --save x --save-interval 4": "--wandb-project goes with --wandb-exp-name",
+    "--wandb-project p --wandb-exp-name e --wandb-save-dir x": "the package wandb is not installed",
 }
 
 READ_GROUPS = {

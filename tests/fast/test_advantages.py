@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from megatron_pg.step.advantages import METHODS, filter_overlong, group_advantages
+from megatron_pg.step.advantages import METHODS, filter_overlong, group_advantages, half_of_dr_grpo
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -147,3 +147,17 @@ def test_overlong_samples_are_masked_and_still_counted() -> None:
     assert (totals.num_rollouts, totals.num_active_tokens) == (2, 2)
     with pytest.raises(ValueError, match="is_overlong has 1 flags for 2 samples"):
         filter_overlong(samples, [True])
+
+
+def test_half_of_dr_grpo_is_remarked_on_and_names_the_other_half() -> None:
+    aggregations = ("sample_mean", "prompt_mean", "token_mean", "constant")
+    halves = {
+        (method, aggregation)
+        for method in (*METHODS, "gae")
+        for aggregation in aggregations
+        if half_of_dr_grpo(method, aggregation)
+    }
+    assert halves == {("grpo", "constant"), *(("dr_grpo", each) for each in aggregations[:3])}
+    assert "--advantage dr_grpo is the other half" in half_of_dr_grpo("grpo", "constant")
+    other = "the other half is --loss-aggregation constant with --loss-aggregation-divisor"
+    assert other in half_of_dr_grpo("dr_grpo", "token_mean")

@@ -138,6 +138,15 @@ OFF = {
         "mine.reducer is not known here"
     ],
     VERL + f"{ACTOR}megatron.context_parallel_size=8": ["n / (CP (n // CP)) too large"],
+    VERL + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=64": [
+        "one half of Dr.GRPO",
+        "unless algorithm.norm_adv_by_std_in_grpo=False",
+    ],
+    VERL + "algorithm.norm_adv_by_std_in_grpo=False": ["the other is the constant divisor"],
+    SLIME + "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant": [
+        "which --disable-grpo-std-normalization leaves out"
+    ],
+    SLIME + "--disable-grpo-std-normalization": ["the other is the constant divisor"],
     VERL + f"{ACTOR}loss_agg_mode=token-sum": ["T times the token mean"],
     VERL + f"{MODE}=megatron_pg_constant": [
         "no divisor: refused unless MEGATRON_PG_LOSS_AGGREGATION_DIVISOR is set",
@@ -257,6 +266,25 @@ def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
     )
     assert given["--kl-loss-coef"] == "0.01" and not (tmp_path / "run").exists()
     assert main([str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SLIME,
+        VERL,
+        MILES,
+        VERL + "algorithm.norm_adv_by_std_in_grpo=False "
+        f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}loss_scale_factor=64",
+        SLIME + "--disable-grpo-std-normalization "
+        "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant",
+    ],
+)
+def test_both_halves_of_dr_grpo_and_none_are_no_remark(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", *shlex.split(line)]) == 0
+    assert "Dr.GRPO" not in capsys.readouterr().out
 
 
 def test_yaml_with_defaults_and_settings_beside_a_line(

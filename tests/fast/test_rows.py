@@ -171,7 +171,7 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
     [
         ("DAPO", "prompt_mean"),
         ("grpo", "sample_mean"),
-        ("Dr.GRPO", "constant"),
+        ("Dr.GRPO", "constant, with dr_grpo's advantages"),
         ("tokn_mean", "token_mean"),
     ],
 )

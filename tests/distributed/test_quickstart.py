@@ -238,6 +238,24 @@ def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -
     assert codes[0] == 1 and "train_iters 16 and this run has 12" in output
 
 
+@in_one_lane
+def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted, run_dir)
+    older, newest = checkpoints(run_dir)
+    (newest / "rank_1.pt").write_bytes(b"")
+    codes, output = run_without_launcher(project, run_dir, "--resume", "--train-iters", "16")
+    assert codes == [1, 1] and "Traceback" not in output
+    assert f"{newest}/rank_1.pt cannot be read" in output
+    assert f"move {newest} elsewhere; the one before is {older}" in output
+    newest.rename(tmp_path / "elsewhere")
+    codes, output = run_without_launcher(project, run_dir, "--resume")
+    assert codes == [0, 0] and f"resuming from {older}" in output
+    assert steps_of(run_dir) == steps_of(uninterrupted)
+
+
 def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
     for means, all_wrong in run_ranks(means_of_answers, 2):
         assert means == {
@@ -444,6 +462,13 @@ def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path: 
     assert said.startswith("error: --run-dir") and "Traceback" not in said
 
 
+def die_as_it_writes(path: Path, text: str) -> None:
+    """In place of `Path.write_text`."""
+    with path.open("w") as file:
+        file.write(text[:5])
+    raise KeyboardInterrupt
+
+
 def test_a_log_that_is_cut_back_is_never_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,12 +476,7 @@ def test_a_log_that_is_cut_back_is_never_half_written(
     steps = "".join(f'{{"step": {number}}}\n' for number in range(1, 4))
     (tmp_path / "metrics.jsonl").write_text(steps)
 
-    def die(path: Path, text: str) -> None:
-        with path.open("w") as file:
-            file.write(text[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", die)
+    monkeypatch.setattr(Path, "write_text", die_as_it_writes)
     with pytest.raises(KeyboardInterrupt):
         Log(parse_for_two_ranks(f"--run-dir {tmp_path}"), {"warm_start": 0, "step": 2})
     assert (tmp_path / "metrics.jsonl").read_text() == steps
@@ -519,10 +539,15 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path: Path) -> None:
     assert changed_for_torch > 50, "the file has weights that a bit changes"
 
 
-def test_damaged_settings_are_named(tmp_path: Path) -> None:
+def test_damaged_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed run does not damage them."""
     claim(tmp_path / "run").release()
     settings = tmp_path / "run/settings.json"
     whole = settings.read_text()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", die_as_it_writes)
+        claim(tmp_path / "run", "--resume")
+    assert settings.read_text() == whole
     for damaged in (whole[:100], "", "[1, 2]"):
         settings.write_text(damaged)
         with pytest.raises(ValueError, match=f"{re.escape(str(settings))} is damaged"):

@@ -11,7 +11,7 @@ from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fu
 from megatron_pg.config import versions
 
 LOSS_SCALE = 2.0**16
-AUXILIARY_COEFFICIENT, Z_COEFFICIENT = 0.5, 0.1
+AUXILIARY_COEFFICIENT, Z_COEFFICIENT, LOGIT_COEFFICIENT = 0.5, 0.1, 0.01
 CASE_AGGREGATION = "prompt_mean"
 """Of the rows that are made once."""
 
@@ -30,7 +30,9 @@ class Case:
     loss_scale: float = 1.0
     """What the gradients are divided by before they are compared."""
     is_even: bool = False
-    """On samples that need no padding (`make_even_samples`), with the auxiliary loss in the reference."""
+    """On samples that need no padding (`make_even_samples`), with a loss beside the policy's."""
+    logit_coefficient: float = 0.0
+    """Of the sum of all squared logits, those of the last token of a sequence among them, which score nothing."""
     has_sets: bool = False
     """Over the sets that the tokens were sampled from (`with_kept_sets`)."""
     updates: bool = False
@@ -99,6 +101,13 @@ CASES: Sequence[Case] = (
         is_even=True,
         lacks=_auxiliary_lacks,
     ),
+    Case(
+        "every token",
+        ("end to end",),
+        is_even=True,
+        logit_coefficient=LOGIT_COEFFICIENT,
+        lacks=lambda options: "--fused-lm-head" if options.fused_lm_head else "",
+    ),
     # Refused for packed sequences before (attention/dot_product_attention/context_parallel.py); a2a+p2p still is.
     _exchange("a2a", (2, 10)),
     _exchange("all_gather", (2, 18)),
@@ -127,7 +136,7 @@ def _has_both_modes(case: Case, options: CheckOptions) -> bool:
     # Before it is right, Megatron counts the tokens that a rank holds after sequence parallelism has split them too.
     is_split = options.context_parallel_size > 1 or options.sequence_parallel
     is_right = versions.per_token_moe_under_context_parallel_is_right()
-    return case.is_even and (is_right or not is_split)
+    return case.name in ("auxiliary loss", "router z loss") and (is_right or not is_split)
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
@@ -168,6 +177,7 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         ),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
+        "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),
         "norms of queries and keys": (
             False,
             "their gradients cancel to more digits than float32 has",

@@ -38,6 +38,20 @@ class Finding:
         found = [each.passed for each in self.rows if each.model == model]
         return bool(found) and all(found)
 
+    def fails(self, what: str) -> bool:
+        """Whether a row of that kind, of this one's model, fails."""
+        return any(
+            (row.model, row.what) == (self.row.model, what) and not row.passed for row in self.rows
+        )
+
+    @property
+    def is_of_norm(self) -> bool:
+        """Whether the optimizer's step is no further off than a wrong gradient norm makes it."""
+        found, expected = self.row.gradient_norm or 0.0, self.row.reference_norm or 1.0
+        by_norm = max(abs(found / expected - 1.0), abs(expected / (found or expected) - 1.0))
+        # A norm of each rank's own, which is not summed, is far off on some: one rank's says little of the others' steps.
+        return by_norm > 1e-3 or not self.row.gradient_error > 2.0 * by_norm + self.row.tolerance
+
     @property
     def loss_only(self) -> Row | None:
         """The loss-only row of the same step, where it fails too: it knows nothing of the model."""
@@ -91,17 +105,28 @@ class Finding:
         return all(passed[0] for passed in built) and len(later) > 2 and not any(later)
 
     def mode(self) -> str:
-        """What it says that one loss mode fails alone."""
-        gradients = [row for row in self.rows if row.what == "gradient"]
-        failed = {row.calculate_per_token_loss for row in gradients if not row.passed}
-        if len(failed) != 1 or len({row.calculate_per_token_loss for row in gradients}) == 1:
-            return ""
-        if self.row.calculate_per_token_loss:
+        """Say what follows where one loss mode fails alone."""
+        if self.fails_per_micro_batch_alone:
+            return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
+        if self._failed_modes == {True}:
             return (
                 "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by, and at "
                 "DDP's scaling, 1 in this mode"
             )
-        return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
+        return ""
+
+    @property
+    def fails_per_micro_batch_alone(self) -> bool:
+        """Whether gradient rows per micro-batch fail, and those per token pass."""
+        return self._failed_modes == {False}
+
+    @property
+    def _failed_modes(self) -> set[bool]:
+        """The loss modes in which gradient rows fail; none where there is but one mode."""
+        gradients = [row for row in self.rows if row.what == "gradient"]
+        is_one = len({row.calculate_per_token_loss for row in gradients}) == 1
+        failed = {row.calculate_per_token_loss for row in gradients if not row.passed}
+        return set() if is_one else failed
 
     def where(self) -> str:
         """The pipeline stages or the ranks, where only some have wrong gradients."""

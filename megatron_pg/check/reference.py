@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
+from megatron_pg.check.cases import GRADIENT, Case
 from megatron_pg.check.model import build_chunks, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
@@ -49,14 +48,15 @@ class Expected:
     """Of all gradients together, where these are parameters after the optimizer's step."""
 
     def after_update(self) -> Expected:
-        """The same, with the parameters that Adam's first step at learning rate 1 makes of zeros.
+        """Replace the gradients by what Adam's first step adds to parameters that are minus half of that.
 
-        The gradients are clipped to half their norm. Adam's first step is `-g / (|g| + epsilon)`.
+        Learning rate and weight decay are 1, and the gradients are clipped to half their norm. Adam adds
+        `-g / (|g| + epsilon)`, and the decay, which takes the parameter away, as much again.
         """
         norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
         clip = 0.5 * norm / (norm + 1e-6)
         clipped = {name: clip * each for name, each in self.gradients.items()}
-        updated = {name: -g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
+        updated = {name: -2.0 * g / (g.abs() + ADAM_EPSILON) for name, g in clipped.items()}
         return replace(self, gradients=updated, norm=norm)
 
 
@@ -79,21 +79,39 @@ class WholeModel:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         self.config = model_config(options, sharded=False, dtype=dtype)
+        # The losses that Megatron computes inside a model are computed here.
+        self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
+        self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
         self._ahead: list[Tensor] = []
-        """What the output layer makes of the hidden states of multi-token prediction, by depth, in the call that runs."""
-        if options.mtp_num_layers is not None:
-            layer: Any = self._module
-            while hasattr(layer, "module"):
-                layer = layer.module
-            layer.output_layer.register_forward_hook(lambda *call: self._ahead.append(call[2][0]))
+        """The output layer's logits of multi-token prediction, by depth, in the call that runs."""
+        self._router_logits: list[Tensor] = []
+        """[tokens, experts] float64 of each layer's router, in the call that runs."""
+        self._positions = torch.zeros(0)
+        """[tokens] positions in their sequences, in the call that runs."""
+        for name, module in self._module.named_modules():
+            place = name.rsplit(".", 1)[-1]
+            if place == "output_layer" and options.mtp_num_layers is not None:
+                module.register_forward_hook(lambda *call: self._ahead.append(call[2][0]))
+            elif place == "router":
+                module.register_forward_hook(self._note_router)
+            elif place == "position_embeddings":
+                module.register_forward_hook(self._learned_positions)
+
+    def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
+        self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
+
+    def _learned_positions(self, table: Any, *_: Any) -> Tensor:
+        """The rows of the positions themselves: Megatron's model might pass others."""
+        rows: Tensor = table.weight[self._positions][None]
+        return rows
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> ScoredSamples:
         """Asks the model, and sets log-probs near its own; the same on every rank, and every rank calls it."""
         rank, size = dist.get_rank(), dist.get_world_size()
         mine = [
-            tuple(each.cpu() for each in _scores(sample, self._logits([sample])[0]))
+            tuple(each.cpu() for each in self._scores(sample, self._logits([sample])[0]))
             for sample in samples[rank::size]
         ]
         gathered: list[list[Scores]] = [[]] * size
@@ -105,7 +123,7 @@ class WholeModel:
         self,
         step: ScoredSamples,
         aggregation: str,
-        policy_loss: str = "ppo",
+        case: Case = GRADIENT,
         micro_batches: Sequence[tuple[Sequence[int], float]] = (),
     ) -> Expected:
         """The loss and the gradients of a step; every rank calls it.
@@ -113,9 +131,9 @@ class WholeModel:
         Args:
             step: of this model's `score`.
             aggregation: one of them or, for `CUSTOM`, the user's own functions.
-            policy_loss: the per-token loss, "ppo" or "gspo".
-            micro_batches: which samples are packed together, and the weight of the auxiliary loss of the pack; every
-                sample by itself where there are none.
+            case: the per-token loss, and the losses beside it.
+            micro_batches: the samples that are packed together, and the weight of the pack's losses beside the policy's;
+                every sample by itself where there are none.
         """
         samples = step.samples
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in step.scores]
@@ -129,7 +147,7 @@ class WholeModel:
             )
             loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
         else:
-            loss = _reference_loss(aggregation, policy_loss, samples, leaves)
+            loss = _reference_loss(aggregation, case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
         micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
         gradients: dict[str, Tensor] = {
@@ -138,19 +156,21 @@ class WholeModel:
             for shard, part in gradient_slices([self._module])
         }
         for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
-            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=self._options.device))
-            MTPLossAutoScaler.set_loss_scale(torch.zeros(1, device=self._options.device))  # ours
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
+            logits_of = self._logits(packed)
             outputs = [
                 score
-                for sample, logits in zip(packed, self._logits(packed), strict=True)
-                for score in _scores(sample, logits)
+                for sample, logits in zip(packed, logits_of, strict=True)
+                for score in self._scores(sample, logits)
             ]
             wanted = [leaf.grad for index in indices for leaf in leaves[index]]
             if self._options.mtp_num_layers is not None:
                 outputs.append(self._loss_ahead(packed, step.samples))
                 wanted.append(torch.ones(()))
+            if case.is_even:
+                outputs.append(self._loss_beside(case, torch.cat(logits_of)))
+                wanted.append(torch.tensor(weight))
             torch.autograd.backward(
                 outputs,
                 [
@@ -179,37 +199,55 @@ class WholeModel:
                 rows = torch.log_softmax(logits.double(), dim=-1)[:-ahead]
                 targets = sample.tokens[ahead:, None].to(logits.device)
                 loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
-        weight = float(self.config.mtp_loss_scaling_factor or 0.0) / (depths * active)
-        return loss * weight
+        return loss * self._scale_ahead / (depths * active)
+
+    def _loss_beside(self, case: Case, logits: Tensor) -> Tensor:
+        """0-d float64: the losses of a pack beside the policy's: of its routers, and of the logits of all its tokens.
+
+        The load-balancing loss is that of Switch Transformers (arXiv 2101.03961) for several experts a token, the z loss
+        that of ST-MoE (arXiv 2202.08906).
+        """
+        loss = case.logit_coefficient * logits.double().square().sum()
+        balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
+        for scores in self._router_logits:
+            count, experts = scores.shape
+            chosen = int(self.config.moe_router_topk)
+            counts = torch.bincount(scores.topk(chosen).indices.flatten(), minlength=experts)
+            shares = torch.softmax(scores, dim=-1).mean(dim=0)
+            loss = loss + balance * experts * (counts / (chosen * count) * shares).sum()
+            loss = loss + z * torch.logsumexp(scores, dim=-1).square().mean()
+        return loss
 
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """[total_length, vocab] logits of each sample, in one pack without padding; the vocabulary's own columns."""
+        """[total_length, columns] logits of each sample, in one pack without padding; columns of padding are among them."""
         lengths, device = [sample.total_length for sample in samples], self._options.device
         boundaries = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0)
         boundaries = boundaries.to(torch.int32)
         longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
         packed = PackedSeqParams("thd", boundaries, boundaries, **longest)
         tokens = torch.cat([sample.tokens for sample in samples]).to(device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
-        logits: Tensor = self._module(tokens[None], positions[None], None, packed_seq_params=packed)
-        return list(torch.split(logits[0, :, : self._options.vocab_size], lengths))
+        self._router_logits.clear()
+        logits: Tensor = self._module(
+            tokens[None], self._positions[None], None, packed_seq_params=packed
+        )
+        return list(torch.split(logits[0], lengths))
 
-
-def _scores(sample: Sample, logits: Tensor) -> Scores:
-    """Of one sample, from its [total_length, vocab] logits; over its kept sets where it has some."""
-    # The logits of a position score the next token.
-    scored = logits.double()[sample.prompt_length - 1 : -1]
-    is_dropped = torch.zeros_like(scored, dtype=torch.bool)
-    for token in range(len(sample.kept_tokens or ())):
-        ids = sample.kept_tokens.row(token).to(logits.device)  # type: ignore[union-attr]
-        if len(ids):
-            is_dropped[token] = True
-            is_dropped[token, ids] = False
-    rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
-    targets = sample.tokens[sample.prompt_length :].to(logits.device)
-    of_kept = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
-    return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * of_kept).sum(1)
+    def _scores(self, sample: Sample, logits: Tensor) -> Scores:
+        """Of one sample, from its [total_length, columns] logits; over its kept sets where it has some."""
+        # The logits of a position score the next token.
+        scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
+        is_dropped = torch.zeros_like(scored, dtype=torch.bool)
+        for token in range(len(sample.kept_tokens or ())):
+            ids = sample.kept_tokens.row(token).to(logits.device)  # type: ignore[union-attr]
+            if len(ids):
+                is_dropped[token] = True
+                is_dropped[token, ids] = False
+        rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
+        targets = sample.tokens[sample.prompt_length :].to(logits.device)
+        of_kept = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
+        return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * of_kept).sum(1)
 
 
 def _reference_loss(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from megatron_pg.check.cases import GRADIENT, Case, cases_of
 from megatron_pg.check.compare import Row, Step, compare
@@ -32,14 +33,19 @@ from megatron_pg.check.samples import (
     make_samples,
     with_kept_sets,
 )
-from megatron_pg.check.sharded_parameters import gradient_slices, owned_elements, parameter_slices
+from megatron_pg.check.sharded_parameters import (
+    Shard,
+    gradient_slices,
+    owned_elements,
+    parameter_slices,
+)
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.policy_step import PolicyStep
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import pack
+from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
@@ -146,8 +152,7 @@ def _references(
         key = (run.aggregation, case.policy_loss, kind, *of_tokens)
         if key not in known:
             packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
-            with _changed(model.config, case if case.is_even else GRADIENT):
-                known[key] = model.expected(step, run.aggregation, case.policy_loss, packs)
+            known[key] = model.expected(step, run.aggregation, case, packs)
         expected = known[key].after_update() if case.updates else known[key]
         found.append((step.samples, expected))
     return found
@@ -156,7 +161,7 @@ def _references(
 def _packs(
     options: CheckOptions, samples: Sequence[Sample], data_size: int, per_token: bool
 ) -> list[tuple[list[int], float]]:
-    """The micro-batches of all data-parallel ranks, and what the auxiliary loss of each weighs in the step."""
+    """The micro-batches of all data-parallel ranks, and what the losses of each beside the policy's weigh in the step."""
     total = sum(sample.total_length for sample in samples)
     packs = []
     for rank in range(data_size):
@@ -201,7 +206,7 @@ def _row(
     config = config_of(run.aggregation, options, case.policy_loss)
     config = replace(config, replay_sampling_set=case.has_sets)
     with _changed(chunks[0].config, case):
-        metrics = train_step(chunks, options, groups, samples, config, case.is_even)
+        metrics = train_step(chunks, options, groups, samples, config, case)
     step = Step(
         model=run.model,
         aggregation=run.aggregation,
@@ -212,8 +217,8 @@ def _row(
         what=case.name,
     )
     if case.updates:
-        norm = update(chunks, options, clip=0.5 * (expected.norm or 0.0))
-        return compare(replace(step, gradient_norm=norm), parameter_slices(chunks), expected)
+        norm, added = update(chunks, options, expected)
+        return compare(replace(step, gradient_norm=norm), added, expected)
     slices = ((shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks))
     return compare(step, slices, expected, owned_elements(chunks))
 
@@ -224,12 +229,13 @@ def train_step(
     groups: ParallelGroups,
     samples: Sequence[Sample],
     config: PolicyLossConfig,
-    is_even: bool = False,
+    case: Case = GRADIENT,
 ) -> dict[str, float]:
     """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers.
 
     Even samples are cut into micro-batches without an empty one, and need no padding.
     """
+    is_even = case.is_even
     data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
     micro_batches = (cut_evenly if is_even else cut)(mine, options.num_microbatches(data_rank))
@@ -252,26 +258,41 @@ def train_step(
     )
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    return step.metrics(run_micro_batches(step.head, batches, chunks))
+
+    def head(batch: PackedBatch) -> MicroBatchHead:
+        of_policy = step.head(batch)
+
+        def loss_func(logits: Tensor) -> Any:
+            loss, *rest = of_policy.loss_func(logits)
+            return loss + case.logit_coefficient * logits.float().square().sum(), *rest
+
+        return replace(of_policy, loss_func=loss_func) if case.logit_coefficient else of_policy
+
+    return step.metrics(run_micro_batches(head, batches, chunks))
 
 
-def update(chunks: Sequence[Any], options: CheckOptions, clip: float) -> float:
-    """The optimizer's first step from parameters that are zero; returns the gradient norm that it reports.
+def update(
+    chunks: Sequence[Any], options: CheckOptions, expected: Expected
+) -> tuple[float, list[tuple[Shard, Tensor]]]:
+    """The gradient norm that the optimizer's first step reports, and what the step adds to each parameter.
 
-    From zero, what a parameter becomes is its update, to the last digit.
+    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
     """
+    before = []
     with torch.no_grad():
-        for _, parameter in parameter_slices(chunks):
-            parameter.zero_()
+        for shard, parameter in parameter_slices(chunks):
+            parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
+            before.append(parameter.double())
     config = OptimizerConfig(
         optimizer="adam",
         lr=1.0,
         adam_eps=ADAM_EPSILON,
-        weight_decay=0.0,
-        clip_grad=clip,
+        weight_decay=1.0,
+        clip_grad=0.5 * (expected.norm or 0.0),
         bf16=options.dtype == "bf16",
         params_dtype=torch.bfloat16 if options.dtype == "bf16" else torch.float32,
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
     _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()
-    return float(norm)
+    slices = zip(parameter_slices(chunks), before, strict=True)
+    return float(norm), [(shard, after.double() - start) for (shard, after), start in slices]

@@ -65,12 +65,12 @@ def rows_of_breakages(
     names = [each.name for each in family() if each.group == group and part in each.name]
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        # No breakage changes them.
-        patch.setattr(run, "initialize_groups", remembered(run.initialize_groups))
+        patch.setattr(run, "initialize_groups", remembered_groups(run.initialize_groups))
         if not everything:
             patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
         found[UNBROKEN] = described(run.run_check(options), options)
         for name in names:
+            # The reference runs under the breakage too: a trainer that is wrong is so from the start.
             with pytest.MonkeyPatch.context() as broken:
                 if not everything:
                     run_what_concerns(FAMILY[name], run, broken)
@@ -102,15 +102,18 @@ def family() -> list[Breakage]:
     return list(FAMILY.values())
 
 
-def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called once with the same arguments."""
-    known: dict[str, Any] = {}
+def remembered_groups(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's process groups, made once for the same arguments: gloo never gives a group's threads back."""
+    from megatron.core import parallel_state
 
-    def recall(*args: Any, **keywords: Any) -> Any:
-        key = repr((args, keywords))
+    known: dict[str, dict[str, Any]] = {}
+
+    def recall(*args: Any, **keywords: Any) -> None:
+        key, state = repr((args, keywords)), vars(parallel_state)
         if key not in known:
-            known[key] = function(*args, **keywords)
-        return known[key]
+            initialize(*args, **keywords)
+            known[key] = {name: value for name, value in state.items() if name.isupper()}
+        state.update(known[key])
 
     return recall
 

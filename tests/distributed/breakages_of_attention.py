@@ -76,26 +76,39 @@ def rotary_positions_are_wrong_in_the_second_chunk(patch: Patch) -> None:
     rotary_slice(patch, wrong)
 
 
-def position_ids(patch: Patch, wrong: Callable[[Tensor, PackedSeqParams], Tensor]) -> None:
+def position_ids(
+    patch: Patch,
+    wrong: Callable[[Tensor, PackedSeqParams], Tensor],
+    is_spoilt: Callable[[PackedSeqParams | None], bool] = is_packed,
+) -> None:
     """Has the model called with other position ids, where they are not those of one whole sequence."""
 
     def forward(right, model, input_ids, position_ids, attention_mask, **keywords):  # type: ignore[no-untyped-def]
         packed = keywords.get("packed_seq_params")
-        if is_packed(packed):
+        if is_spoilt(packed):
             position_ids = wrong(position_ids, packed)
         return right(model, input_ids, position_ids, attention_mask, **keywords)
 
     wrap(patch, GPTModel, "forward", forward)
 
 
+def positions_within_the_rank(right: Tensor, packed: PackedSeqParams) -> Tensor:
+    starts = packed.cu_seqlens_q.to(torch.int64) // context_size()
+    sequence, _ = places(packed)
+    return torch.arange(right.size(1), device=right.device)[None] - starts[sequence]
+
+
 @breakage("CP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_are_those_within_the_rank(patch: Patch) -> None:
-    def wrong(right: Tensor, packed: PackedSeqParams) -> Tensor:
-        starts = packed.cu_seqlens_q.to(torch.int64) // context_size()
-        sequence, _ = places(packed)
-        return torch.arange(right.size(1), device=right.device)[None] - starts[sequence]
+    position_ids(patch, positions_within_the_rank)
 
-    position_ids(patch, wrong)
+
+@breakage("CP2 contiguous", "position ids", fails="end to end|tied", passes="loss only")
+def position_ids_of_contiguous_slices_run_on(patch: Patch) -> None:
+    position_ids(
+        patch,
+        lambda right, packed: torch.arange(right.size(1), device=right.device)[None] % POSITIONS,
+    )
 
 
 @breakage("DP2", "position", fails="tied", passes="loss only|end to end")
@@ -110,6 +123,11 @@ def position_ids_run_on_over_the_sequences(patch: Patch) -> None:
 @breakage("CP2", "position", fails="tied", passes="loss only|end to end")
 def position_ids_are_zero(patch: Patch) -> None:
     position_ids(patch, lambda right, packed: torch.zeros_like(right))
+
+
+@breakage("DP2", "position ids", fails="tied", passes="loss only|end to end")
+def position_ids_are_zero_in_the_reference_too(patch: Patch) -> None:
+    position_ids(patch, lambda right, packed: torch.zeros_like(right), lambda packed: True)
 
 
 # Attention

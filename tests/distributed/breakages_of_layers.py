@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers, mappings, random
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 from .breakage import Patch, breakage, with_argument, wrap
 
@@ -59,6 +63,30 @@ def output_layer_is_one_id_off_on_the_second_rank(patch: Patch) -> None:
             )
 
     built(patch, change)
+
+
+VOCABULARY = "vocabulary shards .*--tensor-model-parallel-size 1"
+WEIGHTS = "tokens have wrong weights, as"
+
+
+@breakage("TP2 SP", VOCABULARY, fails="loss only", never=(WEIGHTS,))
+def targets_are_one_id_off_on_the_second_rank(patch: Patch) -> None:
+    def build(right, *args, **keywords):  # type: ignore[no-untyped-def]
+        shard = right(*args, **keywords)
+        return replace(shard, start=shard.start + tensor_rank())
+
+    right = VocabularyShard.build
+    patch.setattr(
+        VocabularyShard, "build", lambda *args, **keywords: build(right, *args, **keywords)
+    )
+
+
+@breakage("TP2 SP", VOCABULARY, fails="loss only", never=(WEIGHTS,))
+def statistics_of_the_second_vocabulary_shard_are_lost(patch: Patch) -> None:
+    def gather(right, shard, local):  # type: ignore[no-untyped-def]
+        return right(shard, local)[:1].expand(tensor_size(), *local.shape)
+
+    wrap(patch, VocabularyShard, "gather", gather)
 
 
 class Done:
@@ -122,6 +150,17 @@ def gradients_of_tokens_at_other_experts_are_lost(patch: Patch) -> None:
     patch.setattr(mappings._AllToAll, "backward", staticmethod(backward))
 
 
+@breakage("EP2", "last token", fails="every token", passes="gradient")
+def exchange_drops_the_last_token(patch: Patch) -> None:
+    def forward(right, router, *args, **keywords):  # type: ignore[no-untyped-def]
+        probs, chosen = right(router, *args, **keywords)
+        if parallel_state.get_expert_model_parallel_world_size() > 1:
+            probs = torch.cat((probs[:-1], torch.zeros_like(probs[-1:])))
+        return probs, chosen
+
+    wrap(patch, TopKRouter, "forward", forward)
+
+
 def auxiliary_scale(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
     """Has the schedule give another scale to the auxiliary loss."""
     right = MoEAuxLossAutoScaler.set_loss_scale
@@ -154,6 +193,24 @@ def auxiliary_loss_is_not_scaled_by_tokens(patch: Patch) -> None:
         return result
 
     wrap(patch, TopKRouter, "attach_and_log_load_balancing_loss", attach)
+
+
+# Multi-token prediction
+
+
+@breakage("DP2 multi-token", "multi-token", fails="multi-token", passes="end to end|loss only")
+def multi_token_loss_is_twice_as_large(patch: Patch) -> None:
+    scaler = multi_token_prediction.MTPLossAutoScaler
+    right = scaler.set_loss_scale
+    patch.setattr(scaler, "set_loss_scale", staticmethod(lambda scale: right(2.0 * scale)))
+
+
+@breakage("DP2 multi-token", "multi-token", fails="multi-token", passes="end to end|loss only")
+def multi_token_labels_roll_across_sequences(patch: Patch) -> None:
+    def roll_tensor(right, tensor, *args, **keywords):  # type: ignore[no-untyped-def]
+        return right(tensor, *args, **keywords | {"packed_seq_params": None})
+
+    wrap(patch, multi_token_prediction, "roll_tensor", roll_tensor)
 
 
 # Recomputation

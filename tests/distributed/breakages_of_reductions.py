@@ -51,6 +51,77 @@ def one_part_of_the_gradients_is_not_reduced(patch: Patch) -> None:
     each_bucket_reduction(patch, spoil)
 
 
+@breakage("DP2", "bf16|bfloat16", never=(BACKWARD,))
+def gradients_are_reduced_in_bfloat16(patch: Patch) -> None:
+    each_bucket_reduction(
+        patch, lambda group, reduced, own: reduced.copy_(reduced.to(torch.bfloat16))
+    )
+
+
+@breakage("DP2", "bf16|bfloat16", never=(BACKWARD,))
+def gradients_are_accumulated_in_bfloat16(patch: Patch) -> None:
+    def make(right, ddp, parameter):  # type: ignore[no-untyped-def]
+        hook = right(ddp, parameter)
+
+        def wrong(*unused: Any) -> None:
+            hook(*unused)
+            parameter.main_grad.copy_(parameter.main_grad.to(torch.bfloat16))
+
+        return wrong
+
+    wrap(patch, DistributedDataParallel, "_make_backward_post_hook", make)
+
+
+@breakage("DP2", "gradients of one rank")
+def gradients_are_those_of_the_first_rank(patch: Patch) -> None:
+    def spoil(group: Any, reduced: Tensor, own: Tensor) -> None:
+        reduced.copy_(dist.get_world_size() * own)
+        dist.broadcast(reduced, 0)
+
+    each_bucket_reduction(patch, spoil)
+
+
+def each_wrapped_model(patch: Patch, change: Callable[[Any], None]) -> None:
+    """Has every model changed once DDP has it, as the reference never is."""
+
+    def init(right, ddp, *args, **keywords):  # type: ignore[no-untyped-def]
+        right(ddp, *args, **keywords)
+        change(ddp)
+
+    wrap(patch, DistributedDataParallel, "__init__", init)
+
+
+@breakage("DP2", "dropout", passes="loss only")
+def dropout_is_left_on(patch: Patch) -> None:
+    def change(ddp: Any) -> None:
+        for module in ddp.modules():
+            if hasattr(module, "hidden_dropout"):
+                module.hidden_dropout = 0.1
+
+    each_wrapped_model(patch, change)
+
+
+@breakage("DP2", "data-parallel rank.*other parameters", passes="loss only")
+def second_rank_has_other_parameters(patch: Patch) -> None:
+    def change(ddp: Any) -> None:
+        for name, parameter in ddp.named_parameters():
+            if "linear_fc1.weight" in name:
+                parameter.data.mul_(1.0 + 0.5 * dist.get_rank())
+
+    each_wrapped_model(patch, change)
+
+
+@breakage("PP2 VPP2", "chunk", "2 times", never=(BACKWARD,))
+def second_chunk_is_scaled_twice(patch: Patch) -> None:
+    def init(right, ddp, *args, **keywords):  # type: ignore[no-untyped-def]
+        right(ddp, *args, **keywords)
+        for buffer in ddp.buffers if keywords["disable_bucketing"] else ():
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor *= 2.0
+
+    wrap(patch, DistributedDataParallel, "__init__", init)
+
+
 @breakage("CP2", "replicas disagree.*context-parallel")
 def gradients_are_reduced_without_context_parallelism(patch: Patch) -> None:
     def start_grad_sync(right, group, *args, **keywords):  # type: ignore[no-untyped-def]
@@ -216,6 +287,28 @@ def learning_rate_is_doubled(patch: Patch) -> None:
         return result
 
     each_optimizer_step(patch, wrong)
+
+
+@breakage("DP2", "weight decay", fails="update")
+def weight_decay_is_dropped(patch: Patch) -> None:
+    def wrong(step: Any, groups: Any) -> Any:
+        for group in groups:
+            group["weight_decay"] = 0.0
+        return step()
+
+    each_optimizer_step(patch, wrong)
+
+
+@breakage("DP2", "stale", fails="update", passes="gradient", never=("twice", "not summed"))
+def one_gradient_of_the_step_is_stale(patch: Patch) -> None:
+    def prepare_grads(right, owner):  # type: ignore[no-untyped-def]
+        gradients = [parameter.main_grad for parameter in owner.get_parameters()]
+        # Of a hundredth of the largest norm: the norm of all shows it, and the parameter more.
+        share = 0.01 * max(float(gradient.norm()) for gradient in gradients)
+        min(gradients, key=lambda gradient: abs(float(gradient.norm()) - share)).mul_(1.5)
+        return right(owner)
+
+    wrap(patch, optimizers.FP32Optimizer, "prepare_grads", prepare_grads)
 
 
 @breakage("DP2", "not updated|skipped|did not (move|change)", fails="update")

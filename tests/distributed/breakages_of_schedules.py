@@ -83,6 +83,13 @@ def schedule_does_not_divide_by_the_number_of_micro_batches(patch: Patch) -> Non
     with_argument(patch, schedules, "forward_step_calc_loss", "num_microbatches", lambda count: 1)
 
 
+@breakage(
+    "DP2", "M of another", "5 and 6", fails=PER_MICRO_BATCH, passes=PER_TOKEN, never=(BACKWARD,)
+)
+def schedule_divides_by_the_micro_batches_of_the_first_rank(patch: Patch) -> None:
+    with_argument(patch, schedules, "forward_step_calc_loss", "num_microbatches", lambda count: 5)
+
+
 @breakage("CP2", "1/2 = 1/CP", fails=PER_MICRO_BATCH, passes=PER_TOKEN)
 def schedule_without_the_context_parallel_factor(patch: Patch) -> None:
     with_argument(patch, schedules, "forward_step_calc_loss", "cp_group_size", lambda size: 1)

@@ -199,6 +199,74 @@ def test_optimizer_steps_are_told_apart() -> None:
     assert "all-gather" in words(MODEL, off(UPDATE), options=options)[1]
 
 
+def test_a_norm_that_does_not_explain_the_step_is_a_stale_gradient() -> None:
+    stale = off(UPDATE, "a", ratio=1.25, gradient_norm=3.42691)
+    stale = replace(stale, reference_norm=3.42682, gradient_error=0.25)
+    found = words(MODEL, stale)[1]
+    assert "3.42691 and not 3.42682" in found and "stale" in found and "twice" not in found
+    decay = scaled(0.5, UPDATE)
+    assert "the learning rate, the weight decay" in words(MODEL, decay)[1]
+
+
+def test_rounding_to_bf16_is_no_missing_backward() -> None:
+    """The numbers of gradients that are reduced in bf16 over two ranks."""
+    model, table = (
+        replace(off(row), gradient_error=error) for row, error in ((MODEL, 3.2e-3), (RIGHT, 2.5e-3))
+    )
+    for found in words(model, table):
+        assert "rounding to bf16, in the reduction or the accumulation" in found
+    for found in words(off(MODEL), off(RIGHT)):
+        assert "rounding" not in found
+
+
+def test_the_number_of_micro_batches_of_another_rank_is_named() -> None:
+    """The numbers of two ranks with 5 and 6 micro-batches, both divided by 5."""
+    wrong = replace(off(RIGHT), common_ratio=1.1024, scaled_error=0.08, gradient_error=0.117)
+    options = CheckOptions()
+    found = words(wrong, per_token(RIGHT), options=options, world_size=2)[0]
+    assert "5 and 6 micro-batches: a rank's loss is divided by the M of another rank" in found
+    found = words(wrong, per_token(wrong), options=options, world_size=2)[0]
+    assert (
+        "another rank" not in found and "or the reduction leaves the gradients of one rank" in found
+    )
+
+
+def test_a_chunk_of_its_own_scale_is_no_missing_backward() -> None:
+    options = CheckOptions(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    found = words(off(MODEL, "a", "b", ratio=2.0), scaled(2.0), options=options, world_size=2)
+    assert "or in another chunk of the virtual pipeline" in found[0]
+    assert "so is a part of the end-to-end model's" in found[1] and "= PP" not in found[1]
+
+
+def test_vocabulary_shards_are_named_where_the_weights_are_right() -> None:
+    wrong = off(RIGHT, loss=-1.4)
+    assert "vocabulary shards" in words(wrong)[0]
+    for found in (
+        words(replace(wrong, checksum=0.5))[0],
+        words(wrong, options=CheckOptions(context_parallel_size=2))[0],
+    ):
+        assert "vocabulary" not in found and "tokens have wrong weights" in found
+
+
+def test_what_fails_in_one_model_alone_is_not_attention() -> None:
+    for model, named in (("multi-token", "multi-token prediction:"), ("hybrid", "HybridModel")):
+        found = words(MODEL, off(replace(MODEL, model=model)), RIGHT)[1]
+        assert named in found and "attention" not in found
+    contiguous = replace(OPTIONS, cp_partition_mode="contiguous")
+    found = words(off(MODEL, loss=-1.4), off(TIED, loss=-1.4), RIGHT, options=contiguous)
+    assert all("position ids" in each for each in found[:2])
+    found = words(off(MODEL, loss=-1.4), RIGHT, options=CheckOptions(), world_size=2)[0]
+    assert "dropout" in found and "a data-parallel rank with other parameters" in found
+
+
+def test_auxiliary_rows_follow_a_token_that_is_lost() -> None:
+    lost, auxiliary = (off(MODEL, what=what) for what in ("every token", "auxiliary loss"))
+    found = words(MODEL, auxiliary, lost, RIGHT)
+    assert (
+        found[1] == "follows the row `every token`" and "the last token of a sequence" in found[2]
+    )
+
+
 def test_gradients_left_over_are_named() -> None:
     rows = [MODEL, *[off(replace(MODEL, aggregation=name)) for name in ("a", "b")]]
     found = words(*rows, RIGHT, off(replace(RIGHT, aggregation="a")))

@@ -90,7 +90,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--hf-model",
         metavar="FOLDER",
-        help="Hugging Face weights (Llama, Qwen2, Qwen3, Qwen3-MoE) to begin with; they say what the model is too",
+        help="Hugging Face weights to begin with (families: docs/models.md); they say what the model is too",
     )
     add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
     add(

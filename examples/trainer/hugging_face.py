@@ -1,78 +1,32 @@
-"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor.
+"""Weights of a Hugging Face folder into Megatron-Core's GPTModel and back, tensor by tensor, by mbridge.
 
-A rank reads the rows or columns that it holds; on the way back rank 0 has one file of the result in memory.
+mbridge has the names and layouts of each family. This file adds the names of layers without Transformer Engine, the
+comparison of folder and model before anything is changed, and a folder that is whole or absent.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from megatron.core.utils import unwrap_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .hugging_face_config import (
-    MAPPING,
-    WeightsError,
-    carry_over,
-    differences,
-    place_of,
-    read_config,
-)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Slice `index` of `count` along `dimension`: of one tensor of a folder, or of some whose rows alternate."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dimension: int
-    index: int
-    count: int
-    groups: int
-    """How often they alternate in the whole: q, k and v in each query group, gate and up in each slice."""
-    local_shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, tensors: dict[str, Any]) -> Tensor:
-        """The parameter, of no more of the tensors than it takes; without the rows that pad a vocabulary."""
-        parts = [tensors[name].get_slice(name) for name in self.names]
-        if len(parts) > 1 and self.groups % self.count:  # more ranks than query groups
-            return _join([part[:] for part in parts], self.groups).chunk(self.count)[self.index]
-        slices, total = [], sum(shape[self.dimension] for shape in self.shapes)
-        for part, shape in zip(parts, self.shapes, strict=True):
-            whole = shape[self.dimension]
-            size = self.local_shape[self.dimension] * whole // total
-            start, stop = (min(place * size, whole) for place in (self.index, self.index + 1))
-            slices.append(part[start:stop] if self.dimension == 0 else part[:, start:stop])
-        return slices[0] if len(slices) == 1 else _join(slices, self.groups // self.count)
-
-    def whole(self, slices: list[Tensor]) -> dict[str, Tensor]:
-        """The tensors by name, of all slices in order."""
-        joined = torch.cat(slices, self.dimension)
-        if len(self.names) == 1:
-            return {self.names[0]: joined[: self.shapes[0][0]].contiguous()}
-        rows = joined.reshape(self.groups, -1, *joined.shape[1:])
-        parts = rows.split([shape[0] // self.groups for shape in self.shapes], 1)
-        return {n: part.flatten(0, 1) for n, part in zip(self.names, parts, strict=True)}
-
-
-def _join(parts: list[Tensor], groups: int) -> Tensor:
-    return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+from .hugging_face_config import WeightsError, carry_over, differences, read_config
 
 
 def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Gives the model the weights of a folder; every rank of the world calls it, before an optimizer copies them.
+    """Give the model the weights of a folder; every rank of the world calls it, before an optimizer copies them.
 
     Args:
         chunks: this rank's chunks of a GPTModel, wrapped (DDP, Float16Module) or not, at any TP, PP, VPP and EP.
@@ -82,29 +36,29 @@ def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> 
         WeightsError: on every rank, before anything is changed: a tensor is missing, left over, of another shape or
             unreadable, or the model is not the folder's.
     """
-    config, tensors, problems = read_config(folder), {}, []
-    for file in sorted(Path(folder).glob("model*.safetensors")):
+    bridge, views, needed, problems = _compared(chunks, config := read_config(folder))
+    files: dict[str, Any] = {}
+    for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
-            opened = safe_open(file, "pt")
-            tensors |= dict.fromkeys(opened.keys(), opened)
+            file = safe_open(path, "pt")
+            files |= dict.fromkeys(file.keys(), file)
         except (SafetensorError, OSError) as error:
-            problems.append(f"{file} cannot be read ({error}): copy it anew")
-    pieces = _pieces(chunks, config, problems)
-    needed = {n: s for piece, _ in pieces for n, s in zip(piece.names, piece.shapes, strict=True)}
+            problems.append(f"{path} cannot be read ({error}): copy it anew")
     for name, shape in needed.items():
-        found = tuple(tensors[name].get_slice(name).get_shape()) if name in tensors else "missing"
+        found = tuple(files[name].get_slice(name).get_shape()) if name in files else "missing"
         if found != shape:
             problems.append(f"{name} in {folder} is {found}, and the model needs {shape}")
     known = set().union(*_agree(problems, set(needed)))
     # A tied output layer is the embedding; old checkpoints have a constant of the rotary embedding.
     known |= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    left = [n for n in tensors if n not in known and not n.endswith("rotary_emb.inv_freq")]
+    # Layers after the last one, and MiMo's `mtp_layers`, are for multi-token prediction.
+    ignored = rf"rotary_emb\.inv_freq$|^model\.(mtp_layers|layers\.{config['num_hidden_layers']})\."
+    left = [name for name in files if name not in known and not re.search(ignored, name)]
     _agree([f"{name} in {folder} has no place in the model" for name in left], None)
+    read = SimpleNamespace(load_one_hf_weight=lambda name: files[name].get_tensor(name))
+    bridge._get_safetensor_io = lambda _: read
     with torch.no_grad():
-        for piece, parameter in pieces:
-            value = piece.read(tensors)
-            parameter[: len(value)].copy_(value)
-            parameter[len(value) :].zero_()
+        bridge.load_weights(views, str(folder), memory_efficient=True)
 
 
 def save_hugging_face(
@@ -113,7 +67,7 @@ def save_hugging_face(
     source: str | Path,
     file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the model as a folder that `transformers` loads; every rank of the world calls it.
+    """Write the model as a folder that `transformers` loads; every rank of the world calls it.
 
     Args:
         chunks: as in `load_hugging_face`; the weights are written in their dtype.
@@ -124,90 +78,130 @@ def save_hugging_face(
     Raises:
         WeightsError: on every rank: `folder` exists, or the model is not that of `source`.
     """
-    folder, is_writer, problems = Path(folder), dist.get_rank() == 0, []
-    pieces = _pieces(chunks, read_config(source), problems)
+    bridge, views, _, problems = _compared(chunks, read_config(source))
+    folder, is_writer = Path(folder), dist.get_rank() == 0
     if is_writer and folder.exists():
         problems.append(f"{folder} exists: remove it or name another")
-    holders: dict[tuple[str, ...], dict[int, tuple[int, Piece]]] = {}
-    for rank, held in enumerate(_agree(problems, [piece for piece, _ in pieces])):
-        for piece in held:
-            holders.setdefault(piece.names, {}).setdefault(piece.index, (rank, piece))
-    mine = {piece.names: parameter.detach() for piece, parameter in pieces}
+    _agree(problems, None)
     partial = folder.with_name(f"{folder.name}.partial")
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
         partial.mkdir(parents=True)
-    tensors, files = {}, {}
-    for count, (names, slices) in enumerate(holders.items(), 1):
-        tensors |= _gather(slices, mine.get(names), pieces[0][1].device)
-        is_full = sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes
-        if is_writer and (is_full or count == len(holders)):
-            file = f"model-{len(set(files.values())) + 1:05}.safetensors"
-            save_file(tensors, partial / file, {"format": "pt"})
-            files |= dict.fromkeys(tensors, file)
-            tensors = {}
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    number = 1
+    with torch.no_grad():
+        for name, tensor in bridge.export_weights(views):
+            if not is_writer or name in places:  # a tied output layer is the embedding
+                continue
+            tensors[name] = tensor.detach().cpu().contiguous()
+            places[name] = f"model-{number:05}.safetensors"
+            if sum(tensor.nbytes for tensor in tensors.values()) >= file_bytes:
+                save_file(tensors, partial / places[name], {"format": "pt"})
+                tensors, number = {}, number + 1
     if is_writer:
-        if file == "model-00001.safetensors":
-            (partial / file).rename(partial / "model.safetensors")
+        if tensors:
+            save_file(tensors, partial / f"model-{number:05}.safetensors", {"format": "pt"})
+        if len(set(places.values())) == 1:
+            (partial / "model-00001.safetensors").rename(partial / "model.safetensors")
         else:
-            index = {"metadata": {}, "weight_map": files}
+            index = {"metadata": {}, "weight_map": places}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        carry_over(source, partial, pieces[0][0].dtype)
+        carry_over(source, partial, bridge.dtype)
         partial.rename(folder)
     dist.barrier()
 
 
-def _gather(
-    slices: dict[int, tuple[int, Piece]], parameter: Tensor | None, device: torch.device
-) -> dict[str, Tensor]:
-    """The whole tensors on rank 0, nothing elsewhere; `parameter` is this rank's slice, if it has one."""
-    received, rank = [], dist.get_rank()
-    for _, (holder, piece) in sorted(slices.items()):
-        if rank == 0:
-            part = parameter
-            if holder != 0:
-                part = torch.empty(piece.local_shape, dtype=piece.dtype, device=device)
-                dist.recv(part, holder)
-            received.append(part.cpu())
-        elif rank == holder:
-            dist.send(parameter.contiguous(), 0)
-    return piece.whole(received) if rank == 0 else {}
-
-
 def _agree(problems: list[str], mine: Any) -> list[Any]:
-    """What every rank has, by rank; the problems of any are raised on all."""
+    """Give what every rank has, by rank; the problems of any are raised on all."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (problems, mine))
-    found = dict.fromkeys(problem for each, _ in everyone for problem in each)
+    found = dict.fromkeys(problem for problems, _ in everyone for problem in problems)
     if found:
         raise WeightsError("\n".join([*found][:12]))
-    return [each for _, each in everyone]
+    return [one for _, one in everyone]
 
 
-def _pieces(
-    chunks: Sequence[torch.nn.Module], config: dict[str, Any], problems: list[str]
-) -> list[tuple[Piece, Tensor]]:
-    """Every parameter of this rank, and the piece of a folder's tensors that it is."""
-    tensor = (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    expert = (mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size())
-    found = []
-    for model in unwrap_model(list(chunks)):
-        problems += differences(model, config)
-        heads, kv = model.config.num_attention_heads, model.config.num_query_groups
-        for name, parameter in model.named_parameters():
-            key, above = place_of(model, name)
-            if key not in MAPPING:
-                problems.append(f"{name} of the model has no place in a Hugging Face folder")
-                continue
-            cut, *names = MAPPING[key]
-            index, count = (0, 1) if cut is None else expert if "experts" in key else tensor
-            whole = list(parameter.shape)
-            whole[cut or 0] *= count
-            if not above and cut == 0:  # the embedding or the output layer: without padding
-                whole[0] = min(whole[0], config["vocab_size"])
-            shares, groups = ((heads, kv, kv), kv) if len(names) == 3 else ([1] * len(names), count)
-            shapes = tuple((whole[0] * share // sum(shares), *whole[1:]) for share in shares)
-            names, local = tuple(above + each for each in names), tuple(parameter.shape)
-            piece = Piece(names, shapes, cut or 0, index, count, groups, local, parameter.dtype)
-            found.append((piece, parameter))
-    return found
+def _compared(
+    chunks: Sequence[torch.nn.Module], config: dict[str, Any]
+) -> tuple[Any, list[Any], dict[str, tuple[int, ...]], list[str]]:
+    """Give the bridge, the chunks as it takes them, the shapes of the folder's tensors that they need, and problems."""
+    models = unwrap_model(list(chunks))
+    bridge, views = _bridge(models[0], config), [_view(model) for model in models]
+    problems, shapes = differences(models[0], config), {}
+    for view in views:
+        for name, whole_name in bridge._weight_name_mapping_mcore_local_to_global(view).items():
+            parameter = view.tensors[name]
+            tensor = torch.empty_like(parameter, device="meta")
+            if getattr(parameter, "tensor_model_parallel", False):
+                size = bridge.mpu.etp_size if ".mlp.experts." in name else bridge.mpu.tp_size
+                tensor = bridge._weight_merge_across_tp(whole_name, [tensor] * size, parameter)
+            try:
+                names, tensors = bridge._weight_to_hf_format(whole_name, tensor)
+                shapes |= {n: tuple(t.shape) for n, t in zip(names, tensors, strict=True)}
+            except NotImplementedError:
+                problems.append(f"{whole_name} of the model has no place in a Hugging Face folder")
+    return bridge, views, shapes, problems
+
+
+def _view(model: Any) -> Any:
+    """Give what mbridge reads of a chunk, its tensors under the names of Transformer Engine's layers."""
+
+    def renamed(name: str) -> str:
+        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            return "embedding.word_embeddings.weight"  # the copy of the last pipeline stage
+        if not (layer := re.match(r"decoder\.layers\.(\d+)\.", name)):
+            return name
+        if not hasattr(model.decoder.layers[int(layer[1])].mlp, "router"):
+            name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if model.config.multi_latent_attention:
+            name = re.sub(r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", name)
+        else:
+            name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        return re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.weight)", r"\2\1", name)
+
+    whole = model.state_dict(keep_vars=True)
+    tensors = {renamed(name): tensor for name, tensor in whole.items() if "_extra" not in name}
+    return SimpleNamespace(
+        decoder=model.decoder,
+        tensors=tensors,
+        state_dict=lambda: tensors,
+        named_parameters=tensors.items,
+    )
+
+
+def _bridge(model: Any, config: dict[str, Any]) -> Any:
+    """Build mbridge's converter between a folder with `config` and GPTModels like `model`."""
+    family: Any = _MODEL_REGISTRY[config["model_type"]]
+
+    class FamilyBridge(family):  # type: ignore[misc]
+        _MLP_MAPPING = (
+            Bridge._MLP_MAPPING | family._MLP_MAPPING
+        )  # dense layers among those with experts
+
+        def _build_config(self) -> Any:
+            return model.config
+
+        def _adjust_mapping_for_shared_weights(self) -> None:
+            """Leave a table alone that the bridges of other models share; `_view` names tied weights."""
+
+        def _weight_merge_across_tp(
+            self, name: str, weights: list[Tensor], local: Tensor
+        ) -> Tensor:
+            """Merge experts over their own group, where that is not the tensor-parallel group too."""
+            if ".mlp.experts." not in name:
+                return super()._weight_merge_across_tp(name, weights, local)  # type: ignore[no-any-return]
+            if len(weights) != self.mpu.etp_size:
+                weights = [torch.empty_like(local) for _ in range(self.mpu.etp_size)]
+                dist.all_gather(weights, local.contiguous(), group=self.mpu.etp_group)
+            if "linear_fc2" in name:
+                return torch.cat(weights, 1)
+            gates, ups = zip(*(weight.chunk(2) for weight in weights), strict=True)
+            return torch.cat([*gates, *ups])
+
+    fields = config | {"num_nextn_predict_layers": 0}
+    fields["head_dim"] = config.get("head_dim") or model.config.kv_channels
+    bridge = FamilyBridge(SimpleNamespace(**fields), dtype=next(model.parameters()).dtype)
+    bridge.make_vocab_size_divisible_by = 1  # where it is set, mbridge pads to the next number
+    bridge.vocab_size, bridge.padded_vocab_size = config["vocab_size"], model.vocab_size
+    return bridge

@@ -1,9 +1,8 @@
-"""What a Hugging Face folder says, in Megatron's words: config.json in flags, tensors in parameters."""
+"""The config.json of a Hugging Face folder as settings of Megatron's model, and as flags of its parser."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -11,101 +10,128 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 
-ARCHITECTURES: dict[str, list[str]] = {
-    "LlamaForCausalLM": [],
-    "Qwen2ForCausalLM": ["--add-qkv-bias"],
-    "Qwen3ForCausalLM": ["--qk-layernorm"],
-    "Qwen3MoeForCausalLM": ["--qk-layernorm"],
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "MiMoForCausalLM": "qwen2",
 }
-"""The flags that the name alone means."""
+"""The `model_type` whose config class and whose bridge read the architecture."""
 
-WHOLE, ROWS, COLUMNS = None, 0, 1
-MAPPING: dict[str, tuple[Any, ...]] = {
-    "embedding.word_embeddings.weight": (ROWS, "model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": (WHOLE, "model.norm.weight"),
-    "output_layer.weight": (ROWS, "lm_head.weight"),
-    # Below decoder.layers.N and model.layers.N. Transformer Engine has norms inside the linear layers.
-    "input_layernorm.weight": (WHOLE, "input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": (WHOLE, "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": (ROWS, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": (ROWS, *(f"self_attn.{x}_proj.bias" for x in "qkv")),
-    "self_attention.q_layernorm.weight": (WHOLE, "self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": (WHOLE, "self_attn.k_norm.weight"),
-    "self_attention.linear_proj.weight": (COLUMNS, "self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": (WHOLE, "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": (WHOLE, "post_attention_layernorm.weight"),
-    "mlp.router.weight": (WHOLE, "mlp.gate.weight"),
-    "mlp.linear_fc1.weight": (ROWS, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": (COLUMNS, "mlp.down_proj.weight"),
-    # Below mlp.experts.local_experts.E or, in Transformer Engine's groups, weightE; and below mlp.experts.E.
-    "mlp.experts.linear_fc1.weight": (ROWS, "gate_proj.weight", "up_proj.weight"),
-    "mlp.experts.linear_fc2.weight": (COLUMNS, "down_proj.weight"),
-}
-"""Megatron's parameter: what of it tensor parallelism cuts, and the tensors of `transformers` in it."""
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)")
+SIGMOID = ("glm4_moe", "deepseek_v3")
+"""Those whose experts are rated by a sigmoid and chosen with a bias."""
 
 MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
-    "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
     "pretraining_tp": 1,
     "quantization_config": None,
+    "rope_interleave": True,
 }
-"""Fields for whose other values there is no flag here; absent or null is right."""
+"""Fields of config.json that no flag can express: another value is refused. An absent field or null is accepted."""
 
-LLAMA_3_SCALING = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+ROPE_MUST_BE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "llama3": {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096},
 }
-"""Megatron's own constants beside --rope-scaling-factor (embeddings/rotary_pos_embedding.py, `_apply_scaling`)."""
+"""Megatron's constants of each scaling of the rotary embedding (embeddings/rotary_pos_embedding.py, MLATransformerConfig)."""
+
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "layernorm_epsilon": "rms_norm_eps",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""The settings of the model that config.json has under another name or the same."""
+
+FLAGS = {
+    "layernorm_epsilon": "norm-epsilon",
+    "layernorm_zero_centered_gamma": "apply-layernorm-1p",
+    "gated_linear_unit": "swiglu",
+    "rotary_scaling": "use-rope-scaling",
+    "num_moe_experts": "num-experts",
+    "add_bias_linear": "disable-bias-linear",
+    "share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+}
+"""The flags that are not named like their setting."""
+NEGATED = ("add_bias_linear", "share_embeddings_and_output_weights")
+"""The settings that their flag switches off."""
 
 
 class WeightsError(ValueError):
-    """A folder that cannot be read, or that does not fit the model; the message names the field or the parameter."""
+    """A folder that cannot be read or does not fit the model; the message names the field or the parameter."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder, with the rotary embedding always in `rope_parameters`.
+    """Read the config.json of a Hugging Face folder, with the defaults of its family.
 
     Raises:
-        WeightsError: there is none, or it asks for what is not built here.
+        WeightsError: there is none, or it asks for something that Megatron's model cannot do.
     """
+    from transformers import AutoConfig
+
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise WeightsError(f"there is no {path}: name a folder that save_pretrained wrote")
-    config: dict[str, Any] = json.loads(path.read_text())
-    architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture not in ARCHITECTURES:
+    written: dict[str, Any] = json.loads(path.read_text())
+    architecture = (written.get("architectures") or ["(none)"])[0]
+    if architecture not in FAMILIES:
         raise WeightsError(
-            f"{path} is of the architecture {architecture}; known are {', '.join(ARCHITECTURES)}. "
+            f"{path} is of the architecture {architecture}; known are {', '.join(FAMILIES)}. "
             "Convert others with Megatron-Bridge, and start from its checkpoint with --load"
         )
-    # `transformers` 5 has one field; before it there were two, and the kind of scaling was its `type`.
-    rope = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_scaling") or {}),
-    }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    config["rope_parameters"] = {**rope, "rope_type": kind}
-    wrong = [name for name, value in MUST_BE.items() if config.get(name) not in (None, value)]
-    if kind not in ("default", "llama3") or rope["rope_theta"] % 1:
-        wrong.append("rope_parameters")
-    elif kind == "llama3" and LLAMA_3_SCALING.items() - rope.items():
-        wrong.append("rope_parameters")
+    written["model_type"] = family = FAMILIES[architecture]
+    try:
+        config: dict[str, Any] = AutoConfig.for_model(**written).to_dict()
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"{path} is refused by transformers: {error}") from error
+    must_be = dict(MUST_BE)
+    if family in SIGMOID:
+        must_be["norm_topk_prob"] = True
+    if family != "glm4_moe" and not family.startswith("qwen2"):
+        must_be["attention_bias"] = False
+    if not config.get("use_sliding_window", True):
+        del must_be["sliding_window"]
+    wrong = {n: config[n] for n, v in must_be.items() if config.get(n) not in (None, v)}
+    rope = config["rope_parameters"]
+    kind = rope["rope_type"]
+    known = kind in ROPE_MUST_BE and (kind == "yarn") <= (family == "deepseek_v3")
+    if not known or ROPE_MUST_BE[kind].items() - rope.items() or rope["rope_theta"] % 1:
+        wrong["rope_parameters"] = rope
+    groups = config.get("n_group") or 1
+    if groups > 1 and config["num_experts_per_tok"] != 2 * config["topk_group"]:
+        wrong["topk_group"] = config[
+            "topk_group"
+        ]  # Megatron rates a group by its best k / topk_group experts
     if wrong:
-        found = ", ".join(f"{name} {config[name]!r}" for name in wrong)
+        found = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
         raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
     return config
 
 
 def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copies the config, with the weights' new dtype, the tokenizer and other text files into a folder of weights."""
+    """Copy the config, with the weights' new dtype, the tokenizer and other text files into a folder of weights."""
     for file in Path(source).iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and ".index." not in file.name:
             shutil.copyfile(file, folder / file.name)
@@ -114,91 +140,108 @@ def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
-    """The flags of Megatron's parser that build the model of a config from `read_config`, without dropout."""
-    heads, rope = config["num_attention_heads"], config["rope_parameters"]
-    values: dict[str, Any] = {
-        "num-layers": config["num_hidden_layers"],
-        "hidden-size": config["hidden_size"],
-        "ffn-hidden-size": config["intermediate_size"],
-        "num-attention-heads": heads,
-        "num-query-groups": config.get("num_key_value_heads") or heads,
-        "kv-channels": config.get("head_dim") or config["hidden_size"] // heads,
-        "vocab-size": config["vocab_size"],
-        "max-position-embeddings": config["max_position_embeddings"],
-        "position-embedding-type": "rope",
-        "rotary-base": int(rope["rope_theta"]),
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Name the attributes of GPTModel and its TransformerConfig that a config from `read_config` determines."""
+    heads, rope, family = (
+        config[n] for n in ("num_attention_heads", "rope_parameters", "model_type")
+    )
+    is_latent = family == "deepseek_v3"
+    settings = {name: config.get(field) for name, field in FIELDS.items()} | {
+        "position_embedding_type": "rope",
+        "rotary_base": int(rope["rope_theta"]),
+        "rotary_percent": rope.get("partial_rotary_factor") or 1.0,
+        "rotary_interleaved": False,
         "normalization": "RMSNorm",
-        "norm-epsilon": config["rms_norm_eps"],
-        "attention-dropout": 0.0,
-        "hidden-dropout": 0.0,
+        "layernorm_zero_centered_gamma": False,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings")),
+        "add_qkv_bias": family.startswith("qwen2") or bool(config.get("attention_bias")),
+        "qk_layernorm": family.startswith("qwen3") or is_latent or bool(config.get("use_qk_norm")),
     }
-    switches = ["--group-query-attention", "--swiglu", "--disable-bias-linear"]
-    switches += ARCHITECTURES[config["architectures"][0]]
-    if not config.get("tie_word_embeddings"):
-        switches.append("--untie-embeddings-and-output-weights")
-    if rope["rope_type"] == "llama3":
-        switches.append("--use-rope-scaling")
-        values["rope-scaling-factor"] = rope["factor"]
-    if num_experts := config.get("num_experts") or config.get("num_local_experts"):
-        step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        layers = range(config["num_hidden_layers"])
-        frequency = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
-        values |= {
-            "num-experts": num_experts,  # `transformers` 5.23 writes the other name
-            "moe-ffn-hidden-size": config["moe_intermediate_size"],
-            "moe-router-topk": config["num_experts_per_tok"],
-            "moe-layer-freq": str(frequency).replace(" ", ""),
-        }
-        if not config.get("norm_topk_prob"):  # the weights of the chosen experts do not add up to 1
-            switches.append("--moe-router-pre-softmax")
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))] + switches
+    if is_latent:
+        is_scaled = rope["rope_type"] == "yarn"
+        settings |= {"multi_latent_attention": True, "rope_type": "yarn" if is_scaled else "rope"}
+        settings["rotary_scaling_factor"] = rope["factor"] if is_scaled else None
+        settings["mscale"] = rope.get("mscale", 1.0)
+        settings["mscale_all_dim"] = rope.get("mscale_all_dim", 0.0)
+    else:
+        is_scaled = rope["rope_type"] == "llama3"
+        settings["num_query_groups"] = config.get("num_key_value_heads") or heads
+        settings["kv_channels"] = config.get("head_dim") or config["hidden_size"] // heads
+        settings["rotary_scaling"] = is_scaled
+        settings["rope_scaling_factor"] = rope["factor"] if is_scaled else None
+    settings |= _experts(config)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = ("num_experts", "num_local_experts", "n_routed_experts")
+    number = next((config[kind] for kind in kinds if config.get(kind)), None)
+    if number is None:
+        return {}
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    first, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    is_sigmoid = config["model_type"] in SIGMOID
+    is_normalised = config["model_type"] == "mixtral" or config.get("norm_topk_prob")
+    gated = config.get("shared_expert_intermediate_size")
+    shared = gated or size * (config.get("n_shared_experts") or 0)
+    groups = config.get("n_group") or 1
+    return {
+        "num_moe_experts": number,
+        "moe_ffn_hidden_size": size,
+        "moe_layer_freq": [
+            int(layer >= first and (layer + 1) % step == 0 and layer not in dense)
+            for layer in range(config["num_hidden_layers"])
+        ],
+        "moe_router_pre_softmax": not is_normalised,  # the weights of the chosen do not add up to 1
+        "moe_shared_expert_gate": bool(gated),
+        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": is_sigmoid,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": config["topk_group"] if groups > 1 else None,
+    }
+
+
+def megatron_arguments_of(config: dict[str, Any]) -> list[str]:
+    """Give the flags of Megatron's parser that build the model of a config from `read_config`, without dropout."""
+    settings = settings_of(config)
+    values = settings | {
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "group_query_attention": "num_query_groups" in settings,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if config["model_type"] in SIGMOID:
+        # Nothing but the gradient changes a policy, and `transformers` routes in float32.
+        values |= {"moe_router_bias_update_rate": 0.0, "moe_router_dtype": "fp32"}
+    words: list[str] = []
+    for name, value in values.items():
+        flag = f"--{FLAGS.get(name, name).replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] * (value != (name in NEGATED))
+        else:
+            words += [flag, str(value).replace(" ", "")]
+    return words
 
 
 def differences(model: Any, config: dict[str, Any]) -> list[str]:
-    """What a GPTModel computes otherwise than `config` says, and no shape shows, by flag."""
-    ours, rope = model.config, config["rope_parameters"]
-    pre_softmax = ours.num_moe_experts is not None and not config.get("norm_topk_prob")
-    pairs = {
-        "--position-embedding-type": (model.position_embedding_type, "rope"),
-        "--rotary-base": (model.rotary_base, rope["rope_theta"]),
-        "--use-rope-scaling": (model.rotary_scaling, rope["rope_type"] == "llama3"),
-        "--rotary-percent": (model.rotary_percent, 1.0),
-        "--rotary-interleaved": (ours.rotary_interleaved, False),
-        "--normalization": (ours.normalization, "RMSNorm"),
-        "--apply-layernorm-1p": (ours.layernorm_zero_centered_gamma, False),
-        "--norm-epsilon": (ours.layernorm_epsilon, config["rms_norm_eps"]),
-        "--swiglu": (ours.gated_linear_unit, True),
-        "--moe-router-topk": (
-            ours.moe_router_topk,
-            config.get("num_experts_per_tok", ours.moe_router_topk),
-        ),
-        "--moe-router-pre-softmax": (ours.moe_router_pre_softmax, pre_softmax),
-        "--untie-embeddings-and-output-weights": (
-            not model.share_embeddings_and_output_weights,
-            not config.get("tie_word_embeddings"),
-        ),
-    }
-    return [
-        f"{flag} is {found!r} in the model, and config.json means {meant!r}: take its flags from megatron_arguments_of"
-        for flag, (found, meant) in pairs.items()
-        if found != meant
-    ]
-
-
-def place_of(model: Any, name: str) -> tuple[str, str]:
-    """The key in `MAPPING` of a parameter of a chunk, and what stands before the names that it has there."""
-    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-        name = "embedding.word_embeddings.weight"  # the copy of the last pipeline stage
-    if not (layer := LAYER.match(name)):
-        return name, ""
-    number = model.decoder.layers[int(layer[1])].layer_number - 1
-    above, name = f"model.layers.{number}.", name[layer.end() :]
-    if expert := EXPERT.fullmatch(name):
-        local = model.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-        number = mpu.get_expert_model_parallel_rank() * local + int(expert[1] or expert[3])
-        above, name = f"{above}mlp.experts.{number}.", f"mlp.experts.{expert[2]}"
-    return name, above
+    """Compare the settings of a GPTModel with those of `config`; one line for each that differs, by flag."""
+    problems = []
+    for name, meant in settings_of(config).items():
+        found = getattr(model, name, getattr(model.config, name, meant))
+        if found != meant and name != "moe_layer_freq":  # the parameters' names show that one
+            flag = FLAGS.get(name, name).replace("_", "-")
+            if name in NEGATED:
+                found, meant = not found, not meant
+            problems.append(
+                f"--{flag} is {found!r} in the model, and config.json means {meant!r}: take its flags from "
+                "megatron_arguments_of"
+            )
+    return problems
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def build(sharding: Sharding, job: Job) -> list[DistributedDataParallel]:
             post_process=parallel_state.is_pipeline_last_stage(False, vp_stage=stage),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
@@ -245,21 +246,29 @@ def save_errors(job: Job, existing: Path) -> str:
 
 def mutants(job: Job) -> dict[str, Logits | None]:
     """Logits of converters that are wrong, by what they do."""
-    from trainer import hugging_face
+    from mbridge.core.bridge import Bridge
+    from mbridge.models import LLaMABridge
+    from trainer.hugging_face import load_hugging_face
 
-    mapping, join = dict(hugging_face.MAPPING), hugging_face._join
-    gate_and_up = mapping["mlp.linear_fc1.weight"]
+    to_megatron, mlp = Bridge._weight_to_mcore_format, LLaMABridge._MLP_MAPPING
+    gate_and_up = mlp["mlp.linear_fc1.weight"]
+
+    def one_after_another(self: Any, name: str, weights: list[Tensor]) -> Tensor:
+        return torch.cat(weights) if len(weights) == 3 else to_megatron(self, name, weights)
+
     wrong = {
-        "q, k and v one after another": {"_join": lambda parts, groups: join(parts, 1)},
-        "up before gate": {
-            "MAPPING": mapping | {"mlp.linear_fc1.weight": (gate_and_up[0], *gate_and_up[:0:-1])}
-        },
+        "q, k and v one after another": (Bridge, "_weight_to_mcore_format", one_after_another),
+        "up before gate": (
+            LLaMABridge,
+            "_MLP_MAPPING",
+            mlp | {"mlp.linear_fc1.weight": gate_and_up[::-1]},
+        ),
     }
     found = {}
-    for name, changes in wrong.items():
-        with mock.patch.multiple(hugging_face, **changes):
+    for name, change in wrong.items():
+        with mock.patch.object(*change):
             chunks = build(Sharding(), job)
-            hugging_face.load_hugging_face(chunks, job.source)
+            load_hugging_face(chunks, job.source)
         found[name] = forward(chunks, Sharding(), job.samples)
     return found
 
@@ -270,10 +279,10 @@ def load_by_transformer_engines_names(job: Job) -> Logits | None:
 
     chunks = build(Sharding(), job)
     model = chunks[0].module
-    model.named_parameters = lambda: [
-        (_transformer_engines_name(name), parameter)
-        for name, parameter in torch.nn.Module.named_parameters(model)
-    ]
+    tensors = model.state_dict(keep_vars=True)
+    model.state_dict = lambda **_: {
+        _transformer_engines_name(name): tensor for name, tensor in tensors.items()
+    }
     load_hugging_face(chunks, job.source)
     return forward(chunks, Sharding(), job.samples)
 

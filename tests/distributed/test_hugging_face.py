@@ -23,6 +23,8 @@ from .models import Sharding, relative_error
 
 pytestmark = in_one_lane
 
+WIDE = Sharding(tensor=2, pipeline=2, sequence_parallel=True)
+WIDE_EXPERTS = Sharding(tensor=2, pipeline=2, sequence_parallel=True, expert=2)
 VOCABULARY = 61
 """Neither divisible by the tensor-parallel size nor by what Megatron pads to."""
 SAMPLES = random_step(3, num_samples=8, longest_prompt=6, longest_response=12)
@@ -43,26 +45,51 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BIASED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5, "head_dim": 16}),
     "llama, one query group": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 moe": (
         "Qwen3Moe",
-        {
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-        },
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
-    "qwen3 moe, weights as they are": (
-        "Qwen3Moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    ),
+    "qwen3 moe, weights as they are": ("Qwen3Moe", EXPERTS),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "glm4 moe": ("Glm4Moe", BIASED_EXPERTS | {"use_qk_norm": True, "attention_bias": True}),
+    "deepseek v3": ("DeepseekV3", BIASED_EXPERTS | LATENT),
+    "deepseek v3, yarn": ("DeepseekV3", BIASED_EXPERTS | LATENT | {"rope_parameters": YARN}),
 }
 
 
@@ -97,6 +124,9 @@ def _write(name: str, folder: Path) -> None:
                 parameter.copy_(0.3 * values)
             else:
                 parameter.copy_(values / parameter.shape[-1] ** 0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if "score_correction_bias" in buffer_name:
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
 
@@ -158,14 +188,21 @@ def assert_same_weights(found: Path, expected: Path) -> None:
     ("name", "sharding"),
     [
         ("llama", Sharding()),
+        ("llama", WIDE),
         ("llama, one query group", Sharding(tensor=2)),
         ("qwen2", Sharding(tensor=2, sequence_parallel=True)),
-        ("qwen3", Sharding()),
-        ("qwen3", Sharding(pipeline=2)),
+        ("qwen2", WIDE),
+        ("qwen2, tied", Sharding(pipeline=2)),
+        ("qwen2 moe", WIDE_EXPERTS),
+        ("qwen3", WIDE),
         ("qwen3", Sharding(pipeline=2, virtual_pipeline=2)),
-        ("qwen3 moe", Sharding()),
-        ("qwen3 moe", Sharding(tensor=2, sequence_parallel=True, expert=2)),
+        ("qwen3 moe", WIDE_EXPERTS),
+        ("qwen3 moe", Sharding(tensor=2, sequence_parallel=True)),
         ("qwen3 moe, weights as they are", Sharding()),
+        ("mixtral", WIDE_EXPERTS),
+        ("glm4 moe", WIDE_EXPERTS),
+        ("deepseek v3", WIDE_EXPERTS),
+        ("deepseek v3, yarn", Sharding()),
     ],
     ids=str,
 )
@@ -275,7 +312,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         "missing": f"{last} in {jobs['missing'].source} is missing, and the model needs (32, 32)",
         "shape": f"{last} in {jobs['shape'].source} is (16, 32), and the model needs (32, 32)",
         "left": f"{last.replace('weight', 'bias')} in {jobs['left'].source} has no place in the model",
-        "layers": f"model.layers.2.input_layernorm.weight in {source} has no place in the model",
+        "layers": "--num-layers is 2 in the model, and config.json means 4",
         "base": "--rotary-base is 10000 in the model, and config.json means 500000",
         "cut off": f"{file} cannot be read",
     }
@@ -293,6 +330,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; known are LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": YARN}, "rope_parameters {'rope_type': 'yarn'"),
         ({"rope_parameters": {**LLAMA_3, "high_freq_factor": 2.0}}, "rope_parameters"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -337,25 +375,42 @@ def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
         "vocab_size": 151936,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert " ".join(megatron_arguments_of(read_config(tmp_path))) == (
-        "--num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4 "
-        "--kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960 --position-embedding-type rope "
-        "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-06 --attention-dropout 0.0 "
-        "--hidden-dropout 0.0 --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 "
-        "--moe-layer-freq [1,1,1] --group-query-attention --swiglu --disable-bias-linear --qk-layernorm "
-        "--untie-embeddings-and-output-weights"
-    )
+    expected = """
+        --num-layers 3 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
+        --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --max-position-embeddings 40960
+        --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --normalization RMSNorm
+        --norm-epsilon 1e-06 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --disable-bias-linear --qk-layernorm
+        --untie-embeddings-and-output-weights --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8
+        --moe-layer-freq [1,1,1] --moe-router-score-function softmax
+    """
+    flags = megatron_arguments_of(read_config(tmp_path))
+    assert sorted(flags) == sorted(expected.split())
 
 
-def test_the_page_has_every_name() -> None:
-    from trainer.hugging_face_config import ARCHITECTURES, MAPPING
+def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As published: a Qwen2 under names of its own, with one more layer."""
+    from .hugging_face_job import Job, load_and_save
+
+    source = folder_of("qwen2")
+    extra = {"model.mtp_layers.0.input_proj.weight": torch.zeros(32, 64)}
+    folder = changed(source, tmp_path / "mimo", lambda tensors: tensors.update(extra))
+    config = json.loads((source / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = run_ranks(load_and_save, 1, Sharding(), Job(folder, SAMPLES))
+    with torch.no_grad():
+        expected = logits_of(model_of(source, torch.float32))
+    assert largest_error(assembled([parts[0] for parts in found], Sharding()), expected) <= 1e-5
+
+
+def test_the_page_has_every_family() -> None:
+    from mbridge import AutoBridge
+    from trainer.hugging_face_config import FAMILIES
 
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    names = {name for _, *names in MAPPING.values() for name in names}
-    dense = {key for key in MAPPING if "experts" not in key}
-    experts = MAPPING.keys() - dense
-    experts = {key.replace("experts.", "experts.local_experts.E.") for key in experts} | {
-        f"{key}E" for key in experts
-    }
-    for name in (*ARCHITECTURES, *dense, *experts, *names):
+    for name in FAMILIES:
         assert f"`{name}`" in page, name
+    for name in AutoBridge.list_supported_models():
+        assert f"`{name}`" in page or name in FAMILIES.values(), name

@@ -109,6 +109,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,  # of multi-latent attention, as the tensors say too
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:

@@ -52,6 +52,6 @@ def torch_block_spec(
         changed.submodules.pre_mlp_layernorm = TorchNorm
         if config.qk_layernorm:
             attention = changed.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = TorchNorm
+            attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = TorchNorm
         layers.append(changed)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)

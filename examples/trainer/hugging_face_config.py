@@ -111,19 +111,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         must_be["norm_topk_prob"] = True
     if family != "glm4_moe" and not family.startswith("qwen2"):
         must_be["attention_bias"] = False
-    if not config.get("use_sliding_window", True):
-        del must_be["sliding_window"]
+    if config.get("use_sliding_window") is False:
+        del must_be["sliding_window"]  # a window that is not used
     wrong = {n: config[n] for n, v in must_be.items() if config.get(n) not in (None, v)}
     rope = config["rope_parameters"]
     kind = rope["rope_type"]
     known = kind in ROPE_MUST_BE and (kind == "yarn") <= (family == "deepseek_v3")
     if not known or ROPE_MUST_BE[kind].items() - rope.items() or rope["rope_theta"] % 1:
         wrong["rope_parameters"] = rope
+    # Megatron rates a group by its best k / topk_group experts, `transformers` by its best two.
     groups = config.get("n_group") or 1
     if groups > 1 and config["num_experts_per_tok"] != 2 * config["topk_group"]:
-        wrong["topk_group"] = config[
-            "topk_group"
-        ]  # Megatron rates a group by its best k / topk_group experts
+        wrong |= {"n_group": groups, "topk_group": config["topk_group"]}
     if wrong:
         found = ", ".join(f"{name} {value!r}" for name, value in wrong.items())
         raise WeightsError(f"{path} has {found}, for which there is no flag of Megatron's here")
@@ -142,9 +141,8 @@ def carry_over(source: str | Path, folder: Path, dtype: torch.dtype) -> None:
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """Name the attributes of GPTModel and its TransformerConfig that a config from `read_config` determines."""
-    heads, rope, family = (
-        config[n] for n in ("num_attention_heads", "rope_parameters", "model_type")
-    )
+    rope, family = config["rope_parameters"], config["model_type"]
+    heads = config["num_attention_heads"]
     is_latent = family == "deepseek_v3"
     settings = {name: config.get(field) for name, field in FIELDS.items()} | {
         "position_embedding_type": "rope",

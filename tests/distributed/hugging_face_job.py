@@ -81,6 +81,15 @@ def load_and_save(sharding: Sharding, job: Job) -> list[Logits | None]:
     return logits
 
 
+def convert(sharding: Sharding, job: Job) -> None:
+    """Load and write back, without a step of the model."""
+    from trainer.hugging_face import load_hugging_face, save_hugging_face
+
+    chunks = build(sharding, job)
+    load_hugging_face(chunks, job.source)
+    save_hugging_face(chunks, job.copy, job.source)
+
+
 def vocabulary_size(source: Path) -> int:
     from trainer.hugging_face_config import read_config
 

@@ -253,6 +253,24 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
     assert largest_error(before, after) > 1e-3
 
 
+def test_weights_are_cast_to_the_dtype_of_the_model(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The bias of the router alone stays in float32, as Megatron keeps it."""
+    from .hugging_face_job import Job, convert
+
+    source, copy = folder_of("glm4 moe"), tmp_path / "copy"
+    job = Job(source, SAMPLES, copy, dtype=torch.bfloat16)
+    run_ranks(convert, 2, Sharding(tensor=2), job)
+    found, expected = tensors_of(copy), tensors_of(source)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        is_bias_of_router = name.endswith("e_score_correction_bias")
+        assert found[name].dtype == (torch.float32 if is_bias_of_router else torch.bfloat16)
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+    assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
     from .hugging_face_job import Job, mutants
 

@@ -91,7 +91,9 @@ def check_loss(settings: dict[str, Any], expected: Tensor) -> None:
     """Loss and gradient of every log-prob are those of the loops."""
     log_probs, batch = flat_log_probs(SEQUENCES), pack(samples_of(SEQUENCES))
     config = PolicyLossConfig(**settings)
-    loss, _ = MicroBatchLoss(config, batch, step_totals(batch.samples))(log_probs, None)
+    loss, _ = MicroBatchLoss(
+        config, batch, step_totals(batch.samples, allow_different_group_sizes=True)
+    )(log_probs, None)
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     gradient = flat_gradient(expected, SEQUENCES)
@@ -206,7 +208,9 @@ def check_divergence(kind: str) -> None:
         distill_beta=beta if kind == "jsd" else 0.5,
         rollout_temperature=temperature,
     )
-    found, _ = policy_loss_function(config, pack(samples), logits, totals=step_totals(samples))
+    found, _ = policy_loss_function(
+        config, pack(samples), logits, totals=step_totals(samples, allow_different_group_sizes=True)
+    )
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
@@ -393,7 +397,9 @@ def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[s
         fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
     batch = pack(samples_of(SEQUENCES, **fields))
     batch = dataclasses.replace(batch, kept_set_size=SET_SIZE, kept_set_mass=SET_MASS)
-    loss = MicroBatchLoss(config, batch, step_totals(batch.samples))
+    loss = MicroBatchLoss(
+        config, batch, step_totals(batch.samples, allow_different_group_sizes=True)
+    )
     _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE)
     reported = reduce_metrics(
         config, [pairs], contributes=True, device="cpu", policy_version=TOLD_VERSION

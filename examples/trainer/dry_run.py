@@ -195,7 +195,7 @@ def _plan(args: argparse.Namespace, samples: list[Sample]) -> StepPlan:
         microbatch_group_size=(group or args.pipeline_model_parallel_size) if interleaved else 1,
         oversized=args.oversized_samples,
         allow_different_prompts=args.allow_different_prompts_in_group,
-        allow_different_group_sizes=args.allow_different_group_sizes,
+        allow_different_group_sizes=True,
     )
 
 

@@ -69,7 +69,8 @@ class RolloutStep:
             ragged=self._args.ragged_microbatches,
             oversized=self._args.oversized_samples,
             allow_different_prompts=self._args.allow_different_prompts_in_group,
-            allow_different_group_sizes=self._args.allow_different_group_sizes,
+            # The collector of files has not cut a group: their sizes are those of the files.
+            allow_different_group_sizes=bool(self._args.rollout_files),
             samples_per_group=None if self._args.rollout_files else self._args.samples_per_prompt,
         )
 

@@ -13,6 +13,8 @@ from megatron.core.distributed import DistributedDataParallel, param_and_grad_bu
 from megatron.core.optimizer import optimizer as optimizers
 from torch import Tensor
 
+from megatron_pg.megatron import training_loop
+
 from .breakage import PER_MICRO_BATCH, PER_TOKEN, Patch, breakage, nothing, wrap
 
 # The package's attribute of this name is the function.
@@ -155,6 +157,8 @@ def bucket_factors(
     patch: Patch, change: Callable[[Any, float], float], buffers: str = "buffers"
 ) -> None:
     """Has DDP scale its buckets by `change(config, factor)`."""
+    # `PolicyStep` refuses a factor of the other loss mode before the check could see it.
+    patch.setattr(training_loop, "_require_wrapper", lambda *_: None)
 
     def init(right, ddp, config, *args, **keywords):  # type: ignore[no-untyped-def]
         right(ddp, config, *args, **keywords)

@@ -59,7 +59,12 @@ def stock_step(
     samples = package_samples(run.samples)
     micro_batches = cut(samples)
     count = get_num_microbatches()
-    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=count, model=chunks)
+    step = PolicyStep(
+        config,
+        totals=step_totals(samples, allow_different_group_sizes=True),
+        num_microbatches=count,
+        model=chunks,
+    )
 
     def batches() -> Iterator[PackedBatch]:
         rank = torch.distributed.get_rank()

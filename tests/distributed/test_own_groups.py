@@ -73,6 +73,7 @@ def planned(run: Run, samples: list[Sample]) -> tuple[StepPlan, Groups]:
         data_with_context_group=grid(),
         cp_partition_mode=run.config.cp_partition_mode,
         cost=COST,
+        allow_different_group_sizes=True,
     )
     return plan, [aligned(size) for size in plan.cp_sizes]
 

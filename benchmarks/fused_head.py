@@ -28,7 +28,7 @@ from benchmarks.timing import OWN, Contender, append_results, begin, measure, re
 from megatron_pg import PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import largest_chunk
-from megatron_pg.loss.policy_loss import MicroBatchLoss
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 
 GOAL = 1.3
 """Times the traffic of the row passes at the copy rate, on top of the three products: what ours may take."""

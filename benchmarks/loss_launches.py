@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.loss import compiled
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.step.batch import PackedBatch
 from tests.dispatches import CountDispatches
 

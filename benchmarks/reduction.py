@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg import PolicyLossConfig, Sample, get_pg_loss_reducer, pack, step_totals
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 
 NUM_SAMPLES, NUM_METRICS, ROUNDS = 512, 12, 20
 PROMPT_LENGTH = 64

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.whole_step_model import SHAPES, Trainer, build_trainer
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, StepTotals, pack, step_totals
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead

@@ -10,9 +10,9 @@ from megatron_pg.config.planning import PlanningConfig, add_planning_args, valid
 from megatron_pg.head import Ragged, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.loss.value_loss import value_loss
 from megatron_pg.step import StepCollector, StepPlan, plan_step

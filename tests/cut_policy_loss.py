@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals, step_totals
 

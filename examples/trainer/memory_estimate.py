@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.training import theoretical_memory_usage as megatron
 
 from megatron_pg import PolicyLossConfig
-from megatron_pg.loss.policy_loss import gradient_scope
+from megatron_pg.loss.gradient_scope import gradient_scope
 
 GIB = 2**30
 CHUNK_BYTES = 5 * GIB // 4

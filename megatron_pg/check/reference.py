@@ -29,7 +29,7 @@ from megatron_pg.check.options import (
 )
 from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import gradient_slices
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
 class Inputs:
-    """Tensors by name, by what their last dimension counts.
+    """The tensors of a function by name, by what their last dimension counts. None is a tensor that is not there.
 
     Args:
         tokens: [..., window].
@@ -44,52 +44,105 @@ class Inputs:
     """
 
     def __init__(
-        self,
-        tokens: Mapping[str, Tensor | None],
-        samples: Mapping[str, Tensor | None],
-        fixed: Mapping[str, Tensor],
+        self, tokens: dict[str, Any], samples: dict[str, Any], fixed: dict[str, Any]
     ) -> None:
-        sized = ((tokens, TRACED_TOKENS), (samples, TRACED_SAMPLES), (fixed, None))
-        self._sizes = {k: size for given, size in sized for k, v in given.items() if v is not None}
-        given = {**tokens, **samples, **fixed}
-        self.tensors = {name: given[name].contiguous() for name in self._sizes}  # type: ignore[union-attr]
-        self.key = tuple((name, each.dtype) for name, each in self.tensors.items())
-        """What a program depends on besides its settings."""
+        self.tokens, self.samples, self.fixed = tokens, samples, fixed
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All tensors, None included."""
+        return {**self.tokens, **self.samples, **self.fixed}
+
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """The tensors that are there, detached."""
+        return {
+            name: tensor.detach().contiguous()
+            for name, tensor in self.by_name.items()
+            if tensor is not None
+        }
 
     def traced(self) -> list[Tensor]:
-        """Zeros of the sizes that are traced, in order."""
+        """Return zeros of the sizes that are traced, in order."""
+        sizes = dict.fromkeys(self.tokens, TRACED_TOKENS) | dict.fromkeys(
+            self.samples, TRACED_SAMPLES
+        )
         return [
-            each.new_zeros(each.shape if size is None else (*each.shape[:-1], size))
-            for each, size in zip(self.tensors.values(), self._sizes.values(), strict=True)
+            tensor.new_zeros((*tensor.shape[:-1], sizes.get(name, tensor.shape[-1])))
+            for name, tensor in self.present.items()
         ]
 
-    def mark_dynamic(self, tensors: list[Tensor]) -> None:
-        """Says to the compiler which sizes change from call to call."""
-        for each, size in zip(tensors, self._sizes.values(), strict=True):
-            if size is not None:
-                torch._dynamo.mark_dynamic(each, each.dim() - 1)
+    def mark_dynamic(self, tensors: Sequence[Tensor]) -> None:
+        """Tell the compiler which sizes of the tensors, in order, change from call to call."""
+        for name, tensor in zip(self.present, tensors, strict=True):
+            if name not in self.fixed:
+                torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
 
 
-def program(
-    settings: Hashable, function: Callable[[Mapping[str, Tensor]], Outputs], inputs: Inputs
-) -> Callable[..., Outputs] | None:
-    """The compiled function of tensors in the order of `inputs`; compiled at the first call for these settings.
+Function = Callable[[Mapping[str, Any]], Outputs]
+
+
+def evaluate(
+    function: Function, settings: Hashable | None, inputs: Inputs, differentiated: Sequence[str]
+) -> Outputs:
+    """Evaluate a function of tensors: by a compiled program on a GPU, operator by operator elsewhere.
 
     Args:
-        settings: all that the function depends on besides its tensors.
-        function: tensors by name -> tensors; without gradients, and without reading a value on the host.
-        inputs: tensors of this call.
-
-    Returns:
-        None where it is to run as it is, operator by operator.
+        function: tensors by name -> tensors, without reading a value on the host. The first result is the one that has a
+            gradient.
+        settings: what the function depends on besides its tensors; None is a function that is not compiled.
+        inputs: the tensors of this call.
+        differentiated: names of the tensors that the first result has a gradient to; with none, nothing has a gradient.
     """
-    key = (settings, inputs.key)
+    program = None
+    device = inputs.tokens["log_probs"].device.type
+    if settings is not None and device in DEVICES and not torch.is_inference_mode_enabled():
+        program = _program(function, settings, inputs, differentiated)
+    if program is None:
+        return function(inputs.by_name)
+    call = functools.partial(program, *inputs.present.values())
+    if not differentiated:
+        with torch.no_grad():
+            return call()
+    leaves = (inputs.by_name[name] for name in differentiated)
+    outputs: Outputs = Differentiated.apply(call, *leaves)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _program(
+    function: Function, settings: Hashable, inputs: Inputs, differentiated: Sequence[str]
+) -> Callable[..., Outputs] | None:
+    """Return the compiled function, compiled at the first call for these settings; None where it runs operator by operator."""
+    kind = getattr(function, "func", function)
+    dtypes = tuple((name, tensor.dtype) for name, tensor in inputs.present.items())
+    key = (kind, settings, dtypes)
     if key not in _programs:
         if len(_programs) >= MAX_PROGRAMS:  # nothing is kept of settings that every step may change
             _say_that_no_more_are_compiled()
             return None
-        _programs[key] = _compiled(function, inputs)
+        _programs[key] = _compiled(_with_gradients(function, differentiated), inputs)
     return _programs[key]
+
+
+def _with_gradients(function: Function, differentiated: Sequence[str]) -> Function:
+    """Return the function with the gradients of its first result to `differentiated` behind that result."""
+    if not differentiated:
+        return function
+
+    def traced(tensors: Mapping[str, Any]) -> Outputs:
+        with torch.enable_grad():
+            leaves = {
+                name: tensors[name].detach().requires_grad_()
+                for name in differentiated
+                if tensors.get(name) is not None
+            }
+            results: Any = function({**tensors, **leaves})
+            loss, *others = results
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        by_name = dict(zip(leaves, gradients, strict=True))
+        return loss.detach(), *map(by_name.get, differentiated), *others
+
+    return traced
 
 
 @functools.cache
@@ -101,10 +154,8 @@ def _say_that_no_more_are_compiled() -> None:
     )
 
 
-def _compiled(
-    function: Callable[[Mapping[str, Tensor]], Outputs], inputs: Inputs
-) -> Callable[..., Outputs] | None:
-    names, example, start = list(inputs.tensors), inputs.traced(), time.perf_counter()
+def _compiled(function: Function, inputs: Inputs) -> Callable[..., Outputs] | None:
+    names, example, start = list(inputs.present), inputs.traced(), time.perf_counter()
 
     def of_tensors(*tensors: Tensor) -> Outputs:
         return function(dict(zip(names, tensors, strict=True)))

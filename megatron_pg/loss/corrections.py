@@ -8,7 +8,6 @@ only shrink. A NaN compares as false with any bound, hence is kept: it stays vis
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +18,8 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
-from megatron_pg.loss.masking import masked, with_masked_inputs
-from megatron_pg.loss.objectives import ObjectiveOutput
-from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence, rollout_mismatch
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
 from megatron_pg.step.sample import Sample
 
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
@@ -31,21 +28,14 @@ REJECTED = "rejected_fraction"
 CLIPPED = "tis_clipped_fraction"
 TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
 """The settings of `--use-tis`; a custom function may read the others too."""
-MAX_REPORTED = 300.0
-"""Differences of log-probs are held within +-300 in metrics: float64 holds e^600 and its sums, and no e^710."""
 OF_REJECTION = ("rejection_denominator",)
 """The settings of every correction that drops tokens."""
-
-
-def reported(difference: Tensor) -> Tensor:
-    """A difference of log-probs [window] as metrics take it, in float64 and within `MAX_REPORTED`. NaN stays NaN."""
-    return difference.double().clamp(-MAX_REPORTED, MAX_REPORTED)
 
 
 class Corrected(NamedTuple):
     """A micro-batch after one correction, or after all of them."""
 
-    pg_loss: Tensor
+    loss: Tensor
     """The per-token loss [window]; after all of them 0 where the mask drops the token."""
     loss_mask: Tensor
     """The active tokens that were not rejected, [window] bool."""
@@ -53,53 +43,12 @@ class Corrected(NamedTuple):
     """Values [window] by name, detached; their means are over the tokens active before any rejection."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """One micro-batch on one rank, scored: what corrections and metrics may look at."""
-
-    config: PolicyLossConfig
-    batch: PackedBatch
-    log_probs: Tensor
-    """The log-probs [window] under the policy in training."""
-    outcome: ObjectiveOutput
-    entropy: Tensor | None = None
-    """The entropy [window] in nats, where something reads it."""
-    sequence: SequenceLogRatios | None = None
-    """The sums over whole sequences, where a row that is on needs some."""
-    corrected: Corrected | None = None
-    """After all corrections; None before."""
-
-    @functools.cached_property
-    def log_ratio(self) -> Tensor:
-        """The log-ratio log r, [window] float64, within `MAX_REPORTED`; only of an objective whose row has a ratio."""
-        if self.outcome.log_ratio is None:
-            raise ValueError(
-                "the objective's row promises a ratio that the objective did not return"
-            )
-        return reported(self.outcome.log_ratio)
-
-    @functools.cached_property
-    def ratio(self) -> Tensor:
-        """The ratio r, [window] float64; as `log_ratio`."""
-        return self.log_ratio.exp()
-
-    @functools.cached_property
-    def mismatch(self) -> Tensor:
-        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64 within `MAX_REPORTED`, 0 where masked."""
-        return reported(rollout_mismatch(self.batch))
-
-    @property
-    def sequences(self) -> SequenceLogRatios:
-        """The field `sequence`, which a row that reads it has asked for."""
-        return given_sequence(self.sequence, "a sequence-level correction")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
     """A correction and its properties. What is not stated is the careful answer."""
 
-    function: Callable[..., Corrected]
-    """The formula, function(scored, pg_loss so far [window]) -> Corrected, with its own rejections alone."""
+    function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
+    """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
     """Whether it drops tokens."""
     rejected_by_data: Callable[[PolicyLossConfig, Tensor, int], Tensor] | None = None
@@ -129,37 +78,34 @@ CORRECTIONS: Table[Correction] = Table("corrections")
 correction = CORRECTIONS.decorator(Correction)
 
 
-def apply_corrections(scored: Scored) -> Corrected:
-    """Weights the per-token loss and shrinks the loss mask by every correction that is on.
+def apply_corrections(
+    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+) -> Corrected:
+    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on.
 
     Raises:
-        ValueError: `sequence` or log-probs are missing that a setting needs, or a custom function returned the wrong
-            shapes.
+        ValueError: sums or log-probs are missing that a setting needs, or a custom function returned the wrong shapes.
     """
-    config, batch, pg_loss = scored.config, scored.batch, scored.outcome.loss
     rows = CORRECTIONS.rows_on(config)
     if not rows:
-        return Corrected(pg_loss, batch.loss_mask, {})
-    kept = batch.loss_mask
+        return Corrected(loss, tokens.loss_mask, {})
+    kept = tokens.loss_mask
     metrics: dict[str, Tensor] = {}
     for row in rows:
-        pg_loss, kept_by_row, of_row = row.function(scored, pg_loss)
+        loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row
-        metrics |= of_row
-    if config.pg_metrics == "none":
-        metrics = {}
-    else:
-        metrics[REJECTED] = (batch.loss_mask & ~kept).float()
-    return Corrected(torch.where(kept, pg_loss, 0.0), kept, metrics)
+        metrics |= row_metrics
+    metrics[REJECTED] = (tokens.loss_mask & ~kept).float()
+    return Corrected(torch.where(kept, loss, 0.0), kept, metrics)
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a correction that is on may drop tokens; the config alone decides."""
+    """Say if a correction that is on may drop tokens; the config alone decides."""
     return any(row.rejects for row in CORRECTIONS.rows_on(config))
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """What `apply_corrections` reports under these settings (nothing under `--pg-metrics none`).
+    """List the metrics that `apply_corrections` returns under these settings.
 
     `tis_clipped_fraction` is the share of tokens whose weight is out of bounds, `rejected_fraction`
     that of the tokens dropped by whatever correction.
@@ -178,23 +124,23 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
     options=TIS_SETTINGS + OF_REJECTION,
     rejects=True,
 )
-def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Calls the user's function. The shapes are checked; the values, on the device, are not."""
-    config, batch, log_probs = scored.config, scored.batch, scored.log_probs
+def custom_tis(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+) -> Corrected:
+    """Call the user's function. The shapes are checked; the values, on the device, are not."""
     path = str(config.custom_tis_function_path)
     where = f"--custom-tis-function-path {path}"
     function = load_custom_function("custom_tis_function_path", path)
-    log_probs = masked(log_probs, batch.loss_mask)
-    results = function(config, with_masked_inputs(batch), log_probs, pg_loss)
+    results = function(config, tokens, tokens.log_probs, loss)
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise ValueError(
             f"{where} returned a {type(results).__name__}, expected two tensors, (pg_loss, loss_mask)"
         )
     corrected, kept = results
-    shape, meaning = batch.loss_mask.shape, "one value per token of the window"
-    check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=pg_loss)
+    shape, meaning = tokens.loss_mask.shape, "one value per token of the window"
+    check_returned(corrected, shape, f"{where}: pg_loss:", meaning, differentiable_in=loss)
     check_returned(kept, shape, f"{where}: loss_mask:", meaning)
-    return Corrected(corrected, batch.loss_mask & kept.bool(), {})
+    return Corrected(corrected, tokens.loss_mask & kept.bool(), {})
 
 
 @correction(
@@ -208,12 +154,11 @@ def custom_tis(scored: Scored, pg_loss: Tensor) -> Corrected:
     is_sum_over_tokens=True,
     rejects=True,
 )
-def opsm(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Drops the tokens of negative advantage of sequences that the policy has left behind."""
-    batch = scored.batch
-    is_off_policy = -scored.sequences.mean_of_tokens("policy") > scored.config.opsm_delta
-    kept = batch.loss_mask & ~(is_off_policy & (batch.advantages < 0))
-    return Corrected(pg_loss, kept, {})
+def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor) -> Corrected:
+    """Drop the tokens of negative advantage of sequences that the policy has left behind."""
+    is_off_policy = -sums.mean("policy") > config.opsm_delta
+    kept = tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0))
+    return Corrected(loss, kept, {})
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
@@ -233,8 +178,19 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
         return list(samples)
 
     def accepted(sample: Sample) -> Sample:
-        mismatch = rollout_mismatch(sample, sample.name)
+        mismatch = _mismatch_of(sample)
         kept = sample.loss_mask & ~tests[0](config, mismatch, sample.num_active_tokens)
         return dataclasses.replace(sample, loss_mask=kept)
 
     return [accepted(sample) for sample in samples]
+
+
+def _mismatch_of(sample: Sample) -> Tensor:
+    """Compute old_log_prob - rollout_log_prob of a sample, [response_length] float64, 0 where masked."""
+    old, rollout = (getattr(sample, name) for name in MISMATCH_INPUTS)
+    if old is None or rollout is None:
+        lacking = MISMATCH_INPUTS[0] if old is None else MISMATCH_INPUTS[1]
+        raise ValueError(
+            f"{sample.name} needs {lacking}: give Sample({lacking}=...) to every sample of the step"
+        )
+    return torch.where(sample.loss_mask.bool(), old.double() - rollout.double(), 0.0)

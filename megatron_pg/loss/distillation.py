@@ -1,4 +1,4 @@
-"""Distillation: the teacher that the samples bring, and the objective that is its divergence."""
+"""Distillation: the teacher that the samples bring."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import Divergence, TopKTeacher, WholeTeacher
-from megatron_pg.loss.masking import masked
-from megatron_pg.loss.objectives import ObjectiveOutput, objective
 from megatron_pg.step.batch import PackedBatch
 
 CHANNELS = {
@@ -22,30 +20,6 @@ CHANNELS = {
     "top_k": ("teacher_ids", "teacher_log_probs"),
 }
 """The side channels of the samples that a teacher comes in, by `--distill-teacher`: each has a row for every response token."""
-
-
-@objective(
-    "D(student, teacher)",
-    about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
-    is_sum_over_tokens=True,
-)
-def distill(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
-    """Distillation on the tokens of the samples, whoever sampled them."""
-    return ObjectiveOutput(given_divergence(batch))
-
-
-def given_divergence(batch: PackedBatch) -> Tensor:
-    """The divergence [window], 0 and without gradient where masked.
-
-    Raises:
-        ValueError: there is none: the loss was given log-probs alone.
-    """
-    if batch.divergence is None:
-        raise ValueError(
-            "--policy-loss distill and --distill-coef need the divergence from the teacher, which is made of logits or of hidden "
-            "states: use PolicyStep or policy_loss_function"
-        )
-    return masked(batch.divergence, batch.loss_mask)
 
 
 def refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> None:

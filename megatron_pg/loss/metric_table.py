@@ -15,23 +15,66 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.corrections import Scored, correction_metric_names, reported
-from megatron_pg.loss.divergence import KL_ESTIMATES
-from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.corrections import Corrected, correction_metric_names
+from megatron_pg.loss.objectives import OBJECTIVES, Outcome
+from megatron_pg.loss.regularizers import KL_ESTIMATES
+from megatron_pg.loss.tokens import Tokens
 
 EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
+MAX_REPORTED = 300.0
+"""Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and its sums, and no e^710."""
 SIGNS = {"maximum": 1.0, "minimum": -1.0}
 """What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
 
 
-def given(values: Tensor | None) -> Tensor:
-    """The values that a row of `OBJECTIVES` promises.
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """One micro-batch on one rank after the loss: the tensors that a metric may read."""
+
+    config: PolicyLossConfig
+    tokens: Tokens
+    outcome: Outcome
+    corrected: Corrected
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """The log-ratio log r, [window] float64, within `MAX_REPORTED`."""
+        return _held(promised(self.outcome.log_ratio))
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        """The ratio r, [window] float64."""
+        return self.log_ratio.exp()
+
+    @functools.cached_property
+    def mismatch(self) -> Tensor:
+        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64 within `MAX_REPORTED`, 0 where masked."""
+        return _held(self.tokens.mismatch())
+
+    @property
+    def ref_difference(self) -> Tensor:
+        """The difference log_prob - ref_log_prob, [window] float64 within `MAX_REPORTED`."""
+        return _held(self.tokens.log_probs.double() - self.tokens.given("ref_log_probs"))
+
+    @property
+    def clipped(self) -> Tensor:
+        """Tokens whose ratio is outside on the side that the sign of A makes active, [window] bool."""
+        return promised(self.outcome.is_effectively_clipped)
+
+
+def _held(difference: Tensor) -> Tensor:
+    """Hold a difference of log-probs [window] within `MAX_REPORTED`, in float64. NaN stays NaN."""
+    return difference.double().clamp(-MAX_REPORTED, MAX_REPORTED)
+
+
+def promised(values: Tensor | None) -> Tensor:
+    """Return the values that a row of `OBJECTIVES` promises.
 
     Raises:
         ValueError: the objective did not return them.
     """
     if values is None:
-        raise ValueError("the objective's row promises values that the objective did not return")
+        raise ValueError("the objective's row promises a ratio that the objective did not return")
     return values
 
 
@@ -72,23 +115,14 @@ of_mismatch = functools.partial(Metric, reads=("old_log_probs", "rollout_log_pro
 of_version = functools.partial(Metric, reads=("policy_version",))
 
 
-def _ref_difference(scored: Scored) -> Tensor:
-    """The difference log_prob - ref_log_prob, [window] float64 within +-300."""
-    return reported(scored.log_probs.double() - given(scored.batch.ref_log_probs))
-
-
-def _clipped(scored: Scored) -> Tensor:
-    return given(scored.outcome.is_effectively_clipped)
-
-
 METRICS = [
-    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.log_probs),
-    Metric("advantage", "advantage", lambda s: s.batch.advantages),
-    Metric("num_tokens", "T, the active tokens", lambda s: s.batch.loss_mask, "sum"),
+    Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.tokens.log_probs),
+    Metric("advantage", "advantage", lambda s: s.tokens.advantages),
+    Metric("num_tokens", "T, the active tokens", lambda s: s.tokens.loss_mask, "sum"),
     of_ratio(
         "old_logprobs",
         "log-prob under the policy that the step starts from",
-        lambda s: given(s.batch.old_log_probs),
+        lambda s: s.tokens.given("old_log_probs"),
         reads=("old_log_probs",),
     ),
     of_ratio("ratio_new_old", "r before any clip", lambda s: s.ratio),
@@ -99,38 +133,40 @@ METRICS = [
         lambda s: s.log_ratio.expm1() - s.log_ratio,
     ),
     of_ratio(
-        "clipped_ratio_fraction", "r outside the clip range", lambda s: given(s.outcome.is_clipped)
+        "clipped_ratio_fraction",
+        "r outside the clip range",
+        lambda s: promised(s.outcome.is_clipped),
     ),
     of_ratio(
         "clipped_ratio_effective_fraction",
         "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
-        _clipped,
+        lambda s: s.clipped,
     ),
-    of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", _clipped),
+    of_ratio("pg_clipfrac", "the same, by the name that most trainers plot", lambda s: s.clipped),
     of_ratio(
         "pg_clipfrac_positive",
         "its part with A > 0, clipped from above",
-        lambda s: _clipped(s) & (s.batch.advantages > 0),
+        lambda s: s.clipped & (s.tokens.advantages > 0),
     ),
     of_ratio(
         "pg_clipfrac_negative",
         "its part with A < 0, clipped from below (cispo: from either side)",
-        lambda s: _clipped(s) & (s.batch.advantages < 0),
+        lambda s: s.clipped & (s.tokens.advantages < 0),
     ),
     of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
     of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * s.log_ratio).exp(), "ratio sum"),
     of_reference(
         "ref_logprobs",
         "log-prob under the reference policy",
-        lambda s: given(s.batch.ref_log_probs),
+        lambda s: s.tokens.given("ref_log_probs"),
     ),
     of_reference(
         "kl_ref",
         "the estimate of KL(policy || reference) that --kl-loss-type names, without weight",
-        lambda s: KL_ESTIMATES[s.config.kl_loss_type](_ref_difference(s)),
+        lambda s: KL_ESTIMATES[s.config.kl_loss_type](s.ref_difference),
     ),
     of_reference(
-        "ratio_ref_new", "exp(ref_log_prob - log_prob)", lambda s: (-_ref_difference(s)).exp()
+        "ratio_ref_new", "exp(ref_log_prob - log_prob)", lambda s: (-s.ref_difference).exp()
     ),
     of_mismatch("rollout_ratio", "w = exp(d) before any bound", lambda s: s.mismatch.exp()),
     of_mismatch(
@@ -166,42 +202,42 @@ METRICS = [
     of_version(
         "policy_version",
         "version of the policy that generated the sample",
-        lambda s: given(s.batch.policy_version),
+        lambda s: s.tokens.given("policy_version"),
     ),
     of_version(
         "min_policy_version",
         "the oldest of them",
-        lambda s: given(s.batch.policy_version),
+        lambda s: s.tokens.given("policy_version"),
         "minimum",
     ),
     Metric(
         "entropy",
         "entropy of the whole vocabulary, or of the kept set, in nats; under --pg-metrics with_entropy",
-        lambda s: given(s.entropy),
+        lambda s: s.tokens.given("entropy"),
         when=lambda config: config.pg_metrics == "with_entropy",
     ),
     Metric(
         "kept_set_size",
         "tokens of the set that the token was sampled from, 0 where all were kept; under --replay-sampling-set",
-        lambda s: given(s.batch.kept_set_size),
+        lambda s: s.tokens.given("kept_set_size"),
         reads=("kept_set_size",),
         when=lambda config: config.replay_sampling_set,
     ),
     Metric(
         "kept_set_mass",
         "probability that the policy in training gives that set, 1 where all were kept; under --kept-set-mass",
-        lambda s: given(s.batch.kept_set_mass),
+        lambda s: s.tokens.given("kept_set_mass"),
         reads=("kept_set_mass",),
         when=lambda config: config.kept_set_mass,
     ),
     Metric(
         "teacher_divergence",
         "the divergence from the teacher that --distill-divergence names, without weight; with distillation",
-        lambda s: given(s.batch.divergence),
+        lambda s: s.tokens.given("divergence"),
         when=lambda config: config.distills,
     ),
-    Metric("max_advantage", "largest advantage", lambda s: s.batch.advantages, "maximum"),
-    Metric("min_advantage", "smallest advantage", lambda s: s.batch.advantages, "minimum"),
+    Metric("max_advantage", "largest advantage", lambda s: s.tokens.advantages, "maximum"),
+    Metric("min_advantage", "smallest advantage", lambda s: s.tokens.advantages, "minimum"),
 ]
 """What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
 is old_log_prob - rollout_log_prob. All differences of log-probs are held within +-300."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,20 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
-from megatron_pg.loss.corrections import Scored
 from megatron_pg.loss.metric_table import (
     DERIVED,
     METRICS,
     SIGNS,
     Metric,
-    given,
+    Scored,
     metrics_on,
+    promised,
     ratio_of,
 )
-from megatron_pg.loss.pairs import MetricTable
+from megatron_pg.loss.pairs import Kind, PairTable, checksums
+from megatron_pg.loss.policy_loss import Terms
+from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.weights import Weights
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
@@ -72,7 +75,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
 
     def fill(self, found: MicroBatchMetrics) -> None:
         """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
-        given(self.table).copy_(given(found.table))
+        promised(self.table).copy_(promised(found.table))
         self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
         self.totals = found.totals
 
@@ -88,66 +91,68 @@ class HasSums(Protocol):
         """The metrics by name, from the pairs of the whole world."""
 
 
-class TokenMetrics(NamedTuple):
-    """What the metrics of a micro-batch are made of, on one rank."""
+class MetricParts(NamedTuple):
+    """The tensors that the metrics of a micro-batch are made of, on one rank."""
 
-    values: Tensor | None
-    """The values [rows, window] float64 of the rows of `MetricTable.rows`, 0 at masked positions; None without metrics."""
-    maxima: Tensor | None = None
+    checksums: Tensor
+    """The three checksums [3] float64."""
+    sums: Tensor
+    """The sums of `PairTable.sums`."""
+    maxima: Tensor | None
     """See `MicroBatchMetrics`."""
-    is_nan: Tensor | None = None
+    is_nan: Tensor | None
     """See `MicroBatchMetrics`."""
 
 
 @torch.no_grad()
-def token_metrics(scored: Scored) -> TokenMetrics:
-    """The metrics of one micro-batch on one rank before they are summed, over the tokens active before any rejection."""
-    batch, loss_mask = scored.batch, scored.batch.loss_mask
-    on = metrics_on(scored.config)
-    if not on:
-        return TokenMetrics(None)
-    has = [all(getattr(batch, field) is not None for field in row.reads) for row in on]
-
-    def of_row(row: Metric, is_present: bool, masked_value: float) -> Tensor:
-        # Row by row and from the mask, so that a compiler writes all of them in one kernel.
-        if not is_present:
-            return torch.where(loss_mask, masked_value, masked_value).double()
-        values = row.value(scored).double()
-        return torch.where(loss_mask, SIGNS.get(row.kind, 1.0) * values, masked_value)
-
-    rows = list(zip(on, has, strict=True))
-    values = [of_row(row, True, 0.0) for row, is_in in rows if is_in and row.kind not in SIGNS]
-    extremes = torch.stack(
-        [of_row(row, is_in, -torch.inf) for row, is_in in rows if row.kind in SIGNS]
-    )
-    maxima = (
-        extremes.amax(1) if loss_mask.shape[0] else extremes.new_full((len(extremes),), -torch.inf)
-    )
-    is_nan = ~torch.isfinite(given(scored.corrected and scored.corrected.pg_loss))
-    if scored.config.kl_loss_coef:
-        difference = scored.log_probs - given(batch.ref_log_probs)
-        is_nan = is_nan | (loss_mask & ~torch.isfinite(difference))
-    if scored.config.distill_coef:
-        is_nan = is_nan | (loss_mask & ~torch.isfinite(given(batch.divergence)))
-    return TokenMetrics(torch.stack(values), maxima, is_nan)
+def metric_parts(
+    config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
+) -> MetricParts:
+    """Compute what a micro-batch reports, from the tensors of its loss. Metrics cover the tokens active before any rejection."""
+    mask, values, extremes = tokens.loss_mask, {}, []
+    scored = Scored(config, tokens, terms.outcome, terms.corrected)
+    present = dict(table.present)
+    for row in metrics_on(config):
+        if row.kind in SIGNS:
+            if any(getattr(tokens, name) is None for name in row.reads):
+                extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
+                continue
+            value = SIGNS[row.kind] * row.value(scored).double()
+            extremes.append(value.masked_fill(~mask, -torch.inf))
+        elif row.name in present:
+            values[row.name] = row.value(scored)
+    sums = (checksums(weights, tokens.positions), table.sums(values, weights, mask))
+    if not extremes:
+        return MetricParts(*sums, None, None)
+    is_nan = ~terms.corrected.loss.isfinite()
+    if config.kl_loss_coef:
+        is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
+    if config.distill_coef:
+        is_nan = is_nan | ~tokens.given("divergence").isfinite()
+    stacked = torch.stack(extremes)
+    nothing = stacked.new_full((len(extremes),), -torch.inf)
+    return MetricParts(*sums, stacked.amax(1) if mask.shape[0] else nothing, is_nan)
 
 
 @read_off_rows
-def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> MetricTable:
-    """The table of the policy loss under a config, for samples that lack the named fields."""
-    rows = [
-        (row.name, None if lacking.intersection(row.reads) else row.kind)
-        for row in metrics_on(config)
-        if row.kind not in SIGNS
-    ]
-    terms = (
-        ("kl_loss", config.kl_loss_coef),
-        ("entropy_loss", config.entropy_coef),
-        ("distill_loss", config.distill_coef),
-    )
-    reported = ("loss", "pg_loss", *(name for name, coefficient in terms if coefficient))
-    is_of_sequences = ratio_of(config) == "sequence"
-    return MetricTable(reported, tuple(rows), is_of_sequences)
+def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
+    """Return the table of the policy loss under a config, for samples that lack the named fields."""
+    is_per_sequence = ratio_of(config) == "sequence"
+    rows: list[tuple[str, Kind]] = []
+    for row in metrics_on(config):
+        if row.kind in SIGNS:
+            continue
+        kind: Any = "absent" if lacking.intersection(row.reads) else row.kind
+        rows.append(
+            (row.name, "sequence sum" if (kind, is_per_sequence) == ("ratio sum", True) else kind)
+        )
+    coefficients = {
+        "kl_loss": config.kl_loss_coef,
+        "entropy_loss": config.entropy_coef,
+        "distill_loss": config.distill_coef,
+    }
+    terms = (name for name, coefficient in coefficients.items() if coefficient)
+    return PairTable(("loss", "pg_loss", *terms), tuple(rows))
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:

@@ -16,18 +16,17 @@ from megatron_pg.loss.corrections import (
     TIS_SETTINGS,
     Corrected,
     Correction,
-    Scored,
 )
-from megatron_pg.loss.masking import clamped_log_ratio, masked
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 
 
-def _at_level(scored: Scored, level: str) -> Tensor:
-    """The mismatch d of each token, or its sum or mean over the token's sequence, [window] float64, 0 where masked."""
+def _at_level(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
+    """Return the mismatch d of each token, or its sum or mean over the token's sequence, [window] float64, 0 where masked."""
     if level == "token":
-        return scored.mismatch
-    sequences = scored.sequences
-    of_sequence = sequences.sum_of_tokens if level == "sequence" else sequences.mean_of_tokens
-    return masked(of_sequence("mismatch"), scored.batch.loss_mask)
+        return tokens.mismatch()
+    over_sequence = sums.total if level == "sequence" else sums.mean
+    return masked(over_sequence("mismatch"), tokens.loss_mask)
 
 
 def _of_sample(mismatch: Tensor, level: str, active_tokens: int) -> Tensor:
@@ -38,29 +37,32 @@ def _of_sample(mismatch: Tensor, level: str, active_tokens: int) -> Tensor:
     return total if level == "sequence" else total / max(active_tokens, 1)
 
 
-def importance_weights(scored: Scored) -> Tensor:
-    """The weight w of `--use-tis`, [window] float64, before its bounds, 1 at masked positions. No gradient."""
-    return clamped_log_ratio(_at_level(scored, scored.config.tis_level)).exp()
+def importance_weights(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Tensor:
+    """Compute the weight w of `--use-tis` before its bounds, [window] float64, 1 at masked positions. No gradient."""
+    return clamped_log_ratio(_at_level(tokens, sums, config.tis_level)).exp()
 
 
 def _is_outside(ratio: Tensor, low: float, high: float) -> Tensor:
     return (ratio < low) | (ratio > high)
 
 
-def _weighted(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """Weights every token by its own truncated ratio, or by that of its sequence."""
-    low, high = scored.config.tis_clip_low, scored.config.tis_clip
-    weights = importance_weights(scored)
+def _weighted(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+) -> Corrected:
+    """Weight every token by its own truncated ratio, or by that of its sequence."""
+    low, high = config.tis_clip_low, config.tis_clip
+    weights = importance_weights(config, tokens, sums)
     # In the precision of the loss: float64 stays.
-    weighted = pg_loss * weights.clamp(low, high).to(pg_loss.dtype)
-    is_outside = _is_outside(weights, low, high)
-    return Corrected(weighted, scored.batch.loss_mask, {CLIPPED: is_outside})
+    weighted = loss * weights.clamp(low, high).to(loss.dtype)
+    return Corrected(weighted, tokens.loss_mask, {CLIPPED: _is_outside(weights, low, high)})
 
 
-def _masked_by_weight(scored: Scored, pg_loss: Tensor) -> Corrected:
-    """The same, and drops the tokens whose ratio, or that of whose sequence, is out of bounds."""
-    weighted = _weighted(scored, pg_loss)
-    return weighted._replace(loss_mask=scored.batch.loss_mask & ~weighted.metrics[CLIPPED])
+def _masked_by_weight(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+) -> Corrected:
+    """Weight the tokens, and drop those whose ratio, or whose sequence's ratio, is out of bounds."""
+    weighted = _weighted(config, tokens, sums, loss)
+    return weighted._replace(loss_mask=tokens.loss_mask & ~weighted.metrics[CLIPPED])
 
 
 def _is_rejected_by_weight(config: PolicyLossConfig, mismatch: Tensor, count: int) -> Tensor:
@@ -116,9 +118,11 @@ def _rejection_row(level: str) -> Correction:
         low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))
         return _is_outside(clamped_log_ratio(of_sequence).exp(), low, high)
 
-    def reject(scored: Scored, pg_loss: Tensor) -> Corrected:
-        outliers = is_outlier(scored.config, _at_level(scored, level))
-        return Corrected(pg_loss, scored.batch.loss_mask & ~outliers, {})
+    def reject(
+        config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+    ) -> Corrected:
+        outliers = is_outlier(config, _at_level(tokens, sums, level))
+        return Corrected(loss, tokens.loss_mask & ~outliers, {})
 
     return Correction(
         name=f"{level}_rejection",

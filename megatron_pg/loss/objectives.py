@@ -1,11 +1,10 @@
-"""The policy objectives: what each response token contributes to the loss. One row of the table each.
+"""The policy objectives: the loss of each response token. One row of the table each.
 
-r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. What stands in the place of old_log_prob is
-`--ratio-anchor`'s.
+r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. `--ratio-anchor` names the log-probs that stand
+in the place of old_log_prob.
 
-Every function takes the config, the packed micro-batch and `log_probs` [window] (any floating dtype; computed in float32,
-float64 stays), and needs no other rank: what a sequence ratio needs of the other context-parallel ranks comes in as
-`sequence`. Masked positions are exactly 0 and pass no gradient.
+Every function takes the config, the tokens of this rank's window and the sums over whole sequences. Tokens are 0 and
+without gradient where masked, so a formula needs no mask. It is computed in the dtype of the log-probs.
 """
 
 from __future__ import annotations
@@ -18,51 +17,51 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
-from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
 from megatron_pg.loss.clip import clip_range, clipped_by_sign
-from megatron_pg.loss.masking import (
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import (
+    Tokens,
     clamped_log_ratio,
-    given_log_probs,
     masked,
     straight_through,
     weighted_log_probs,
-    with_masked_inputs,
 )
-from megatron_pg.loss.sequence import SequenceLogRatios, given_sequence
-from megatron_pg.step.batch import PackedBatch
 
 CLIP_SETTINGS = ("eps_clip", "eps_clip_high")
 """The settings of the clip range, which have values whether an objective reads them or not."""
 
 
 @dataclass(frozen=True, eq=False)
-class ObjectiveOutput:
-    """The per-token loss of a micro-batch, and what the metrics need of its making."""
+class Outcome:
+    """The per-token loss of a micro-batch, and the ratio for the metrics.
+
+    An objective without a ratio has None for the last three.
+    """
 
     loss: Tensor
     """The per-token loss [window], with gradient."""
     log_ratio: Tensor | None = None
-    """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence. This and
-    the next two are None for an objective without a ratio."""
+    """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence."""
     is_clipped: Tensor | None = None
-    """Where the ratio is outside the objective's clip range, [window] bool."""
+    """Tokens whose ratio is outside the objective's clip range, [window] bool."""
     is_effectively_clipped: Tensor | None = None
-    """Where the ratio is outside on the side that the sign of A makes active, [window] bool."""
+    """Tokens whose ratio is outside on the side that the sign of A makes active, [window] bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Row):
-    """A policy objective and its properties. What is not stated is the careful answer."""
+    """A policy objective and its properties. A property that is not stated has the careful value."""
 
-    function: Callable[..., ObjectiveOutput]
-    """The formula (config, batch, log_probs) -> ObjectiveOutput; that of a sequence ratio takes `sequence` besides."""
+    function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
+    """The formula."""
     ratio: Literal["none", "token", "sequence"] = "none"
-    """What its ratio is one number of: sequence sums and the metrics of the ratio follow."""
+    """The unit that has one ratio. Sequence sums and the metrics of the ratio follow from it."""
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
-    """Which of `CLIP_SETTINGS` it reads under a config; of the others it is said at startup where they are given."""
+    """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
-    """Whether a token whose advantage is 0 has no gradient, so that the fused head leaves it out of the products."""
+    """True where a token whose advantage is 0 has no gradient. The fused head leaves such tokens out of the products."""
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
@@ -70,18 +69,8 @@ class Objective(Row):
     def sums_over_sequences(self) -> tuple[str, ...]:
         return self.sequence_sums or (("policy",) if self.ratio == "sequence" else ())
 
-    def __call__(
-        self,
-        config: PolicyLossConfig,
-        batch: PackedBatch,
-        log_probs: Tensor,
-        *,
-        sequence: SequenceLogRatios | None = None,
-    ) -> ObjectiveOutput:
-        if self.ratio != "sequence":
-            return self.function(config, batch, log_probs)
-        sequence = given_sequence(sequence, f"--policy-loss {self.name}")
-        return self.function(config, batch, log_probs, sequence)
+    def __call__(self, config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+        return self.function(config, tokens, sums)
 
 
 OBJECTIVES: Table[Objective] = Table(
@@ -103,9 +92,10 @@ objective = OBJECTIVES.decorator(Objective)
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """The log-ratio [window], log_prob - old_log_prob within +-20, zero gradient outside; 0 at masked positions.
+    """Compute log_prob - old_log_prob within +-20, [window], with zero gradient outside; 0 at masked positions.
 
-    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool.
+    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool. For objectives of
+    the user's own.
     """
     return clamped_log_ratio(
         masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
@@ -113,7 +103,7 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
 
 
 def _reads_eps_clip(config: Any) -> bool:
-    """Whether cispo does: as its lower bound, or for want of an upper one."""
+    """Say if cispo reads eps_clip: as its lower bound, or for want of an upper one."""
     return config.cispo_lower_bound or config.eps_clip_high is None
 
 
@@ -127,10 +117,9 @@ def _reads_eps_clip(config: Any) -> bool:
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
-    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss ppo")
-    return _clipped_surrogate(config, batch, masked(log_probs, batch.loss_mask) - anchor)
+    return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
 @objective(
@@ -142,14 +131,10 @@ def ppo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obje
     ratio="sequence",
     is_sum_over_tokens=True,
 )
-def gspo(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
-) -> ObjectiveOutput:
+def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
-    log_probs = masked(log_probs, batch.loss_mask)
-    sequence_log_ratio = masked(sequence.mean_of_tokens("policy"), batch.loss_mask)
-    log_ratio = sequence_log_ratio.to(log_probs.dtype) + straight_through(log_probs)
-    return _clipped_surrogate(config, batch, log_ratio)
+    log_ratio = masked(sums.mean("policy"), tokens.loss_mask).to(tokens.log_probs.dtype)
+    return _clipped_surrogate(config, tokens, log_ratio + straight_through(tokens.log_probs))
 
 
 @objective(
@@ -162,24 +147,17 @@ def gspo(
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
-    log_probs = masked(log_probs, batch.loss_mask)
-    log_ratio = log_probs.detach() - given_log_probs(
-        batch, anchor_of(config), "--policy-loss cispo"
-    )
+    log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
     ratio = clamped_log_ratio(log_ratio).exp()
     lowest, highest = clip_range(config)
     lowest = lowest if config.cispo_lower_bound else 0.0
     is_clipped = (ratio < lowest) | (ratio > highest)
-    weight = ratio.clamp(lowest, highest) * masked(batch.advantages, batch.loss_mask)
-    return ObjectiveOutput(
-        loss=-weighted_log_probs(weight, log_probs),
-        log_ratio=log_ratio,
-        is_clipped=is_clipped,
-        # The weight is clipped whatever the sign of the advantage.
-        is_effectively_clipped=is_clipped,
-    )
+    weight = ratio.clamp(lowest, highest) * tokens.advantages
+    # The weight is clipped whatever the sign of the advantage.
+    loss = -weighted_log_probs(weight, tokens.log_probs)
+    return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
 @objective(
@@ -188,20 +166,29 @@ def cispo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Ob
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def reinforce(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """The score-function estimator, without a ratio."""
-    advantages = masked(batch.advantages, batch.loss_mask)
-    return ObjectiveOutput(-weighted_log_probs(advantages, masked(log_probs, batch.loss_mask)))
+    return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
-def sft(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Supervised cross-entropy of the response tokens."""
-    return ObjectiveOutput(-masked(log_probs, batch.loss_mask))
+    return Outcome(-tokens.log_probs)
+
+
+@objective(
+    "D(student, teacher)",
+    about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
+    is_sum_over_tokens=True,
+)
+def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """Distillation on the tokens of the samples, whichever policy sampled them."""
+    return Outcome(tokens.given("divergence"))
 
 
 def get_objective(config: PolicyLossConfig) -> Objective:
-    """The objective that the config names, a custom one included, of whose properties nothing is known.
+    """Return the objective that the config names. Of a custom one no property is known.
 
     Raises:
         ValueError: an import path that does not resolve.
@@ -214,28 +201,24 @@ def get_objective(config: PolicyLossConfig) -> Objective:
 
 
 def _custom(
-    function: Callable[..., Tensor], config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> ObjectiveOutput:
-    log_probs = masked(log_probs, batch.loss_mask)
-    loss = function(config, with_masked_inputs(batch), log_probs)
+    function: Callable[..., Tensor], config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
+) -> Outcome:
+    loss = function(config, tokens, tokens.log_probs)
     check_returned(
         loss,
-        batch.loss_mask.shape,
+        tokens.loss_mask.shape,
         f"--custom-policy-loss-path {config.custom_policy_loss_path}",
         "the loss of each token of this rank's window",
-        differentiable_in=log_probs,
+        differentiable_in=tokens.log_probs,
     )
-    return ObjectiveOutput(masked(loss, batch.loss_mask))
+    return Outcome(masked(loss, tokens.loss_mask))
 
 
-def _clipped_surrogate(
-    config: PolicyLossConfig, batch: PackedBatch, log_ratio: Tensor
-) -> ObjectiveOutput:
-    """The surrogate -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip, arXiv:1912.09729)."""
-    advantages = masked(batch.advantages, batch.loss_mask)
-    ratio = clamped_log_ratio(log_ratio).exp()
+def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tensor) -> Outcome:
+    """Compute -min(r A, clip(r) A), for A < 0 at most -eps_clip_c A (dual clip, arXiv:1912.09729)."""
+    advantages, ratio = tokens.advantages, clamped_log_ratio(log_ratio).exp()
     effective_ratio, *is_clipped = clipped_by_sign(ratio, clip_range(config), advantages)
     if config.eps_clip_c is not None:
         is_dual_clipped = (advantages < 0) & (ratio > config.eps_clip_c)
         effective_ratio = effective_ratio.masked_fill(is_dual_clipped, config.eps_clip_c)
-    return ObjectiveOutput(-effective_ratio * advantages, log_ratio.detach(), *is_clipped)
+    return Outcome(-effective_ratio * advantages, log_ratio.detach(), *is_clipped)

@@ -1,32 +1,44 @@
-"""From the values of tokens to the (numerator, denominator) pairs that a micro-batch reports: one sum, and one gather."""
+"""From the values of tokens to the (numerator, denominator) pairs that a micro-batch reports."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_pg.loss.checksum import CHECKSUMS
-from megatron_pg.loss.weights import SCALARS, MicroBatchWeights
+from megatron_pg.loss.weights import COUNTS, Weights
 from megatron_pg.step.batch import to_device
+
+Kind = Literal["mean", "token mean", "sum", "ratio sum", "sequence sum", "absent"]
+"""How the values of tokens become a number: a mean over documents or over active tokens, a sum over active tokens or over
+sequences, or nothing, where the samples lack the fields that the values are made of."""
+NUMERATOR_WEIGHTS = {
+    "mean": "document",
+    "token mean": "active",
+    "sum": "active",
+    "ratio sum": "active",
+    "sequence sum": "sequence",
+}
+DENOMINATORS = {"mean": "document", "token mean": "active", "absent": "nothing"}
+"""The denominator by kind; that of a sum is the share of the report."""
 
 
 @dataclass(frozen=True)
-class MetricTable:
-    """How the pairs of a micro-batch are made of sums over its tokens: sums of all at once, and one gather.
+class PairTable:
+    """The pairs of a micro-batch by name, and the sums over its tokens that they are made of.
 
     Equal by value: settings of which a coefficient alone differs, from step to step, share one.
     """
 
     reported: tuple[str, ...]
-    """Numbers of the whole micro-batch, such as the loss, whose denominators add up to 1 over the step."""
-    rows: tuple[tuple[str, str | None], ...]
-    """(name, kind) of the metrics of tokens; kind None for one whose fields the samples lack, a pair of zeros."""
-    has_sequences: bool = False
-    """Whether a "ratio sum" is over sequences, and not over tokens."""
+    """Numbers of the whole micro-batch, such as the loss; their denominators add up to 1 over the step."""
+    rows: tuple[tuple[str, Kind], ...]
+    """The metrics of tokens by name."""
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -34,57 +46,66 @@ class MetricTable:
         return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
 
     @functools.cached_property
-    def present(self) -> tuple[tuple[str, str], ...]:
-        """The rows that there are values of."""
-        return tuple((name, kind) for name, kind in self.rows if kind is not None)
+    def present(self) -> tuple[tuple[str, Kind], ...]:
+        """The metrics that there are values of."""
+        return tuple((name, kind) for name, kind in self.rows if kind != "absent")
 
-    @property
-    def columns(self) -> list[str]:
-        """The rows of weights that values are summed with."""
-        return (["documents", "tokens"] + ["sequences"] * self.has_sequences) if self.rows else []
-
-    def layout(self, device: torch.device) -> Tensor:
-        """Where numerator and denominator of each name lie in what `parts` lays end to end, [names, 2] int64."""
-        return _layout(self, device)
-
-    def parts(
-        self, weights: MicroBatchWeights, reported: Mapping[str, Tensor], values: Tensor | None
-    ) -> list[Tensor]:
-        """All that the pairs are made of, 1-d float64 each.
+    def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
+        """Add up the metrics and their denominators over this rank's window, float64.
 
         Args:
-            weights: of the micro-batch.
-            reported: 0-d each, by the names of `reported`.
-            values: [rows, window] float64, as `present`; None without metrics.
+            values: the metrics in `present`, [window] each, read at active tokens alone.
+            weights: the weights of the tokens.
+            loss_mask: [window] bool.
         """
-        found, of = [], weights.of_tokens
-        if values is not None:
-            columns = torch.stack([of[name] for name in self.columns], dim=1)
-            found.append((values @ columns).flatten())
-        return [*found, weights.sums()] + [
-            reported[name].detach().double().reshape(1) for name in self.reported
+        by_name = {
+            "document": weights.document,
+            "sequence": weights.sequence,
+            "active": loss_mask.double(),
+        }
+        # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
+        rows = [
+            torch.where(loss_mask, values[name].double(), 0.0) * by_name[NUMERATOR_WEIGHTS[kind]]
+            for name, kind in self.present
         ]
+        return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
 
-    def pairs(self, weights: MicroBatchWeights, parts: Iterable[Tensor]) -> Tensor:
-        """The pairs [names, 2] float64 of `parts`: a copy, as Megatron rescales the returned loss in place."""
-        layout = self.layout(weights.scalars.device)
-        return torch.cat([*parts, weights.scalars])[layout]
+    def pairs(self, sums: Iterable[Tensor], terms: Sequence[Tensor], counts: Tensor) -> Tensor:
+        """Put the pairs together, [names, 2] float64: a copy, as Megatron rescales the returned loss in place.
+
+        Args:
+            sums: the checksums, and what `sums` returns.
+            terms: 0-d each, in the order of `reported`.
+            counts: [counts] float64, in the order of `Counts`.
+        """
+        terms = [term.detach().double().reshape(1) for term in terms]
+        return torch.cat([*sums, *terms, counts])[_layout(self, counts.device)]
+
+
+def checksums(weights: Weights, positions: Tensor) -> Tensor:
+    """Add up this rank's part of the three checksums, [3] float64.
+
+    Args:
+        weights: the weights of the tokens.
+        positions: [window] float64, the numbers of the tokens' positions.
+    """
+    identified = weights.identified * positions
+    rows = [
+        weights.loss * weights.checksum_scale,
+        identified * weights.samples_scale,
+        identified * weights.ranks_scale,
+    ]
+    return torch.stack(rows).sum(1) + weights.checksum_offset
 
 
 @functools.cache
-def _layout(table: MetricTable, device: torch.device) -> Tensor:
-    made_of: list[object] = [(name, of) for name, _ in table.present for of in table.columns]
-    made_of += [*table.columns[:2], *CHECKSUMS, *table.reported, *SCALARS]
-    place = {name: index for index, name in enumerate(made_of)}
-    pairs: list[tuple[object, object]] = [(name, "share") for name in table.reported + CHECKSUMS]
+def _layout(table: PairTable, device: torch.device) -> Tensor:
+    """Place numerator and denominator of each name in what `PairTable.pairs` lays end to end, [names, 2] int64."""
+    names = [name for name, _ in table.present]
+    laid = (*CHECKSUMS, *names, "document", "active", *table.reported, *COUNTS)
+    place = {name: index for index, name in enumerate(laid)}
+    pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
     for name, kind in table.rows:
-        if kind is None:
-            pairs.append(("nothing", "nothing"))
-        elif kind == "mean":
-            pairs.append(((name, "documents"), "documents"))
-        elif kind == "token mean":
-            pairs.append(((name, "tokens"), "tokens"))
-        else:
-            of = table.columns[-1] if kind == "ratio sum" else "tokens"
-            pairs.append(((name, of), "share"))
+        numerator = "nothing" if kind == "absent" else name
+        pairs.append((numerator, DENOMINATORS.get(kind, "share")))
     return to_device(torch.tensor([[place[name] for name in pair] for pair in pairs]), device)

@@ -1,255 +1,93 @@
-"""The policy loss of one micro-batch on one rank, from logits or from log-probs."""
+r"""The policy loss of one micro-batch on one rank.
+
+    loss = aggregate(pg) + beta aggregate(kl) - c aggregate(entropy) + d aggregate(divergence)
+    aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
+
+Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
+before it begins (`weights.py`, `aggregation.py`). Objectives, corrections and regularizers are rows of tables, chosen by
+name. The function takes tensors by name and nothing else: a CPU runs it operator by operator, the compiler traces it, and
+the fused head calls it chunk by chunk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.config.rows import Row
-from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.corrections import CORRECTIONS
-from megatron_pg.loss.distillation import refuse_without_teacher, teacher_of
-from megatron_pg.loss.metrics import MicroBatchMetrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.sequence import sums_over_sequences
-from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals
-from megatron_pg.step.values import refuse_values
+from megatron_pg.loss.corrections import Corrected, apply_corrections
+from megatron_pg.loss.objectives import Outcome, get_objective
+from megatron_pg.loss.reducer import Reduction, weighted_sum
+from megatron_pg.loss.regularizers import kl_estimate
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.weights import Weights
 
 
-def gradient_scope(config: PolicyLossConfig) -> Literal["token", "sequence", "micro_batch"]:
-    """Whose log-probs and entropy a token's gradient coefficient depends on; as soon as they are known, so is it.
+@dataclass(frozen=True)
+class Terms:
+    """The loss of one micro-batch on one rank, and its parts."""
 
-    The rows say it of themselves; of a user's function nothing is known.
-    """
-    rows: list[Row] = [*OBJECTIVES.rows_on(config), *CORRECTIONS.rows_on(config)]
-    is_replaced = OBJECTIVES.is_replaced(config) or AGGREGATIONS.is_replaced(config)
-    if is_replaced or not all(row.is_sum_over_tokens for row in rows):
-        return "micro_batch"
-    return "sequence" if sums_over_sequences(config) else "token"
-
-
-def leaves_out_zero_advantages(config: PolicyLossConfig) -> bool:
-    """Whether a token whose advantage is 0 has no gradient at all: the objective is the only term of the loss."""
-    if config.kl_loss_coef or config.entropy_coef or config.distill_coef:
-        return False
-    return any(row.zero_advantage_is_zero_gradient for row in OBJECTIVES.rows_on(config))
+    loss: Tensor
+    """The 0-d loss to differentiate."""
+    reported: dict[str, Tensor]
+    """The 0-d terms by name, and their total as `loss`."""
+    outcome: Outcome
+    """The per-token loss of the objective, before corrections."""
+    corrected: Corrected
+    """The per-token loss and the loss mask after corrections."""
 
 
-def policy_loss_function(
+def policy_loss(
     config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    *,
-    totals: StepTotals,
-    tensor_parallel_group: dist.ProcessGroup | None = None,
-    context_parallel_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    step_share: float = 1.0,
-    teacher_weight: Tensor | None = None,
-) -> tuple[Tensor, MicroBatchMetrics]:
-    """This rank's loss of one micro-batch; summed over ranks and micro-batches it is the objective of the step.
-
-    Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it, those whose window
-    is empty included. It does no host synchronisation.
+    tokens: Tokens,
+    weights: Weights,
+    sums: SequenceSums,
+    reduce: Reduction = weighted_sum,
+) -> Terms:
+    """Compute the loss of one micro-batch on one rank.
 
     Args:
-        config: the objective and its aggregation.
-        batch: the packed micro-batch, on the logits' device.
-        logits: `[1, local_tokens, v/tp]` or `[local_tokens, v/tp]`, bf16, fp16 or fp32: the model's output.
-            They may be overwritten by their gradient in backward.
-        totals: the totals of the whole step.
-        tensor_parallel_group: the group over which the vocabulary is split; None where it is not.
-        context_parallel_group: the group over which sequences are split; None at size 1.
-        vocab_size: the vocabulary without padding; None counts every column.
-        step_share: the part of the step's report that this call carries. Over ranks (data times context parallel)
-            and micro-batches the shares add up to 1: `1 / (ranks * num_microbatches)`.
-        teacher_weight: see `PolicyStep`.
-
-    Returns:
-        The 0-d loss, to be differentiated, and the detached metrics (see `megatron_pg.loss.metrics`).
-
-    Raises:
-        ValueError: the batch lacks an input of the objective, or does not fit the logits.
+        config: the settings.
+        tokens: the response tokens of this rank's window.
+        weights: the weight of each token, and the counts of the step.
+        sums: sums over whole sequences, of every context-parallel rank.
+        reduce: the aggregation's sum, or the user's own.
     """
-    vocabulary: dict[str, Any] = {
-        "tensor_parallel_group": tensor_parallel_group,
-        "vocab_size": vocab_size,
-    }
-    if config.distills and batch.samples:
-        refuse_without_teacher(config, batch)
-        loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-        return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
-    log_probs, entropy = log_probs_of_logits(
-        config, batch, logits, with_entropy=config.needs_entropy, **vocabulary
-    )
-    if config.kept_set_mass:
-        of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
-        with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, _ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
-            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    return loss(log_probs, entropy)
+    outcome = get_objective(config)(config, tokens, sums)
+    corrected = apply_corrections(config, tokens, outcome.loss, sums)
+    pg_sum = reduce(corrected.loss, weights.loss, corrected.loss_mask)
+    pg_loss = quotient(pg_sum, weights.outer_count)
+
+    def aggregated(x: Tensor) -> Tensor:
+        return quotient(reduce(x, weights.loss), weights.outer_count)
+
+    def regularizer(x: Tensor) -> Tensor:
+        if config.regularizer_aggregation == "loss":
+            return aggregated(x)
+        return quotient(weighted_sum(x, weights.regularizer), weights.regularizer_count)
+
+    terms, penalties = {"pg_loss": pg_loss}, []
+    if config.kl_loss_coef:
+        terms["kl_loss"] = regularizer(kl_estimate(config, tokens))
+        penalties.append(config.kl_loss_coef * terms["kl_loss"])
+    if config.entropy_coef:
+        terms["entropy_loss"] = regularizer(tokens.given("entropy"))
+        penalties.append(-config.entropy_coef * terms["entropy_loss"])
+    if config.distill_coef:
+        terms["distill_loss"] = aggregated(tokens.given("divergence"))
+        penalties.append(config.distill_coef * terms["distill_loss"])
+    loss = terms["loss"] = sum(penalties, start=pg_loss)
+    if config.grad_divisor is not None and config.regularizer_aggregation == "loss":
+        loss = loss * (weights.outer_count / weights.gradient_divisor).to(loss.dtype)
+    elif config.grad_divisor is not None:
+        loss = sum(penalties, start=quotient(pg_sum, weights.gradient_divisor))
+    if config.divide_gradient_twice:
+        loss = quotient(loss, weights.outer_count)
+    return Terms(loss, terms, outcome, corrected)
 
 
-def _with_divergence(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    teacher_weight: Tensor | None,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> list[Tensor]:
-    """Log-probs, entropy and divergence from the teacher, [window] each."""
-    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
-
-    def of_rows(channel: Tensor) -> Tensor:
-        everywhere = channel.new_zeros(len(rows), *channel.shape[1:])
-        return everywhere.index_copy(0, batch.logit_rows, channel)
-
-    group = tensor_parallel_group
-    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows, vocab_size)
-    found = log_probs_and_divergence(
-        rows,
-        batch.targets,
-        teacher,
-        tensor_parallel_group=group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-    )
-    return [each[batch.logit_rows] for each in found]
-
-
-def log_probs_of_logits(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy of the window's response tokens at the rollout temperature; 0 at masked ones.
-
-    Over the kept sets under `--replay-sampling-set`. Every rank of the tensor-parallel group must call it.
-
-    Args:
-        config: its temperature.
-        batch, logits, tensor_parallel_group, vocab_size: as for `policy_loss_function`.
-        with_entropy: also return the entropy.
-
-    Returns:
-        `[window]` float32 each, in nats, differentiable; None for the entropy without `with_entropy`.
-
-    Raises:
-        ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
-    """
-    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
-    log_probs, entropy = log_probs_and_entropy(
-        rows,
-        batch.targets,
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-        with_entropy=with_entropy,
-        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
-    )
-    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
-
-
-def _checked_rows(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> Tensor:
-    """The logits [local_tokens, v/tp] of a micro-batch, once it is known that they are its own."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    if rows.shape[0] != batch.window.local_tokens:
-        raise ValueError(
-            f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
-            "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
-        )
-    if config.changes_output_layer and logits.element_size() < 4:
-        raise ValueError(
-            f"--fp32-lm-head, and logits are {logits.dtype}: call megatron_pg.megatron.set_fp32_lm_head(model), or drop "
-            "the flag"
-        )
-    check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
-    return rows
-
-
-def policy_loss_from_log_probs(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    *,
-    totals: StepTotals,
-    context_parallel_group: dist.ProcessGroup | None = None,
-    step_share: float = 1.0,
-) -> tuple[Tensor, MicroBatchMetrics]:
-    """The same as `policy_loss_function`, with further arguments as there, for a model that returns log-probs.
-
-    Args:
-        log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets
-            under `--replay-sampling-set`.
-        entropy: `[window]` float32, nats; None where neither the loss nor a metric needs it (`config.needs_entropy`).
-
-    Raises:
-        ValueError: the batch lacks an input of the objective, or the entropy is needed and None.
-    """
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    return loss(log_probs, entropy)
-
-
-def check_vocabulary(
-    batch: PackedBatch,
-    local_columns: int,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> None:
-    """Refuses a response token that the logits have no column for. Reads no device tensor."""
-    if vocab_size is None:
-        has_group = tensor_parallel_group is not None
-        vocab_size = local_columns * (
-            dist.get_world_size(tensor_parallel_group) if has_group else 1
-        )
-    if batch.largest_target >= vocab_size:
-        refuse_tokens_outside(batch.samples, vocab_size)
-
-
-def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuses, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
-    for sample in samples:
-        responses = {"response token": sample.tokens[sample.prompt_length :]}
-        if sample.kept_tokens is not None:
-            responses["kept_tokens: token"] = sample.kept_tokens.values
-        for what, ids in responses.items():
-            if ids.numel() and ids.amax() >= vocab_size:
-                raise ValueError(
-                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
-                    "tokenizer and model do not belong together"
-                )
-        if isinstance(ids := sample.side_channels.get("teacher_ids"), Tensor):
-            where, problem = (
-                f"{sample.name}: side_channels['teacher_ids']",
-                f", outside the vocabulary of {vocab_size}",
-            )
-            is_outside = sample.loss_mask[:, None] & (ids >= vocab_size)
-            refuse_values(
-                where, ids, is_outside, f"{problem}: teacher and student need one vocabulary"
-            )
+def quotient(inner_sum: Tensor, count: Tensor) -> Tensor:
+    """Divide a sum by a count of the step, in the precision of the sum."""
+    return inner_sum / count.to(inner_sum.dtype)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
+from megatron_pg.loss.corrections import drops_tokens
+from megatron_pg.loss.sequence import add_over_group
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.values import check_mask
 
 Reducer = Callable[[Tensor], Tensor]
 """A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
+Reduction = Callable[..., Tensor]
+"""A function (x, weights, loss mask that corrections leave or None), [window] each -> 0-d inner sum of this rank."""
 
 
 def get_pg_loss_reducer(
@@ -100,16 +106,21 @@ class WeightedSum:
     """[window] float64 on any device: the weight of each token, before the outer count; 0 at masked positions."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The reduction x [window] -> 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
+        """Reduce x [window] to the 0-d inner sum of this rank, attached to x's graph also where the window is empty."""
         if x.shape != self.weights.shape:
             raise ValueError(
                 f"the reducer got {list(x.shape)} per-token losses, and this rank's token window has "
                 f"{self.weights.numel()}: pass the losses of the window's response tokens, one dimension, in its order"
             )
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        weights = to_device(self.weights, x.device).to(dtype)
-        # masked_fill and not a product: 0 * NaN is NaN.
-        return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
+        return weighted_sum(x, to_device(self.weights, x.device))
+
+
+def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Sum weights * x over the positions of non-zero weight, [window] each -> 0-d, in float32 or, for float64, float64."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weights = weights.to(dtype)
+    # masked_fill and not a product: 0 * NaN is NaN.
+    return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
 def token_weights(
@@ -136,26 +147,27 @@ def token_weights(
     return mask[to_device(window.response_indices, device)] / divisors
 
 
-def custom_reducer(
-    config: PolicyLossConfig, batch: PackedBatch
-) -> Callable[[Tensor | None], Reducer]:
-    """Prepares the user's reducer of one micro-batch, of `--custom-pg-loss-reducer-function-path`.
+def custom_reduction(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    context_parallel_group: dist.ProcessGroup | None = None,
+) -> Reduction:
+    """Make the reduction of one micro-batch by `--custom-pg-loss-reducer-function-path`.
 
-    An empty micro-batch, which a plan has and other trainers do not, has the sum 0: a loop over samples would make an int.
-
-    Returns:
-        A function that calls the user's with loss masks [response tokens of all samples], or with those of the samples for None.
+    The user's function gets whole loss masks: those of the samples, or, where corrections may drop tokens, those that the
+    corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
+    decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
 
     Raises:
-        ValueError: the signature lacks what the layout needs; later, what the function returned is no function, or its sum
-            is no number with a gradient.
+        ValueError: the signature lacks what the layout needs; later, the function returned no function, or its sum is no
+            number with a gradient.
     """
     window = batch.window
     path = str(config.custom_pg_loss_reducer_function_path)
     where = f"--custom-pg-loss-reducer-function-path {path}"
     function = load_custom_function("custom_pg_loss_reducer_function_path", path)
     if not batch.samples:
-        return lambda masks: torch.sum
+        return lambda x, weights, loss_mask=None: x.sum()
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
     place = {
         "cp_rank": window.cp_rank,
@@ -171,9 +183,7 @@ def custom_reducer(
             "among its arguments, or it cannot know its window"
         )
 
-    def of_masks(masks: Tensor | None) -> Reducer:
-        if masks is None:
-            masks = torch.cat([torch.zeros(0), *(sample.loss_mask for sample in batch.samples)])
+    def reducer_of(masks: Tensor) -> Reducer:
         loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))
         per_token = config.calculate_per_token_loss
         reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
@@ -181,17 +191,25 @@ def custom_reducer(
             raise ValueError(
                 f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
             )
+        return reducer
 
-        def inner_sum(x: Tensor) -> Tensor:
-            loss_weights = batch.loss_weights
-            result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
-            meaning = "the weighted sum of x over this rank's window"
-            check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
-            return result
+    @functools.cache
+    def own_reducer() -> Reducer:
+        return reducer_of(torch.cat([sample.loss_mask.float() for sample in batch.samples]))
 
-        return inner_sum
+    def inner_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        if loss_mask is None or not drops_tokens(config):
+            reducer = own_reducer()
+        else:
+            masks = window.in_responses(loss_mask.float())
+            reducer = reducer_of(add_over_group(masks, context_parallel_group))
+        loss_weights = batch.loss_weights
+        result: Tensor = reducer(x if loss_weights is None else x * loss_weights.to(x.dtype))
+        meaning = "the weighted sum of x over this rank's window"
+        check_returned(result, (), f"{where}: the reducer", meaning, differentiable_in=x)
+        return result
 
-    return of_masks
+    return inner_sum
 
 
 def _checked_denominators(

@@ -1,4 +1,9 @@
-"""Sums over whole sequences whose tokens are spread over context-parallel ranks."""
+"""Sums over whole sequences whose tokens are spread over context-parallel ranks.
+
+A row of a table names the sums that it reads (`Row.sequence_sums`). All sums of a micro-batch are added up over the
+context-parallel group in one all-reduce, in float64, so that they do not depend on how the tokens are spread. They have no
+gradient, and cover the tokens that are active before any rejection.
+"""
 
 from __future__ import annotations
 
@@ -9,81 +14,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES, read_off_rows
 from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
-from megatron_pg.loss.masking import given_log_probs, masked
-from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.sample import Sample
+from megatron_pg.loss.tokens import Tokens
+
+ACTIVE = "active_tokens"
+"""The sum of the loss mask."""
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceReduction:
-    """Per-sample sums and means of the token windows of one context-parallel group.
+class SequenceSums:
+    """Sums over the sequences of one micro-batch."""
 
-    Every method that sums is one all-reduce over the group, which all of its ranks must join in the
-    same order, those whose window is empty included. Nothing here has a gradient. Sums are float64,
-    so that they do not depend on how the tokens are spread.
-    """
-
-    window_segment_ids: Tensor
-    """[window] int64, the sample of each token of this rank's window."""
-    num_samples: int
-    """Samples of the micro-batch, the same on every rank of the group."""
-    context_parallel_group: dist.ProcessGroup | None = None
-    """None for context parallelism of size 1."""
-
-    @torch.no_grad()
-    def sums(self, rows: Tensor) -> Tensor:
-        """The sums [rows, window] -> [rows, samples] float64, all rows in one all-reduce."""
-        return self.over_group(self.of_rank(rows))
-
-    def of_rank(self, rows: Tensor) -> Tensor:
-        """The sums [rows, window] -> [rows, samples] float64 over this rank's window alone."""
-        totals = rows.new_zeros(rows.shape[0], self.num_samples, dtype=torch.float64)
-        return totals.index_add_(1, self.window_segment_ids, rows.double())
-
-    def over_group(self, totals: Tensor) -> Tensor:
-        """The sums of every rank's, in place: the all-reduce."""
-        group = self.context_parallel_group
-        if group is not None and dist.get_world_size(group) > 1:
-            dist.all_reduce(totals, group=group)
-        return totals
-
-    def sum(self, values: Tensor, loss_mask: Tensor) -> Tensor:
-        """The sum, [window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
-        return self.sums(masked(values, loss_mask)[None])[0]
-
-    def mean(self, values: Tensor, loss_mask: Tensor) -> Tensor:
-        """The mean, [window] -> [samples] float64, over active tokens; 0 for a sample that has none."""
-        sums = self.sums(torch.stack([masked(values, loss_mask).double(), loss_mask.double()]))
-        return sums[0] / sums[1].clamp(min=1)
-
-    def to_tokens(self, per_sample: Tensor) -> Tensor:
-        """Values [samples] -> [window]: every token gets its sample's value."""
-        return per_sample[self.window_segment_ids]
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceLogRatios:
-    """Log-ratios of whole sequences, over the tokens active before any rejection. No gradient."""
-
-    reduction: SequenceReduction
-    active_tokens: Tensor
-    """The active tokens of each sample, [samples] float64."""
+    sample_ids: Tensor
+    """The sample of each token of this rank's window, [window] int64."""
     sums: Mapping[str, Tensor]
-    """The sums, [samples] float64 each, those of `Row.sequence_sums` that a row asks for."""
+    """The sums by name, [samples] float64 each, over every context-parallel rank; empty where no row reads any."""
 
     @classmethod
-    def of(
-        cls, config: PolicyLossConfig, reduction: SequenceReduction, sums: Tensor
-    ) -> SequenceLogRatios:
-        """The log-ratios of sums [1 + names, samples] float64, as `summands_of_sequences` lays them out."""
-        active, *made = sums
-        return cls(reduction, active, dict(zip(sums_over_sequences(config), made, strict=True)))
+    def of_table(
+        cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None
+    ) -> SequenceSums:
+        """Name the rows of a table [names, samples], in the order of `summands`; None where no row reads a sum."""
+        names = sequence_sum_names(config)
+        return cls(
+            sample_ids, {} if table is None else dict(zip(names, table.unbind(), strict=True))
+        )
 
-    def sum_of_tokens(self, name: str) -> Tensor:
-        """The sum [window] float64 over the token's sample.
+    def total(self, name: str) -> Tensor:
+        """Return the sum over each token's sequence, [window] float64.
 
         Raises:
             ValueError: no row that is on asks for it.
@@ -92,96 +52,49 @@ class SequenceLogRatios:
             raise ValueError(
                 f"the sum over sequences of {name!r} was not made: a row that reads it names it in sums_over_sequences()"
             )
-        return self.reduction.to_tokens(self.sums[name])
+        return self.sums[name][self.sample_ids]
 
-    def mean_of_tokens(self, name: str) -> Tensor:
-        """The mean [window] float64 over the active tokens of the token's sample; errors as of `sum_of_tokens`."""
-        active_tokens = self.reduction.to_tokens(self.active_tokens)
-        return self.sum_of_tokens(name) / active_tokens.clamp(min=1)
+    def mean(self, name: str) -> Tensor:
+        """Return the mean over the active tokens of each token's sequence, [window] float64; errors as of `total`."""
+        return self.total(name) / self.total(ACTIVE).clamp(min=1)
 
 
 @read_off_rows
-def sums_over_sequences(config: PolicyLossConfig) -> tuple[str, ...]:
-    """What the rows that are on need of whole sequences, by name; the config alone decides."""
+def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
     rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    return tuple(sorted({name for row in rows_on for name in row.sums_over_sequences()}))
+    names = sorted({name for row in rows_on for name in row.sums_over_sequences()})
+    return (ACTIVE, *names) if names else ()
 
 
-def sequence_log_ratios(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
-    *,
-    context_parallel_group: dist.ProcessGroup | None = None,
-) -> SequenceLogRatios | None:
-    """What the rows that are on need of whole sequences, in one all-reduce.
-
-    Whether there is an all-reduce depends on the config alone: either every rank of the
-    context-parallel group joins it or none does.
-
-    Args:
-        config: the settings of the loss.
-        batch: this rank's part of the micro-batch.
-        log_probs: [window] of the policy in training.
-        context_parallel_group: None for context parallelism of size 1.
-
-    Returns:
-        None where no setting works on whole sequences.
-
-    Raises:
-        ValueError: the batch lacks log-probs that a setting needs.
-    """
-    if not sums_over_sequences(config):
-        return None
-    ids, num_samples = batch.window_segment_ids, batch.window.num_samples
-    reduction = SequenceReduction(ids, num_samples, context_parallel_group)
-    sums = reduction.sums(summands_of_sequences(config, batch, log_probs))
-    return SequenceLogRatios.of(config, reduction, sums)
+@torch.no_grad()
+def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_samples: int) -> Tensor:
+    """Add up this rank's window by sample, [names, num_samples] float64, in the order of `sequence_sum_names`."""
+    rows = torch.stack([SUMMANDS[name](config, tokens) for name in sequence_sum_names(config)])
+    return rows.new_zeros(len(rows), num_samples).index_add_(1, tokens.sample_ids, rows)
 
 
-def summands_of_sequences(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> Tensor:
-    """What is added up over sequences, [1 + names, window] float64: the active tokens, then `sums_over_sequences`."""
-    summands: dict[str, Callable[[PolicyLossConfig, PackedBatch, Tensor], Tensor]] = {
-        "policy": _log_ratio,
-        "clipped_policy": _clipped_log_ratio,
-        "mismatch": lambda config, batch, log_probs: rollout_mismatch(batch),
-    }
-    rows = [summands[name](config, batch, log_probs) for name in sums_over_sequences(config)]
-    return torch.stack([batch.loss_mask.double(), *rows])
+def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
 
 
-def _log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    """The log-ratio log r, [window] float64, 0 where masked. No gradient."""
-    new = masked(log_probs.detach(), batch.loss_mask).double()
-    return new - given_log_probs(batch, anchor_of(config), "the sequence ratio")
+def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
+    return tokens.log_probs.detach().double() - tokens.anchor(config)
 
 
-def _clipped_log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    """The same within the logarithms of the clip's bounds, where the advantage makes them active."""
-    advantages = masked(batch.advantages, batch.loss_mask)
+def _clipped_log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
+    """Hold log r within the logarithms of the clip's bounds, where the advantage makes them active."""
     bounds = clip_range_of_logs(config)
-    return clipped_by_sign(_log_ratio(config, batch, log_probs), bounds, advantages).values
+    return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages).values
 
 
-def given_sequence(sequence: SequenceLogRatios | None, needed_by: str) -> SequenceLogRatios:
-    """The sums given, or a ValueError that says what needs them."""
-    if sequence is None:
-        raise ValueError(
-            f"{needed_by} needs the tokens of every context-parallel rank: pass "
-            "sequence=sequence_log_ratios(config, batch, log_probs, context_parallel_group=...)"
-        )
-    return sequence
-
-
-def rollout_mismatch(
-    carrier: PackedBatch | Sample, needed_by: str = "a rollout correction"
-) -> Tensor:
-    """[window] or [response_length] float64 old_log_prob - rollout_log_prob, 0 where masked. No gradient.
-
-    Raises:
-        ValueError: one of the two is missing; it says what needs it.
-    """
-    old_log_probs = given_log_probs(carrier, "old_log_probs", needed_by).double()
-    return old_log_probs - given_log_probs(carrier, "rollout_log_probs", needed_by)
+SUMMANDS: dict[str, Callable[[PolicyLossConfig, Tokens], Tensor]] = {
+    ACTIVE: lambda config, tokens: tokens.loss_mask.double(),
+    "policy": _log_ratio,
+    "clipped_policy": _clipped_log_ratio,
+    "mismatch": lambda config, tokens: tokens.mismatch(),
+}
+"""The values [window] float64, 0 at masked positions, that are added up over sequences."""

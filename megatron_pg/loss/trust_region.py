@@ -7,13 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR
 from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
-from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked, straight_through
-from megatron_pg.loss.objectives import CLIP_SETTINGS, ObjectiveOutput, objective
-from megatron_pg.loss.sequence import SequenceLogRatios
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.loss.objectives import CLIP_SETTINGS, Outcome, objective
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked, straight_through
 
 DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 """What `--dppo-delta` is where it is not given: the thresholds of the authors' launch script."""
@@ -28,11 +27,9 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def sapo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
-    advantages = masked(batch.advantages, batch.loss_mask)
-    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss sapo")
-    log_ratio = masked(log_probs, batch.loss_mask) - anchor
+    advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     ratio = clamped_log_ratio(log_ratio).exp()
     of_positive = torch.full_like(ratio, config.sapo_tau_pos)
     tau = torch.where(advantages > 0, of_positive, config.sapo_tau_neg)
@@ -41,8 +38,8 @@ def sapo(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Obj
     is_above = distance > 0
     nearer_zero = torch.sigmoid(torch.where(is_above, -distance, distance))
     gate = 4.0 / tau * torch.where(is_above, 1.0 - nearer_zero, nearer_zero)
-    nowhere = torch.zeros_like(batch.loss_mask)
-    return ObjectiveOutput(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
+    nowhere = torch.zeros_like(tokens.loss_mask)
+    return Outcome(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
 
 
 MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
@@ -57,9 +54,9 @@ MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dp
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def dppo_tv(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
-    return _divergence_masked(config, batch, log_probs, "dppo_tv", total_variation)
+    return _divergence_masked(config, tokens, "dppo_tv", total_variation)
 
 
 @objective(
@@ -71,9 +68,9 @@ def dppo_tv(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> 
     is_sum_over_tokens=True,
     zero_advantage_is_zero_gradient=True,
 )
-def dppo_kl(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
+def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Divergence PPO, whose trust region is about the sampled token against all others together."""
-    return _divergence_masked(config, batch, log_probs, "dppo_kl", binary_divergence)
+    return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
 
 
 def total_variation(old: Tensor, new: Tensor) -> Tensor:
@@ -95,25 +92,22 @@ def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
 
 def _divergence_masked(
     config: PolicyLossConfig,
-    batch: PackedBatch,
-    log_probs: Tensor,
+    tokens: Tokens,
     name: str,
     divergence: Callable[[Tensor, Tensor], Tensor],
-) -> ObjectiveOutput:
+) -> Outcome:
     """The surrogate -r A without the tokens that move further away and are further away than delta."""
     delta = DPPO_DELTAS[name] if config.dppo_delta is None else config.dppo_delta
     delta_high = delta if config.dppo_delta_high is None else config.dppo_delta_high
-    advantages = masked(batch.advantages, batch.loss_mask)
-    anchor = given_log_probs(batch, anchor_of(config), f"--policy-loss {name}")
-    log_probs = masked(log_probs, batch.loss_mask)
-    log_ratio = log_probs - anchor
+    advantages, anchor = tokens.advantages, tokens.anchor(config)
+    log_ratio = tokens.log_probs - anchor
     with torch.no_grad():
-        distance = divergence(anchor, log_probs)
+        distance = divergence(anchor, tokens.log_probs)
         is_above = (log_ratio > 0) & (distance > delta_high)
         is_below = (log_ratio < 0) & (distance > delta)
         is_dropped = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
     ratio = clamped_log_ratio(log_ratio).exp().masked_fill(is_dropped, 0.0)
-    return ObjectiveOutput(-ratio * advantages, log_ratio.detach(), is_above | is_below, is_dropped)
+    return Outcome(-ratio * advantages, log_ratio.detach(), is_above | is_below, is_dropped)
 
 
 @objective(
@@ -125,18 +119,14 @@ def _divergence_masked(
     sequence_sums=("clipped_policy",),
     is_sum_over_tokens=True,
 )
-def gmpo(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
-) -> ObjectiveOutput:
+def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.
 
     Its gradient is a sum over tokens, each with the sequence's ratio as weight: under the sample mean and with one
     advantage a sequence, the gradient of the paper's objective.
     """
-    advantages = masked(batch.advantages, batch.loss_mask)
-    anchor = given_log_probs(batch, anchor_of(config), "--policy-loss gmpo")
-    log_ratio = masked(log_probs, batch.loss_mask) - anchor
+    advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
-    mean = masked(sequence.mean_of_tokens("clipped_policy"), batch.loss_mask).to(held.dtype)
+    mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
     ratio = clamped_log_ratio(mean + straight_through(held)).exp()
-    return ObjectiveOutput(-ratio * advantages, mean, *is_clipped)
+    return Outcome(-ratio * advantages, mean, *is_clipped)

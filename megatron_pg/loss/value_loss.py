@@ -17,10 +17,12 @@ from torch import Tensor
 from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.checksum import CHECKSUM, checksum_of
-from megatron_pg.loss.masking import masked
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
-from megatron_pg.loss.pairs import MetricTable
-from megatron_pg.loss.weights import MicroBatchWeights
+from megatron_pg.loss.pairs import Kind, PairTable, checksums
+from megatron_pg.loss.policy_loss import quotient
+from megatron_pg.loss.reducer import custom_reduction, weighted_sum
+from megatron_pg.loss.tokens import masked
+from megatron_pg.loss.weights import Weights, host_weights, position_coefficients
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
@@ -82,39 +84,54 @@ class MicroBatchValueLoss:
             given.append(masked(of_window, batch.loss_mask))
         self._old_values, self._returns = given
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
-        self._weights = MicroBatchWeights.build(config, batch, totals, step_share)
+        self._counts, sample_weights = host_weights(config, batch, totals, step_share)
+        self._weights = Weights.spread(
+            self._counts,
+            sample_weights,
+            loss_mask=batch.loss_mask,
+            sample_ids=batch.window_segment_ids,
+            loss_weights=batch.loss_weights,
+        )
+        self._reduce = weighted_sum
+        if config.custom_pg_loss_reducer_function_path is not None:
+            self._reduce = custom_reduction(config, batch)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
-        """The loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
-        values = masked(values, self.batch.loss_mask)
+        """Compute the loss and its detached metrics; values [window] float32 or float64, attached to the graph."""
+        batch, weights = self.batch, self._weights
+        values = masked(values, batch.loss_mask)
         old_values, returns = self._old_values.to(values.dtype), self._returns.to(values.dtype)
-        of_tokens = value_loss(values, old_values, returns, self.critic.value_clip)
-        loss = self._weights.loss(of_tokens)
+        token_loss = value_loss(values, old_values, returns, self.critic.value_clip)
+        inner_sum = self._reduce(token_loss, weights.loss, batch.loss_mask)
+        loss = quotient(inner_sum, weights.outer_count)
         table = value_metric_table(self.config)
-        of_metrics = self._of_metrics(of_tokens, values) if table.rows else None
-        parts = table.parts(self._weights, {"value_loss": loss}, of_metrics)
-        metrics = MicroBatchMetrics.of(table.names, table.pairs(self._weights, parts))
-        metrics.batch, metrics.totals = replace(self.batch, side_channels={}), self._totals
-        metrics.is_nan = of_tokens.isnan()
+        values_by_name = self._metric_values(token_loss, values)
+        sums = (
+            checksums(weights, position_coefficients(self.config, batch, self._totals)),
+            table.sums(values_by_name, weights, batch.loss_mask),
+        )
+        metrics = MicroBatchMetrics.of(table.names, table.pairs(sums, [loss], self._counts))
+        metrics.batch, metrics.totals = replace(batch, side_channels={}), self._totals
+        metrics.is_nan = token_loss.isnan()
         return loss, metrics
 
     @torch.no_grad()
-    def _of_metrics(self, of_tokens: Tensor, values: Tensor) -> Tensor:
-        """The values of `MEANS` and `SUMS`, [rows, window] float64."""
-        is_clipped = of_tokens > 0.5 * (values - self._returns).square()
+    def _metric_values(self, token_loss: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Compute the values of `MEANS` and `SUMS`, [window] float64 each."""
+        is_clipped = token_loss > 0.5 * (values - self._returns).square()
         values, returns = values.double(), self._returns.double()
         error = returns - values
-        rows = [values, returns, is_clipped.double()]
-        rows += [torch.ones_like(error), returns, returns.square(), error, error.square()]
-        return torch.stack(rows)
+        means = (values, returns, is_clipped)
+        sums = (torch.ones_like(error), returns, returns.square(), error, error.square())
+        return dict(zip((*MEANS, *SUMS), (*means, *sums), strict=True))
 
 
 @functools.lru_cache(maxsize=64)
-def value_metric_table(config: PolicyLossConfig) -> MetricTable:
-    """The (numerator, denominator) metrics of a critic's step."""
-    rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
-    rows = rows if config.pg_metrics != "none" else ()
-    return MetricTable(("value_loss",), rows)
+def value_metric_table(config: PolicyLossConfig) -> PairTable:
+    """Return the (numerator, denominator) metrics of a critic's step."""
+    means: list[tuple[str, Kind]] = [(name, "mean") for name in MEANS]
+    sums: list[tuple[str, Kind]] = [(name, "sum") for name in SUMS]
+    return PairTable(("value_loss",), (*means, *sums) if config.pg_metrics != "none" else ())
 
 
 @dataclass(frozen=True, eq=False)

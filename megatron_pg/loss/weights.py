@@ -1,173 +1,165 @@
-"""The weights of a micro-batch's tokens: a number a sample on the host, spread over its tokens on the device.
+"""The weight of every token of a micro-batch, and the counts of its step.
 
-All is known before the model has run, from masks and totals alone, and reaches the device in one copy.
+Both are known before the model has run, from masks and totals alone. On the host they are a few numbers and one weight a
+sample; these move to the device in one copy and are spread over the sample's tokens there.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.masking import masked
-from megatron_pg.loss.metric_table import ratio_of
-from megatron_pg.loss.reducer import Reducer, WeightedSum, custom_reducer
+from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
 
-IN_THE_LOSS = ("loss", "sample_mean", "counted", "identified")
-"""The rows of weights that a token's loss weight multiplies; those of the metrics count every active token alike."""
 
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Numbers of a step that the loss and its report divide by, 0-d float64 each."""
 
-SCALARS = (*range(3), "share", *range(4, 19), "nothing")
-"""The scalars by name, those that no report reads by number."""
+    outer_count: Tensor
+    """Count that the sum of the policy loss is divided by."""
+    regularizer_count: Tensor
+    """Count that the sums of KL and entropy are divided by."""
+    gradient_divisor: Tensor
+    """Count that the differentiated policy loss is divided by under `grad_divisor`."""
+    share: Tensor
+    """Part of the step's report that this micro-batch carries on this rank."""
+    checksum_scale: Tensor
+    """Factor of the sum of the weights that makes it 1 over the step."""
+    samples_scale: Tensor
+    """The same factor for weights times the identities of tokens."""
+    ranks_scale: Tensor
+    """The same factor for weights times the identities of tokens and of the data-parallel rank."""
+    checksum_offset: Tensor
+    """Summand of the three sums: `share` in a step without an active token, else 0."""
+    nothing: Tensor
+    """0, the pair of a metric whose fields the samples lack."""
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatchWeights:
-    """The weights of one micro-batch on one rank, in its loss and in what a step reports. Built by `build`."""
+class Weights(Counts):
+    """The weight of each token, [window] float64 each, 0 at masked positions, and the counts of the step."""
 
-    batch: PackedBatch
-    """The micro-batch, on its device."""
-    rows: tuple[str, ...]
-    """What the weights are of: `loss` (unless a custom reducer has its own) and `sample_mean` (KL and entropy, unless they
-    follow the loss); for metrics `documents` and `tokens`, the mean over documents and the sum, and `sequences` where the
-    ratio is one number a sequence; for the checksum `counted`, each token once, where a custom reducer has the weights of
-    the loss, and `identified`, those of `loss` or `counted` times the coefficients of the samples, where the totals know them."""
-    scalars: Tensor
-    """[20] float64 on the device, of which `SCALARS` names those that are reported: outer count of the loss, that of the
-    sample mean, divisor of the gradient, share; factors, divisors and offsets of the sums; 0."""
-    per_sample: Tensor
-    """[rows, samples] float64 on the device, the weight of each token of a sample; at least two columns, of no sample where
-    there are fewer."""
-    reducer_of_masks: Callable[[Tensor | None], Reducer] | None = None
-    """The user's own, in place of the weights `loss`; see `custom_reducer`."""
+    loss: Tensor
+    """Weight in the policy loss, loss weights included. With a reducer of the user's own, 1 for an active token."""
+    identified: Tensor
+    """The same weight times the number by which the sample is told from others."""
+    regularizer: Tensor
+    """Weight in KL and entropy, loss weights included."""
+    document: Tensor
+    """Weight in a metric's mean over documents."""
+    sequence: Tensor
+    """Weight in a metric's sum over sequences."""
 
     @classmethod
-    def build(
-        cls, config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
-    ) -> MicroBatchWeights:
-        """The weights under a config; arguments as for `policy_loss_function`.
+    def spread(
+        cls,
+        counts: Tensor,
+        sample_weights: Tensor,
+        *,
+        loss_mask: Tensor,
+        sample_ids: Tensor,
+        loss_weights: Tensor | None,
+    ) -> Weights:
+        """Give every token of the window the weights of its sample.
 
-        Raises:
-            ValueError: the totals do not know a sample that the aggregation asks for; what `custom_reducer` raises.
+        Args:
+            counts: [counts] float64, in the order of `Counts`.
+            sample_weights: [5, samples] float64, in the order of `SAMPLE_WEIGHTS`.
+            loss_mask, sample_ids, loss_weights: [window], as `Tokens` has them.
         """
-        counted = totals.counted_in(config.loss_weight_denominator)
-        mode, sample_mean = AGGREGATIONS[config.loss_aggregation], AGGREGATIONS["sample_mean"]
-        divisor, samples = config.loss_aggregation_divisor, batch.samples
-        divisors: dict[str, Tensor | float] = {}
-        reducer: Callable[[Tensor | None], Reducer] | None = None
-        if AGGREGATIONS.is_replaced(config):
-            # By the field's convention its inner sum is over rollouts, or tokens in per-token mode.
-            reducer, per_token = custom_reducer(config, batch), config.calculate_per_token_loss
-            outer_count = max(counted.num_active_tokens if per_token else counted.num_rollouts, 1)
-            checked = divisors["counted"] = torch.ones(len(samples), dtype=torch.float64)
-        else:
-            checked = divisors["loss"] = mode.divisors_of(counted, samples, divisor)
-            outer_count = mode.outer_count(counted)
-        if counted.by_identity is not None:
-            divisors["identified"] = checked / coefficients_of(samples, counted.hashed_fields)
-        has_regularizer = config.kl_loss_coef or config.entropy_coef
-        if has_regularizer and config.regularizer_aggregation == "sample_mean":
-            divisors["sample_mean"] = sample_mean.divisors_of(counted, samples)
-        if config.pg_metrics != "none":
-            divisors |= {"documents": sample_mean.divisors_of(totals, samples), "tokens": 1.0}
-            if ratio_of(config) == "sequence":
-                own = [max(sample.num_active_tokens, 1) for sample in samples]
-                divisors["sequences"] = torch.tensor(own, dtype=torch.float64)
-        gradient_divisor = config.grad_divisor or outer_count
-        scalars = [outer_count, sample_mean.outer_count(counted), gradient_divisor, share]
-        scalars += [*_adjustments(config, counted, share), 0.0]
-        device = batch.loss_mask.device
-        width = max(len(samples), 2)
-        numbers = torch.zeros(
-            len(scalars) + len(divisors) * width,
-            dtype=torch.float64,
-            pin_memory=device.type == "cuda",
-        )
-        numbers[: len(scalars)] = torch.tensor(scalars, dtype=torch.float64)
-        table = numbers[len(scalars) :].view(len(divisors), width)
-        for row, of_samples in zip(table, divisors.values(), strict=True):
-            row[: len(samples)] = 1.0 / of_samples
-        numbers = to_device(numbers, device)
-        per_sample = numbers[len(scalars) :].view(len(divisors), width)
-        return cls(batch, tuple(divisors), numbers[: len(scalars)], per_sample, reducer)
-
-    @functools.cached_property
-    def of_tokens(self) -> Mapping[str, Tensor]:
-        """The weights [window] float64 by row, 0 at masked positions."""
-        batch = self.batch
-        spread = self.per_sample[:, batch.window_segment_ids]
-        found = dict(
-            zip(self.rows, torch.where(batch.loss_mask, spread, 0.0).unbind(), strict=True)
-        )
-        if batch.loss_weights is not None:
-            for name in IN_THE_LOSS:
-                if name in found:
-                    found[name] = found[name] * batch.loss_weights
-        return found
-
-    @functools.cached_property
-    def _reducer(self) -> Reducer:
-        """The reducer of the loss by the samples' own masks."""
-        of_masks = self.reducer_of_masks
-        return WeightedSum(self.of_tokens["loss"]) if of_masks is None else of_masks(None)
-
-    def inner_sum(self, x: Tensor, masks: Tensor | None = None) -> Tensor:
-        """The loss's sum over this rank's window, x [window] -> 0-d, before the outer count.
-
-        `masks` [response tokens of all samples] are those of a user's reducer, where corrections changed them.
-        """
-        if masks is None or self.reducer_of_masks is None:
-            return self._reducer(x)
-        return self.reducer_of_masks(masks)(x)
-
-    def loss(self, x: Tensor) -> Tensor:
-        """This rank's share, 0-d, of the aggregate over the whole step of x [window]."""
-        inner_sum = self.inner_sum(x)
-        return inner_sum / self.scalars[0].to(inner_sum.dtype)
-
-    def regularizer(self, x: Tensor) -> Tensor:
-        """This rank's share, 0-d, of a KL or entropy term x [window] over the whole step."""
-        if "sample_mean" not in self.rows:
-            return self.loss(masked(x, self.batch.loss_mask))
-        inner_sum = WeightedSum(self.of_tokens["sample_mean"])(x)
-        return inner_sum / self.scalars[1].to(inner_sum.dtype)
-
-    def sums(self) -> Tensor:
-        """The sums of the weights, 1-d float64: `documents` and `tokens`, where there are metrics, and the three checks.
-
-        A check is a sum over what the step's totals say that it adds up to: of the weights `loss` or `counted`, of those times
-        the coefficients of samples and positions, and the same times that of the rank.
-        """
-        of = self.of_tokens
-        weights = of["loss"] if "loss" in of else of["counted"]
-        identified = of["identified"] * self.batch.coefficients if "identified" in of else weights
-        rows = [of[name] for name in ("documents", "tokens") if name in of]
-        rows += [weights, identified, identified]
-        adjust = self.scalars[4:19].view(3, 5)[:, -len(rows) :]
-        sums: Tensor = torch.stack(rows).sum(1) * adjust[0] / adjust[1] + adjust[2]
-        return sums
+        spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
+        weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))
+        if loss_weights is not None:
+            for name in ("loss", "identified", "regularizer"):
+                weights[name] = weights[name] * loss_weights
+        return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
 
 
-def _adjustments(config: PolicyLossConfig, totals: StepTotals, share: float) -> list[float]:
-    """What the five sums are multiplied by, divided by, and what is added to them."""
-    # Of a custom reducer the weights are not known: each token counts once, as in the token mean.
-    name = "token_mean" if AGGREGATIONS.is_replaced(config) else config.loss_aggregation
-    mode, divisor = AGGREGATIONS[name], config.loss_aggregation_divisor or 1.0
-    expected, rank = [mode.total_weight(totals, divisor)], 1.0
-    if totals.by_identity is None:  # counted of samples without tokens: there is no more to compare
-        expected *= 3
+COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
+SAMPLE_WEIGHTS = tuple(each.name for each in dataclasses.fields(Weights) if each.name not in COUNTS)
+
+
+def host_weights(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the counts and the weight of each sample's tokens on the host, and move them to the batch's device.
+
+    Returns:
+        Counts [counts] and weights [5, samples] float64, as `Weights.spread` takes them. There are at least two columns, of
+        no sample where there are fewer: the compiler makes another program for a size of 1.
+
+    Raises:
+        ValueError: the totals do not know a sample that the aggregation asks for.
+    """
+    samples, counted = batch.samples, totals.counted_in(config.loss_weight_denominator)
+    divisor, sample_mean = config.loss_aggregation_divisor, AGGREGATIONS["sample_mean"]
+    if AGGREGATIONS.is_replaced(config):
+        # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in per-token mode.
+        mode, divisor = AGGREGATIONS["token_mean"], None
+        per_token = config.calculate_per_token_loss
+        outer_count = mode.outer_count(counted) if per_token else sample_mean.outer_count(counted)
     else:
+        mode = AGGREGATIONS[config.loss_aggregation]
+        outer_count = mode.outer_count(counted)
+    counts = {
+        "outer_count": outer_count,
+        "regularizer_count": sample_mean.outer_count(counted),
+        "gradient_divisor": config.grad_divisor or outer_count,
+        "share": share,
+        "nothing": 0.0,
+        **_checksum_counts(mode, divisor or 1.0, counted, share),
+    }
+    loss_divisors = mode.divisors_of(counted, samples, divisor)
+    divisors = {
+        "loss": loss_divisors,
+        "identified": loss_divisors,
+        "regularizer": sample_mean.divisors_of(counted, samples),
+        "document": sample_mean.divisors_of(totals, samples),
+        "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
+    }
+    if counted.by_identity is not None:
+        divisors["identified"] = loss_divisors / coefficients_of(samples, counted.hashed_fields)
+    table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)
+    for row, name in enumerate(SAMPLE_WEIGHTS):
+        table[row, : len(samples)] = 1.0 / divisors[name]
+    head = torch.tensor([counts[name] for name in COUNTS], dtype=torch.float64)
+    numbers = to_device(torch.cat([head, table.flatten()]), batch.loss_mask.device)
+    return numbers[: len(COUNTS)], numbers[len(COUNTS) :].view_as(table)
+
+
+def position_coefficients(
+    config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals
+) -> Tensor:
+    """Return the numbers [window] float64 of the tokens' positions in the checksums; 1 where the totals know no identities."""
+    counted = totals.counted_in(config.loss_weight_denominator)
+    return (
+        batch.coefficients
+        if counted.by_identity is not None
+        else torch.ones_like(batch.coefficients)
+    )
+
+
+def _checksum_counts(
+    mode: Aggregation, divisor: float, totals: StepTotals, share: float
+) -> dict[str, float]:
+    """Compute the factors that make the three checksums 1 over the step, and their summand."""
+    expected, rank = [mode.total_weight(totals, divisor)] * 3, 1.0
+    if totals.by_identity is not None:
         rank = coefficient_of_rank(totals.data_parallel_rank)
-        expected += [mode.inner_weight(counts, divisor) for counts in totals.by_identity]
-    # A step without an active token has nothing to count and is right.
-    offsets = [0.0 if each else share for each in expected]
-    factors, divisors = [1.0, 1.0, 1.0, 1.0, rank], [1.0, 1.0, *(each or 1.0 for each in expected)]
-    return [*factors, *divisors, 0.0, 0.0, *offsets]
+        expected[1:] = [mode.inner_weight(counts, divisor) for counts in totals.by_identity]
+    weights, identities, ranks = (1.0 / (total or 1.0) for total in expected)
+    return {
+        "checksum_scale": weights,
+        "samples_scale": identities,
+        "ranks_scale": rank * ranks,
+        # A step without an active token has nothing to count and is right.
+        "checksum_offset": 0.0 if expected[0] else share,
+    }

@@ -22,13 +22,10 @@ from megatron_pg.head import (
 )
 from megatron_pg.head.output_layer import largest_chunk
 from megatron_pg.loss.distillation import teacher_of
+from megatron_pg.loss.from_logits import check_vocabulary
+from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.policy_loss import (
-    check_vocabulary,
-    gradient_scope,
-    leaves_out_zero_advantages,
-)
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, to_device
 

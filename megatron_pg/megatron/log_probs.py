@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.head import linear_log_probs_and_entropy
-from megatron_pg.loss.policy_loss import log_probs_of_logits
+from megatron_pg.loss.from_logits import log_probs_of_logits
 from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.output_layer import fp32_lm_head, take_output_processor

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.policy_loss import policy_loss_function
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
 from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped

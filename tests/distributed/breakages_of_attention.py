@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_pg.check.options import has_transformer_engine
-from megatron_pg.loss.sequence import SequenceReduction
+from megatron_pg.loss import micro_batch
 from megatron_pg.megatron.cpu import attention
 from megatron_pg.step.token_window import local_positions
 
@@ -202,4 +202,4 @@ def gradients_of_keys_and_values_stay_on_their_rank(patch: Patch) -> None:
 
 @breakage("CP2", "sequence", "context-parallel", fails="gspo", passes="gradient")
 def sums_over_sequences_are_of_this_rank_alone(patch: Patch) -> None:
-    patch.setattr(SequenceReduction, "over_group", lambda reduction, sums: sums)
+    patch.setattr(micro_batch, "add_over_group", lambda sums, group: sums)

@@ -12,7 +12,7 @@ import torch
 from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.loss.policy_loss import gradient_scope
+from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
@@ -354,24 +354,21 @@ def test_evaluation_leaves_no_gradient(
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: coefficients are those of the loss before its entropy and KL terms."""
-    from megatron_pg.loss.policy_loss import MicroBatchLoss
+    from megatron_pg.loss import micro_batch
+    from megatron_pg.loss.micro_batch import MicroBatchLoss
 
-    whole, called = MicroBatchLoss.terms, MicroBatchLoss.__call__
+    whole, called = micro_batch.policy_loss, MicroBatchLoss.__call__
 
-    def without_regularizers(loss: MicroBatchLoss, *arguments: Any) -> Any:
-        right = loss.config
-        loss.config = replace(right, kl_loss_coef=0.0, entropy_coef=0.0)
-        terms = whole(loss, *arguments)
-        loss.config = right
-        return terms
+    def without_regularizers(config: PolicyLossConfig, *arguments: Any) -> Any:
+        return whole(replace(config, kl_loss_coef=0.0, entropy_coef=0.0), *arguments)
 
     def right_value(loss: MicroBatchLoss, *arguments: Any) -> Any:
-        MicroBatchLoss.terms = whole
+        micro_batch.policy_loss = whole
         value = called(loss, *arguments)
-        MicroBatchLoss.terms = without_regularizers
+        micro_batch.policy_loss = without_regularizers
         return value
 
-    MicroBatchLoss.terms, MicroBatchLoss.__call__ = without_regularizers, right_value
+    micro_batch.policy_loss, MicroBatchLoss.__call__ = without_regularizers, right_value
     return steps(sharding, DENSE, "one pass")
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import SIGNS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, reduce_metrics
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests.distributed.launch import run_ranks

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.corrections import Scored, apply_corrections
+from megatron_pg.loss.corrections import apply_corrections
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
-from megatron_pg.loss.sequence import SequenceReduction, sequence_log_ratios
 from megatron_pg.step.batch import pack
+from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.distributed.launch import run_ranks
 from tests.fast import objectives_oracle as oracle
@@ -29,6 +29,7 @@ from tests.fast.sequences import (
     random_sequence,
     random_sequences,
     stacked,
+    tokens_and_sums,
 )
 from tests.lanes import in_one_lane
 
@@ -120,11 +121,11 @@ def corrected_on_this_rank(
     batch = pack(samples_of(sequences), cp_rank=dist.get_rank(), cp_size=dist.get_world_size())
     everything = flat_log_probs(sequences)
     log_probs = everything[batch.window.response_indices]
-    sequence = sequence_log_ratios(config, batch, log_probs, context_parallel_group=group)
-    outcome = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence)
-    found = apply_corrections(Scored(config, batch, log_probs, outcome, sequence=sequence))
-    found.pg_loss.sum().backward()
-    return batch.window.response_indices, found.pg_loss.detach(), everything.grad
+    tokens, sums = tokens_and_sums(config, batch, log_probs, group)
+    loss = OBJECTIVES[config.policy_loss](config, tokens, sums).loss
+    found = apply_corrections(config, tokens, loss, sums)
+    found.loss.sum().backward()
+    return batch.window.response_indices, found.loss.detach(), everything.grad
 
 
 def corrections_worker() -> dict:
@@ -342,19 +343,24 @@ def test_a_users_reducer_gets_whole_masks_after_rejection(size: int) -> None:
         assert name != "ragged" or (after != before) == is_dropping
 
 
-def reduction_worker() -> tuple[Tensor, Tensor, Tensor]:
-    """Rank 1 of 2 has no token at all."""
-    ids = torch.tensor([0, 2, 2, 2]) if dist.get_rank() == 0 else torch.zeros(0, dtype=torch.int64)
-    values = torch.tensor([1.0, 2.0, 4.0, float("nan")])[: ids.numel()].requires_grad_()
-    mask = torch.tensor([True, True, True, False])[: ids.numel()]
-    reduction = SequenceReduction(ids, 3, dist.group.WORLD)
-    total, mean = reduction.sum(values, mask), reduction.mean(values, mask)
-    assert not total.requires_grad and not mean.requires_grad
-    return total, mean, reduction.to_tokens(mean)
+def reduction_worker() -> tuple[Tensor, Tensor]:
+    """Rank 1 of 2 has no token of the sample at all."""
+    sample = Sample(
+        tokens=[1] * 12,
+        response_length=2,
+        loss_mask=[1, 1],
+        advantages=[1.0] * 2,
+        old_log_probs=[-1.0, -2.0],
+    )
+    batch = pack([sample], cp_rank=dist.get_rank(), cp_size=2)
+    log_probs = batch.old_log_probs + torch.tensor([0.25, 0.5])[: len(batch.window)]
+    config = PolicyLossConfig(policy_loss="gspo")
+    tokens, sums = tokens_and_sums(config, batch, log_probs.requires_grad_(), dist.group.WORLD)
+    assert not sums.total("policy").requires_grad and tokens.log_probs.requires_grad
+    return sums.sums["policy"], sums.mean("policy")
 
 
 def test_sums_means_and_broadcast() -> None:
-    for rank, (total, mean, tokens) in enumerate(run_ranks(reduction_worker, 2)):
-        assert total.tolist() == [1.0, 0.0, 6.0]
-        assert mean.tolist() == [1.0, 0.0, 3.0]
-        assert tokens.tolist() == ([1.0, 3.0, 3.0, 3.0] if rank == 0 else [])
+    for rank, (total, mean) in enumerate(run_ranks(reduction_worker, 2)):
+        assert total.tolist() == [0.75]
+        assert mean.tolist() == [0.375] * (2, 0)[rank]

@@ -16,10 +16,11 @@ from megatron_pg import integrations
 from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import log_probs_and_entropy
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import get_objective
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
+from tests.fast.sequences import tokens_and_sums
 from tests.oracle import PlainSample
 from tests.random_steps import random_step
 
@@ -74,7 +75,9 @@ def trainer_loss(
             [sample.loss_mask for sample in batch.samples],
             per_token,
         )
-        loss = reducer(get_objective(config)(config, batch, log_probs).loss)
+        loss = reducer(
+            get_objective(config)(config, *tokens_and_sums(config, batch, log_probs)).loss
+        )
         _, metrics = policy_loss_from_log_probs(
             config, batch, log_probs.detach(), None, totals=totals
         )

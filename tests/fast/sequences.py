@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import OBJECTIVES
+from megatron_pg.loss.micro_batch import BATCH_FIELDS
+from megatron_pg.loss.sequence import SequenceSums, add_over_group, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.tokens import Tokens
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
@@ -108,6 +113,22 @@ def package_batch(
     here = batch.window.response_indices
     given: dict[str, Any] = {name: torch.tensor(values)[here] for name, values in flat.items()}
     return dataclasses.replace(batch, **given)
+
+
+def tokens_and_sums(
+    config: PolicyLossConfig,
+    batch: PackedBatch,
+    log_probs: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tokens, SequenceSums]:
+    """The tensors that the loss of a micro-batch is a function of."""
+    fields = {name: getattr(batch, name) for name in BATCH_FIELDS}
+    ids = {"sample_ids": batch.window_segment_ids, "positions": batch.coefficients}
+    tokens = Tokens.masked({**fields, **ids, "log_probs": log_probs})
+    table = None
+    if sequence_sum_names(config):
+        table = add_over_group(sums_of_rank(config, tokens, batch.window.num_samples), group)
+    return tokens, SequenceSums.of_table(config, tokens.sample_ids, table)
 
 
 def flat_log_probs(sequences: Sequence[Sequence1], dtype: torch.dtype = torch.float64) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import megatron_pg
 from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack, step_totals
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.policy_loss import policy_loss_function
+from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step import plan_step
 
 NAME = "task-7/answer-2"

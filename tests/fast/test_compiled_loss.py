@@ -17,16 +17,22 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss import compiled
+from megatron_pg.loss import compiled, micro_batch
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.loss.pairs import _layout
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
-from megatron_pg.loss.sequence import SequenceReduction, summands_of_sequences
+from megatron_pg.loss.sequence import sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals
-from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
+from tests.fast.sequences import (
+    CORRECTIONS,
+    flat_log_probs,
+    package_batch,
+    random_sequences,
+    tokens_and_sums,
+)
 
 OBJECTIVES = ("ppo", "gspo", "sapo", "dppo_kl", "gmpo")
 """One of each kind; tests/gpu has all."""
@@ -212,20 +218,20 @@ def test_no_size_and_no_divisor_compiles_again(
 
 def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
-    terms = MicroBatchLoss.terms
+    right = micro_batch.policy_loss
 
-    def baked(self: MicroBatchLoss, *given: Any) -> Any:
-        loss, *others = terms(self, *given)
-        assert self.config.grad_divisor is not None
-        return loss * self._weights.scalars[2] / self.config.grad_divisor, *others
+    def baked(config: PolicyLossConfig, tokens: Any, weights: Any, *others: Any) -> Any:
+        terms = right(config, tokens, weights, *others)
+        assert config.grad_divisor is not None
+        return replace(terms, loss=terms.loss * weights.gradient_divisor / config.grad_divisor)
 
     gradients = []
-    for mutant in (terms, baked):
-        monkeypatch.setattr(MicroBatchLoss, "terms", mutant)
+    for mutant in (right, baked):
+        monkeypatch.setattr(micro_batch, "policy_loss", mutant)
         monkeypatch.setattr(compiled, "_programs", {})
         evaluated(PolicyLossConfig(grad_divisor=2.0))
         gradients.append(evaluated(PolicyLossConfig(grad_divisor=5.0))[1])
-    monkeypatch.setattr(MicroBatchLoss, "terms", terms)
+    monkeypatch.setattr(micro_batch, "policy_loss", right)
     expected = by_operators(PolicyLossConfig(grad_divisor=5.0))[1]
     torch.testing.assert_close(gradients[0], expected, rtol=1e-6, atol=1e-8)
     assert not torch.allclose(gradients[1].float(), expected, rtol=1e-2)
@@ -240,11 +246,10 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(
     whole = package_batch(sequences)
     totals = step_totals(whole.samples)
     expected = by_operators(config, batch=whole, totals=totals)[0]
-    reduction = SequenceReduction(whole.window_segment_ids, len(sequences))
-    summands = summands_of_sequences(config, whole, flat_log_probs(sequences, torch.float32))
-    of_group = reduction.sums(summands)
+    tokens, _ = tokens_and_sums(config, whole, flat_log_probs(sequences, torch.float32))
+    of_group = sums_of_rank(config, tokens, len(sequences))
 
-    def over_group(self: SequenceReduction, sums: Tensor) -> Tensor:
+    def over_group(sums: Tensor, group: object) -> Tensor:
         sums[:, : of_group.shape[1]] = of_group
         return sums
 
@@ -255,7 +260,7 @@ def test_sums_over_sequences_are_those_of_the_context_parallel_group(
         )
 
     alone = found()
-    monkeypatch.setattr(SequenceReduction, "over_group", over_group)
+    monkeypatch.setattr(micro_batch, "add_over_group", over_group)
     torch.testing.assert_close(found(), expected, rtol=1e-5, atol=1e-7)
     assert (alone - expected).abs() > 1e-3
 
@@ -274,13 +279,11 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
     found: list[list[torch.Size]] = [[], []]
     for rank, sizes in enumerate(found):
 
-        def over_group(
-            self: SequenceReduction, sums: Tensor, sizes: list[torch.Size] = sizes
-        ) -> Tensor:
+        def over_group(sums: Tensor, group: object, sizes: list[torch.Size] = sizes) -> Tensor:
             sizes.append(sums.shape)
             return sums
 
-        monkeypatch.setattr(SequenceReduction, "over_group", over_group)
+        monkeypatch.setattr(micro_batch, "add_over_group", over_group)
         part = pack([sample], cp_rank=rank, cp_size=2)
         assert len(part.window) == (2, 0)[rank]
         log_probs = torch.full((len(part.window),), -1.0, requires_grad=True)
@@ -295,16 +298,13 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyP
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
         assert of_first == of_second
 
-    def of_own_size(self: MicroBatchLoss, log_probs: Tensor) -> Tensor:
-        whole = PER_RANK(self, log_probs)
-        return whole if len(log_probs) else whole[:, :1]
+    def of_own_size(config: PolicyLossConfig, tokens: Any, num_samples: int) -> Tensor:
+        whole = sums_of_rank(config, tokens, num_samples)
+        return whole if len(tokens.log_probs) else whole[:, :1]
 
-    monkeypatch.setattr(MicroBatchLoss, "_sums_of_rank", of_own_size)
+    monkeypatch.setattr(micro_batch, "sums_of_rank", of_own_size)
     ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=2)
     assert of_first != of_second
-
-
-PER_RANK = MicroBatchLoss._sums_of_rank
 
 
 def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,15 +12,14 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import (
     Corrected,
-    Scored,
     accepted_samples,
     apply_corrections,
     correction_metric_names,
 )
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.mismatch import importance_weights
-from megatron_pg.loss.objectives import OBJECTIVES, ObjectiveOutput
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
-from megatron_pg.loss.sequence import sequence_log_ratios
+from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -34,6 +33,7 @@ from tests.fast.sequences import (
     package_sample,
     random_sequences,
     stacked,
+    tokens_and_sums,
 )
 
 GEOMETRIC = {
@@ -146,10 +146,9 @@ BOUNDS: dict[str, tuple[dict, Correction, list[float]]] = {
 def corrected(
     config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
 ) -> tuple[Corrected, Tensor]:
-    sequence = sequence_log_ratios(config, batch, log_probs)
-    outcome = OBJECTIVES[config.policy_loss](config, batch, log_probs, sequence=sequence)
-    found = apply_corrections(Scored(config, batch, log_probs, outcome, sequence=sequence))
-    return found, outcome.loss
+    tokens, sums = tokens_and_sums(config, batch, log_probs)
+    loss = OBJECTIVES[config.policy_loss](config, tokens, sums).loss
+    return apply_corrections(config, tokens, loss, sums), loss
 
 
 def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.dtype) -> None:
@@ -162,13 +161,13 @@ def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.
     log_probs = flat_log_probs(sequences, dtype)
     config = PolicyLossConfig(policy_loss=policy_loss, **settings)
     found, _ = corrected(config, package_batch(sequences), log_probs)
-    found.pg_loss.sum().backward()
+    found.loss.sum().backward()
     assert found.loss_mask.tolist() == expected_mask
     # Of float64 inputs the weights are float64, as the loss is.
     tolerance = {"rtol": 2e-6, "atol": 2e-6}
     if dtype == torch.float64:
         tolerance = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(found.pg_loss.double(), expected, **tolerance)
+    torch.testing.assert_close(found.loss.double(), expected, **tolerance)
     if dtype == torch.bfloat16:
         tolerance = {"rtol": 2**-8, "atol": 1e-6}
     torch.testing.assert_close(log_probs.grad.double(), expected_gradient, **tolerance)
@@ -259,9 +258,7 @@ def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
-    sequence = sequence_log_ratios(config, batch, log_probs)
-    outcome = ObjectiveOutput(log_probs)
-    weights = importance_weights(Scored(config, batch, log_probs, outcome, sequence=sequence))
+    weights = importance_weights(config, *tokens_and_sums(config, batch, log_probs))
     expected = []
     for s in sequences:
         total = sum(oracle.mismatches(s))
@@ -283,7 +280,7 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
     for settings in ({"policy_loss": "gspo"}, OPSM):
         config = PolicyLossConfig(**settings)
         expected, found = (corrected(config, one, log_probs)[0] for one in (batch, without))
-        assert torch.equal(found.pg_loss, expected.pg_loss)
+        assert torch.equal(found.loss, expected.loss)
         assert torch.equal(found.loss_mask, expected.loss_mask)
 
 
@@ -297,20 +294,15 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
     ],
 )
 def test_token_level_settings_need_no_sums_over_sequences(settings: dict) -> None:
-    """Nor log-probs: what a user's function takes the place of asks for nothing."""
-    sequences = random_sequences(13)
-    batch = dataclasses.replace(
-        package_batch(sequences), old_log_probs=None, rollout_log_probs=None
-    )
-    config = PolicyLossConfig(**settings)
-    assert sequence_log_ratios(config, batch, flat_log_probs(sequences)) is None
+    """Nor does what a user's function takes the place of."""
+    assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
 
 
 def test_means_over_a_fully_masked_sequence_are_zero() -> None:
     sequences = random_sequences(14)
     config = PolicyLossConfig(**GEOMETRIC, **OPSM)
-    ratios = sequence_log_ratios(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (ratios.mean_of_tokens("policy"), ratios.mean_of_tokens("mismatch"))
+    _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
+    means = (sums.mean("policy"), sums.mean("mismatch"))
     assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
     assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
 
@@ -322,7 +314,7 @@ def test_masks_only_shrink_and_what_is_dropped_is_zero(case: str) -> None:
         log_probs = flat_log_probs(random_sequences(seed, spread=0.5))
         found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, log_probs)
         assert not (found.loss_mask & ~batch.loss_mask).any()
-        assert (found.pg_loss[~found.loss_mask] == 0).all()
+        assert (found.loss[~found.loss_mask] == 0).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -341,9 +333,9 @@ def test_garbage_at_masked_positions_reaches_nothing(case: str) -> None:
     config = PolicyLossConfig(**CASES[case][0])
     expected, _ = corrected(config, batch, clean_log_probs)
     found, _ = corrected(config, dirty, dirty_log_probs)
-    expected.pg_loss.sum().backward()
-    found.pg_loss.sum().backward()
-    assert torch.equal(found.pg_loss, expected.pg_loss)
+    expected.loss.sum().backward()
+    found.loss.sum().backward()
+    assert torch.equal(found.loss, expected.loss)
     assert torch.equal(found.loss_mask, expected.loss_mask)
     assert torch.equal(dirty_log_probs.grad, clean_log_probs.grad)
     for name, values in found.metrics.items():
@@ -357,7 +349,7 @@ def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -
     batch = package_batch(sequences)
     batch = dataclasses.replace(batch, rollout_log_probs=torch.tensor([0.0, math.nan]))
     found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, flat_log_probs(sequences))
-    assert torch.isnan(found.pg_loss[1])
+    assert torch.isnan(found.loss[1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -371,8 +363,6 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
         return
     dropped = batch.loss_mask & ~found.loss_mask
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
-    silent = dataclasses.replace(config, pg_metrics="none")
-    assert corrected(silent, batch, flat_log_probs(sequences))[0].metrics == {}
 
 
 def test_what_is_missing_is_named() -> None:
@@ -384,15 +374,16 @@ def test_what_is_missing_is_named() -> None:
             corrected(PolicyLossConfig(**settings), without, log_probs)
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
-        with pytest.raises(ValueError, match="sequence_log_ratios"):
-            apply_corrections(Scored(config, batch, log_probs, ObjectiveOutput(log_probs)))
+        tokens, _ = tokens_and_sums(config, batch, log_probs)
+        with pytest.raises(ValueError, match="the sum over sequences of .* was not made"):
+            apply_corrections(config, tokens, log_probs, SequenceSums(tokens.sample_ids, {}))
 
 
 def test_an_empty_micro_batch_is_legal() -> None:
     log_probs = torch.zeros(0, requires_grad=True)
     for settings, _ in CASES.values():
         found, _ = corrected(PolicyLossConfig(**settings), pack([]), log_probs)
-        assert found.pg_loss.shape == (0,) and found.pg_loss.requires_grad
+        assert found.loss.shape == (0,) and found.loss.requires_grad
 
 
 # The denominator under rejection.
@@ -478,7 +469,7 @@ def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
     expected_mask = batch.loss_mask.clone()
     expected_mask[:half] = False
     assert torch.equal(found.loss_mask, expected_mask)
-    assert torch.equal(found.pg_loss, torch.where(expected_mask, 2 * loss, 0.0))
+    assert torch.equal(found.loss, torch.where(expected_mask, 2 * loss, 0.0))
     assert set(found.metrics) == set(correction_metric_names(config))
 
 

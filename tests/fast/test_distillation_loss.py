@@ -16,7 +16,7 @@ from megatron_pg import (
     policy_loss_function,
     step_totals,
 )
-from megatron_pg.loss.policy_loss import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
 from tests.fast import distillation_oracle as oracle
 
 DISTILL = {"policy_loss": "distill", "distill_teacher": "top_k"}

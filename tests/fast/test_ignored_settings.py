@@ -25,7 +25,7 @@ from megatron_pg import (
 )
 from megatron_pg.config.fields import Field, fields_of
 from megatron_pg.loss.corrections import CORRECTIONS
-from megatron_pg.loss.divergence import KL_ESTIMATES
+from megatron_pg.loss.regularizers import KL_ESTIMATES
 
 HOW = {
     "calculate_per_token_loss",

@@ -17,18 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.critic import CriticConfig
-from megatron_pg.loss.corrections import Scored, accepted_samples
+from megatron_pg.loss.corrections import accepted_samples
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
-from megatron_pg.loss.metrics import (
-    MicroBatchMetrics,
-    TokenMetrics,
-    metric_names,
-    metric_table,
-    reduce_metrics,
-    token_metrics,
-)
-from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table, reduce_metrics
 from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.loss.value_loss import MicroBatchValueLoss
 from megatron_pg.step.batch import PackedBatch, pack
@@ -148,7 +140,7 @@ def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
     advantage = [row.name for row in rows].index("advantage")
     values = torch.zeros(len(rows), len(weights), dtype=torch.float64)
     values[advantage] = torch.where(batch.loss_mask, batch.advantages, 0.0)
-    frozen = (values @ torch.stack([weights, mask], dim=1))[advantage, 0]
+    frozen = (values * weights).sum(1)[advantage]
     assert found["advantage"].tolist() == [frozen.item(), weights.sum().item()]
 
 
@@ -477,15 +469,19 @@ class CountDispatches(TorchDispatchMode):
 
 
 def test_none_costs_nothing() -> None:
+    """No value of a token is computed: the sums are those of the checksum and of the denominators."""
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(pg_metrics="none", use_tis=True)
-    outcome = OBJECTIVES["ppo"](config, batch, log_probs)
-    scored = Scored(config, batch, log_probs, outcome)
-    with CountDispatches() as counter:
-        metrics = token_metrics(scored)
-    assert counter.count == 0 and metrics == TokenMetrics(None, None, None)
-    assert not metric_table(config, frozenset()).rows
+    assert not metric_table(config, frozenset()).rows and not metrics_on(config)
+    metrics = micro_batch_metrics(config, batch, log_probs)
+    assert metrics.maxima is None and metrics.is_nan is None
+    counts = []
+    for setting in ("none", "basic"):
+        with CountDispatches() as counter:
+            micro_batch_metrics(dataclasses.replace(config, pg_metrics=setting), batch, log_probs)
+        counts.append(counter.count)
+    assert counts[0] < 0.7 * counts[1], counts
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)

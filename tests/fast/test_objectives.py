@@ -15,14 +15,10 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.flags import field_docstrings
 from megatron_pg.loss import trust_region
-from megatron_pg.loss.objectives import (
-    OBJECTIVES,
-    ObjectiveOutput,
-    clipped_log_ratio,
-    get_objective,
-)
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
-from megatron_pg.loss.sequence import SequenceLogRatios, sequence_log_ratios
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
 from megatron_pg.loss.trust_region import DPPO_DELTAS
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import step_totals
@@ -36,6 +32,7 @@ from tests.fast.sequences import (
     package_batch,
     random_sequences,
     stacked,
+    tokens_and_sums,
 )
 
 LOW, HIGH = math.exp(-0.25), math.exp(0.25)
@@ -103,12 +100,9 @@ TOLERANCES = {
 BFLOAT16_GRADIENT = {"rtol": 2**-8, "atol": 1e-6}
 
 
-def package_objective(
-    name: str, settings: dict, batch: PackedBatch, log_probs: Tensor
-) -> ObjectiveOutput:
+def package_objective(name: str, settings: dict, batch: PackedBatch, log_probs: Tensor) -> Outcome:
     config = PolicyLossConfig(policy_loss=name, **settings)
-    sequence = sequence_log_ratios(config, batch, log_probs)
-    return OBJECTIVES[name](config, batch, log_probs, sequence=sequence)
+    return OBJECTIVES[name](config, *tokens_and_sums(config, batch, log_probs))
 
 
 def check(
@@ -293,59 +287,58 @@ def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor: str) -
 RIGHT = {name: row.function for name, row in OBJECTIVES.items()}
 
 
-def swapped_temperatures(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
+def swapped_temperatures(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     swapped = dataclasses.replace(
         config, sapo_tau_pos=config.sapo_tau_neg, sapo_tau_neg=config.sapo_tau_pos
     )
-    return RIGHT["sapo"](swapped, batch, log_probs)
+    return RIGHT["sapo"](swapped, tokens, sums)
 
 
-def gate_of_the_log_ratio(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor):
-    found = RIGHT["sapo"](config, batch, log_probs)
-    log_ratio = torch.where(batch.loss_mask, log_probs - batch.old_log_probs, 0.0)
-    tau = torch.where(batch.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
-    gate = 4 / tau * torch.sigmoid(tau * log_ratio)
-    return dataclasses.replace(found, loss=-gate * batch.advantages * batch.loss_mask)
+def gate_of_the_log_ratio(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    found = RIGHT["sapo"](config, tokens, sums)
+    tau = torch.where(tokens.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = 4 / tau * torch.sigmoid(tau * (tokens.log_probs - tokens.anchor(config)))
+    return dataclasses.replace(found, loss=-gate * tokens.advantages)
 
 
-def dropped_whatever_the_advantage(name: str) -> Callable[..., ObjectiveOutput]:
+def dropped_whatever_the_advantage(name: str) -> Callable[..., Outcome]:
     """A symmetric trust region: a token that comes back is dropped too."""
 
-    def mutant(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> ObjectiveOutput:
-        found = RIGHT[name](config, batch, log_probs)
+    def mutant(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+        found = RIGHT[name](config, tokens, sums)
         return dataclasses.replace(found, loss=found.loss.masked_fill(found.is_clipped, 0.0))
 
     return mutant
 
 
 def divergence_of_the_new_from_the_old(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> ObjectiveOutput:
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
+) -> Outcome:
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
         return trust_region.binary_divergence(new, old)
 
-    return trust_region._divergence_masked(config, batch, log_probs, "dppo_kl", reversed_)
+    return trust_region._divergence_masked(config, tokens, "dppo_kl", reversed_)
 
 
-def clipped_on_both_sides(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
-) -> ObjectiveOutput:
+def with_sums_of(sums: SequenceSums, values: Tensor) -> SequenceSums:
+    """The sums over sequences of other values in the place of `clipped_policy`."""
+    wrong = torch.zeros_like(sums.sums["clipped_policy"]).index_add_(0, sums.sample_ids, values)
+    return dataclasses.replace(sums, sums={**sums.sums, "clipped_policy": wrong})
+
+
+def clipped_on_both_sides(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """The mean of ratios clipped whatever the sign of the advantage."""
-    log_ratio = torch.where(batch.loss_mask, log_probs.detach() - batch.old_log_probs, 0.0)
+    log_ratio = tokens.log_probs.detach().double() - tokens.anchor(config)
     clipped = log_ratio.clamp(math.log(LOW), math.log(HIGH))
-    sums = {"clipped_policy": sequence.reduction.sum(clipped, batch.loss_mask)}
-    wrong = dataclasses.replace(sequence, sums=sums)
-    return RIGHT["gmpo"](config, batch, log_probs, wrong)
+    return RIGHT["gmpo"](config, tokens, with_sums_of(sums, clipped))
 
 
 def mean_of_unclipped_ratios(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, sequence: SequenceLogRatios
-) -> ObjectiveOutput:
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
+) -> Outcome:
     """Clipped after the mean instead of before it, as gspo does."""
-    log_ratio = torch.where(batch.loss_mask, log_probs.detach() - batch.old_log_probs, 0.0)
-    sums = {"clipped_policy": sequence.reduction.sum(log_ratio, batch.loss_mask)}
-    wrong = dataclasses.replace(sequence, sums=sums)
-    return RIGHT["gmpo"](config, batch, log_probs, wrong)
+    log_ratio = tokens.log_probs.detach().double() - tokens.anchor(config)
+    return RIGHT["gmpo"](config, tokens, with_sums_of(sums, log_ratio))
 
 
 MUTANTS = {
@@ -355,8 +348,8 @@ MUTANTS = {
     "the same of dppo_kl": ("dppo_kl", dropped_whatever_the_advantage("dppo_kl")),
     "ratio for probability": (
         "dppo_tv_deltas",
-        lambda config, batch, log_probs: trust_region._divergence_masked(
-            config, batch, log_probs, "dppo_tv", lambda old, new: ((new - old).exp() - 1).abs()
+        lambda config, tokens, sums: trust_region._divergence_masked(
+            config, tokens, "dppo_tv", lambda old, new: ((new - old).exp() - 1).abs()
         ),
     ),
     "divergence the other way": ("dppo_kl_deltas", divergence_of_the_new_from_the_old),
@@ -547,17 +540,25 @@ def test_gspo_ratio_is_one_number_a_sequence() -> None:
     torch.testing.assert_close(found.log_ratio, expected, rtol=1e-12, atol=1e-12)
 
 
+def loss_of(name: str, batch: PackedBatch, log_probs: Tensor) -> object:
+    config, totals = PolicyLossConfig(policy_loss=name), step_totals(batch.samples)
+    return policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
+
+
 def test_inputs_that_are_missing_are_named() -> None:
     sequences = random_sequences(6)
     batch = dataclasses.replace(package_batch(sequences), old_log_probs=None)
     for name in ("ppo", "cispo"):
-        with pytest.raises(ValueError, match=f"--policy-loss {name} needs old_log_probs"):
-            package_objective(name, {}, batch, flat_log_probs(sequences))
-    config = PolicyLossConfig(policy_loss="gspo")
+        with pytest.raises(
+            ValueError, match=f"has no old_log_probs, which --policy-loss {name} needs"
+        ):
+            loss_of(name, batch, flat_log_probs(sequences))
     with pytest.raises(ValueError, match="old_log_probs"):
-        sequence_log_ratios(config, batch, flat_log_probs(sequences))
-    with pytest.raises(ValueError, match="sequence_log_ratios"):
-        OBJECTIVES["gspo"](config, package_batch(sequences), flat_log_probs(sequences))
+        loss_of("gspo", batch, flat_log_probs(sequences))
+    config = PolicyLossConfig(policy_loss="gspo")
+    tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
+    with pytest.raises(ValueError, match="'policy' was not made"):
+        OBJECTIVES["gspo"](config, tokens, SequenceSums(tokens.sample_ids, {}))
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
@@ -620,7 +621,7 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
     )
     log_probs = flat_log_probs(sequences).detach().masked_fill(masked, torch.nan).requires_grad_()
     config = custom_config("squared_ratio_loss")
-    found = get_objective(config)(config, dirty, log_probs)
+    found = get_objective(config)(config, *tokens_and_sums(config, dirty, log_probs))
     found.loss.sum().backward()
     assert set(seen) == {"old", "advantages", "log_probs", "ref", "rollout"}
     assert all((values[masked] == 0).all() for values in seen.values())
@@ -638,10 +639,11 @@ def test_custom_loss_that_loses_the_gradient_is_refused() -> None:
     objective = get_objective(config)
     message = "--custom-policy-loss-path .*loss_without_gradient returned a tensor without a grad"
     with pytest.raises(ValueError, match=message):
-        objective(config, batch, log_probs)
-    assert not objective(config, batch, log_probs.detach()).loss.requires_grad
+        objective(config, *tokens_and_sums(config, batch, log_probs))
+    detached = tokens_and_sums(config, batch, log_probs.detach())
+    assert not objective(config, *detached).loss.requires_grad
     with torch.no_grad():
-        objective(config, batch, log_probs)
+        objective(config, *tokens_and_sums(config, batch, log_probs))
 
 
 def loss_of_masked_tokens_too(
@@ -654,7 +656,7 @@ def test_custom_loss_is_zero_at_masked_positions() -> None:
     sequences = random_sequences(10)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = custom_config("loss_of_masked_tokens_too")
-    found = get_objective(config)(config, batch, log_probs)
+    found = get_objective(config)(config, *tokens_and_sums(config, batch, log_probs))
     found.loss.sum().backward()
     active = batch.loss_mask.double()
     assert torch.equal(found.loss, torch.where(batch.loss_mask, log_probs.detach() + 3, 0.0))
@@ -665,5 +667,6 @@ def test_custom_loss_is_zero_at_masked_positions() -> None:
 def test_custom_loss_of_another_result_is_refused(function: str) -> None:
     sequences = random_sequences(9)
     config = custom_config(function)
+    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     with pytest.raises(ValueError, match="--custom-policy-loss-path .*each token of this rank's"):
-        get_objective(config)(config, package_batch(sequences), flat_log_probs(sequences))
+        get_objective(config)(config, *tokens_and_sums(config, batch, log_probs))

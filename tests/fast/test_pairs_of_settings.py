@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss import micro_batch
-from megatron_pg.loss.corrections import CORRECTIONS, Corrected, Scored, accepted_samples
+from megatron_pg.loss import micro_batch, policy_loss
+from megatron_pg.loss.corrections import CORRECTIONS, Corrected, accepted_samples
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
-from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
+from megatron_pg.loss.policy_loss import Terms
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.weights import Weights
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle as step_oracle
@@ -386,46 +389,52 @@ def test_both_settings_of_a_pair_tell(factor: str) -> None:
 # Mistakes that no setting alone shows.
 
 
-def last_rejection_decides(scored: Scored) -> Corrected:
+def last_rejection_decides(
+    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+) -> Corrected:
     """The mask of one correction takes the place of another's."""
-    pg_loss, kept = scored.outcome.loss, scored.batch.loss_mask
-    for row in CORRECTIONS.rows_on(scored.config):
-        pg_loss, kept, _ = row.function(scored, pg_loss)
-    return corrections_of(scored)._replace(pg_loss=torch.where(kept, pg_loss, 0.0), loss_mask=kept)
+    kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums)
+    for row in CORRECTIONS.rows_on(config):
+        loss, kept, _ = row.function(config, tokens, sums, loss)
+    return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
 
 
-def rejection_forgets_weights(scored: Scored) -> Corrected:
+def rejection_forgets_weights(
+    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+) -> Corrected:
     """A rejection begins with the loss that no weight has touched."""
-    corrected = corrections_of(scored)
-    rows_on = CORRECTIONS.rows_on(scored.config)
-    if len(rows_on) < 2:
-        return corrected
-    return corrected._replace(pg_loss=torch.where(corrected.loss_mask, scored.outcome.loss, 0.0))
+    found = corrections_of(config, tokens, loss, sums)
+    if len(CORRECTIONS.rows_on(config)) < 2:
+        return found
+    return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 
 
-def divisor_of_all_terms(self: MicroBatchLoss, *given: Any) -> Any:
+def divisor_of_all_terms(
+    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others: Any
+) -> Terms:
     """`grad_divisor` divides the KL and entropy terms too."""
-    loss, reported, scored = terms_of(self, *given)
-    if self.config.grad_divisor is not None:
-        count = float(self._weights.scalars[0])
-        loss = reported["loss"] * count / self.config.grad_divisor
-    return loss, reported, scored
+    terms = terms_of(config, tokens, weights, *others)
+    if config.grad_divisor is None:
+        return terms
+    loss = terms.reported["loss"] * float(weights.outer_count) / config.grad_divisor
+    return replace(terms, loss=loss)
 
 
-def divisor_of_none(self: MicroBatchLoss, *given: Any) -> Any:
+def divisor_of_none(config: PolicyLossConfig, *others: Any) -> Terms:
     """`grad_divisor` takes the KL and entropy terms away."""
-    loss, reported, scored = terms_of(self, *given)
-    if self.config.grad_divisor is not None:
-        loss = loss - (reported["loss"] - reported["pg_loss"])
-    return loss, reported, scored
+    terms = terms_of(config, *others)
+    if config.grad_divisor is None:
+        return terms
+    penalty = terms.reported["loss"] - terms.reported["pg_loss"]
+    return replace(terms, loss=terms.loss - penalty)
 
 
-corrections_of, terms_of = micro_batch.apply_corrections, MicroBatchLoss.terms
+corrections_of, terms_of = policy_loss.apply_corrections, micro_batch.policy_loss
 MUTANTS: dict[Callable[..., Any], tuple[Any, str]] = {
-    last_rejection_decides: (micro_batch, "apply_corrections"),
-    rejection_forgets_weights: (micro_batch, "apply_corrections"),
-    divisor_of_all_terms: (MicroBatchLoss, "terms"),
-    divisor_of_none: (MicroBatchLoss, "terms"),
+    last_rejection_decides: (policy_loss, "apply_corrections"),
+    rejection_forgets_weights: (policy_loss, "apply_corrections"),
+    divisor_of_all_terms: (micro_batch, "policy_loss"),
+    divisor_of_none: (micro_batch, "policy_loss"),
 }
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.head import rows_torch
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
-from megatron_pg.loss.reducer import WeightedSum
-from megatron_pg.loss.sequence import SequenceReduction
+from megatron_pg.loss import micro_batch
 from megatron_pg.megatron import PolicyStep, policy_step
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.scale_contract import ScaleContract
@@ -108,13 +107,13 @@ def sum_of_dot_products(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> No
 
 def sum_over_sequences(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> None:
     """Sums over the part of a sequence that this context-parallel rank has."""
-    patch.setattr(SequenceReduction, "over_group", lambda reduction, totals: totals)
+    patch.setattr(micro_batch, "add_over_group", lambda sums, group: sums)
 
 
 def totals_of_the_step(patch: pytest.MonkeyPatch, groups: ParallelGroups) -> None:
     """A mean over the tokens that this context-parallel rank has."""
     patch.setattr(
-        WeightedSum, "__call__", lambda self, x: (x * self.weights).sum() / self.weights.sum()
+        micro_batch, "weighted_sum", lambda x, weights, mask: (x * weights).sum() / weights.sum()
     )
 
 

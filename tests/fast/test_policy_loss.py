@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs, policy_loss_function
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss_function
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
-from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
-from megatron_pg.loss.weights import MicroBatchWeights
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.loss.policy_loss import quotient
+from megatron_pg.loss.reducer import Reducer, custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.weights import Weights, host_weights
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.fast import objectives_oracle
@@ -58,6 +59,19 @@ def custom_config(per_token: bool) -> PolicyLossConfig:
     )
 
 
+def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x: Tensor) -> Tensor:
+    """This rank's share of the aggregate of x [window] over the step."""
+    weights = Weights.spread(
+        *host_weights(config, batch, totals, 1.0),
+        loss_mask=batch.loss_mask,
+        sample_ids=batch.window_segment_ids,
+        loss_weights=batch.loss_weights,
+    )
+    is_custom = config.custom_pg_loss_reducer_function_path is not None
+    reduce = custom_reduction(config, batch) if is_custom else weighted_sum
+    return quotient(reduce(x, weights.loss), weights.outer_count)
+
+
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 @pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
@@ -79,8 +93,8 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
                 pad_to_multiple=3 * cp_size,
                 cp_partition_mode=mode,
             )
-            weights = MicroBatchWeights.build(custom_config(per_token), batch, totals, 1.0)
-            found = found + weights.loss(flat[batch.window.response_indices])
+            x = flat[batch.window.response_indices]
+            found = found + reduced(custom_config(per_token), batch, totals, x)
 
     everything = range(len(step))
     rollouts = oracle.rollouts(step)
@@ -108,13 +122,11 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    weights = MicroBatchWeights.build(
-        config, batch, step_totals(samples, allow_different_group_sizes=True), 1.0
-    )
+    totals = step_totals(samples, allow_different_group_sizes=True)
     x = torch.ones(len(batch.window))
-    assert float(weights.inner_sum(x)) == len(x)
+    assert float(reduced(config, batch, totals, x)) * totals.num_rollouts == len(x)
     with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
-        weights.inner_sum(x.requires_grad_())
+        reduced(config, batch, totals, x.requires_grad_())
 
 
 def sum_over_samples(
@@ -150,11 +162,8 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    weights = MicroBatchWeights.build(
-        CONFIGS[name], pack([]), step_totals([], allow_different_group_sizes=True), 1.0
-    )
-    assert weights.scalars[0] == 1
-    objective = weights.loss(losses)
+    totals = step_totals([], allow_different_group_sizes=True)
+    objective = reduced(CONFIGS[name], pack([]), totals, losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None
 
@@ -282,6 +291,4 @@ def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
     with pytest.raises(ValueError, match="name cp_partition_mode and pad_to_multiple"):
-        MicroBatchWeights.build(
-            config, batch, step_totals(step, allow_different_group_sizes=True), 1.0
-        )
+        custom_reduction(config, batch)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.loss.metrics import reduce_metrics
-from megatron_pg.loss.policy_loss import MicroBatchLoss
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 
 SETS = [[3, 1], [4], [], [5]]
 

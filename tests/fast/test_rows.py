@@ -18,26 +18,25 @@ from megatron_pg import (
     validate_policy_loss_args,
 )
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
-from megatron_pg.loss.corrections import Corrected, Correction, Scored
+from megatron_pg.loss.corrections import Corrected, Correction
+from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
 from megatron_pg.loss.metrics import metric_names
-from megatron_pg.loss.objectives import Objective, ObjectiveOutput
-from megatron_pg.loss.policy_loss import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.objectives import Objective, Outcome
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 
 
-def sequence_score(config, batch, log_probs, sequence):
+def sequence_score(config, tokens, sums):
     """-A s, s the ratio of the sequence, with the gradient of REINFORCE."""
-    log_ratio = torch.where(batch.loss_mask, sequence.mean_of_tokens("policy"), 0.0)
-    log_probs = torch.where(batch.loss_mask, log_probs, 0.0)
+    log_ratio = sums.mean("policy")
     is_clipped = log_ratio > 0
-    loss = -batch.advantages * log_ratio.exp() * log_probs
-    return ObjectiveOutput(loss, log_ratio, is_clipped, is_clipped)
+    loss = -tokens.advantages * log_ratio.exp() * tokens.log_probs
+    return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
-def drop_long_mismatch(scored: Scored, pg_loss: torch.Tensor) -> Corrected:
+def drop_long_mismatch(config, tokens, sums, loss: torch.Tensor) -> Corrected:
     """Drops the sequences whose log-probs add up to less than the rollout engine's."""
-    total = scored.sequences.sum_of_tokens("mismatch")
-    return Corrected(pg_loss, scored.batch.loss_mask & (total >= 0), {"mismatch_sum": total})
+    total = sums.total("mismatch")
+    return Corrected(loss, tokens.loss_mask & (total >= 0), {"mismatch_sum": total})
 
 
 OBJECTIVE = Objective(
@@ -91,7 +90,7 @@ def everything_follows() -> None:
     config = PolicyLossConfig.from_args(args)
     assert config.required_sample_fields == ("old_log_probs", "rollout_log_probs")
     message = refusal(line, sample_fields=[])
-    assert "--policy-loss sequence_score and --opsm-delta 7 needs old_log_probs" in message
+    assert "--opsm-delta 7 and --policy-loss sequence_score needs old_log_probs" in message
     assert "--opsm-delta 7 needs rollout_log_probs" in message
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted

@@ -22,11 +22,12 @@ from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, st
 from megatron_pg.config.rows import TABLES
 from megatron_pg.head.divergence import Divergence, Kind
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
-from megatron_pg.loss.corrections import Corrected, Scored
+from megatron_pg.loss.corrections import Corrected
 from megatron_pg.loss.metric_table import DERIVED
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.objectives import ObjectiveOutput
+from megatron_pg.loss.objectives import Outcome
+from megatron_pg.loss.tokens import Tokens
 from megatron_pg.step import advantages
 from tests import oracle
 from tests.fast import distillation_oracle, objectives_oracle
@@ -512,13 +513,13 @@ def broken(table: str, name: str, change: Change, patch: pytest.MonkeyPatch) -> 
 def changed(table: str, row: Any, change: Change) -> dict[str, Any]:
     """What is another in a row of a table of settings."""
 
-    def objective(*given: Any) -> ObjectiveOutput:
+    def objective(*given: Any) -> Outcome:
         outcome = row.function(*given)
         return dataclasses.replace(outcome, loss=change(outcome.loss))
 
-    def correction(scored: Scored, pg_loss: Tensor) -> Corrected:
-        found = row.function(scored, pg_loss)
-        return found._replace(pg_loss=change(found.pg_loss))
+    def correction(*given: Any) -> Corrected:
+        found = row.function(*given)
+        return found._replace(loss=change(found.loss))
 
     return {
         "policy_loss": {"function": objective},
@@ -549,8 +550,8 @@ def test_a_correction_that_drops_nothing_is_refused(
 ) -> None:
     row = CORRECTIONS[name]
 
-    def keeps_all(scored: Scored, pg_loss: Tensor) -> Corrected:
-        return row.function(scored, pg_loss)._replace(loss_mask=scored.batch.loss_mask)
+    def keeps_all(config: PolicyLossConfig, tokens: Tokens, *others: Any) -> Corrected:
+        return row.function(config, tokens, *others)._replace(loss_mask=tokens.loss_mask)
 
     monkeypatch.setitem(CORRECTIONS, name, dataclasses.replace(row, function=keeps_all))
     with pytest.raises(AssertionError, match="not close"):

@@ -30,16 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pg.head import from_logits, rows_torch
-from megatron_pg.loss import metrics, pairs, policy_loss, weights
-from megatron_pg.loss.sequence import SequenceLogRatios, SequenceReduction
+from megatron_pg.head import from_logits as head_op
+from megatron_pg.head import rows_torch
+from megatron_pg.loss import from_logits, metrics, micro_batch, pairs
+from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.megatron.cpu import runtime
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch
 
 AXES = ("dp", "cp", "tp")
 ALL_GATHER = dist.all_gather_into_tensor
-HEAD = from_logits.LogProbsAndEntropy
+HEAD = head_op.LogProbsAndEntropy
 CASTS = {Tensor.double, Tensor.to}
 HOST_READS = {Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__}
 
@@ -148,32 +149,31 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     # Writes through an index, `statistics[part, 0] = ...`, leave the type of what is written to as it was.
     untyped(rows_torch, "_local_statistics", lambda rows: rows.logits)
     # An index of samples is the rank's own, and adding by index is a sum over the window.
-    untyped(SequenceReduction, "of_rank", lambda self, rows: rows, cp=P)
-    # Factors, divisors, shares of the report and offsets lie in one tensor, which has one type.
-    untyped(weights.MicroBatchWeights, "sums", lambda self: self.per_sample, cp=P)
+    untyped(micro_batch, "sums_of_rank", lambda config, tokens, samples: tokens.positions, cp=P)
+    # Sums of tokens and a summand of the host lie in one tensor, which has one type.
+    untyped(metrics, "checksums", lambda weights, positions: positions, cp=P)
 
     # Numbers of this rank's samples come from the host, where there are no types.
-    build = weights.MicroBatchWeights.build
+    build = micro_batch.host_weights
 
-    def build_typed(*args: Any) -> weights.MicroBatchWeights:
+    def build_typed(*args: Any) -> tuple[Tensor, Tensor]:
         with spmd.no_typecheck():
             built = build(*args)
-        for numbers in (built.per_sample, built.scalars):
+        for numbers in built:
             spmd.assert_type(numbers, {"dp": V, "cp": R, "tp": R})
         return built
 
-    pairs_of = pairs.MetricTable.pairs
+    pairs_of = pairs.PairTable.pairs
 
-    def pairs_typed(self: Any, of: Any, parts: Any) -> Tensor:
-        parts = list(parts)
-        if wrong := {types_of(each) for each in parts} - {"V P I", "V P R"}:
+    def pairs_typed(self: Any, sums: Any, terms: Any, counts: Tensor) -> Tensor:
+        if wrong := {types_of(each) for each in (*sums, *terms)} - {"V P I", "V P R"}:
             raise SpmdTypeError(f"a micro-batch reports {wrong}, no parts of pending sums")
         with spmd.no_typecheck():
-            found = pairs_of(self, of, parts)
+            found = pairs_of(self, sums, terms, counts)
         return spmd.assert_type(found, {"dp": P, "cp": P, "tp": R})
 
     # The rows that score a response token are indices of the rank's own, as those of samples are.
-    of_logits = policy_loss.log_probs_of_logits
+    of_logits = from_logits.log_probs_of_logits
 
     def of_logits_typed(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
         with spmd.local():
@@ -183,17 +183,18 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             seen["entropy"] = types_of(of_tokens(entropy, I))
         return of_tokens(log_probs, I), entropy
 
-    ratios_of = SequenceLogRatios.of
+    sums_of = SequenceSums.of_table
 
-    def ratios_seen(config: Any, reduction: Any, sums: Tensor) -> SequenceLogRatios:
-        seen["sums over sequences"] = types_of(sums)
-        return ratios_of(config, reduction, sums)
+    def sums_seen(config: Any, sample_ids: Tensor, table: Tensor | None) -> SequenceSums:
+        if table is not None:
+            seen["sums over sequences"] = types_of(table)
+        return sums_of(config, sample_ids, table)
 
-    patch.setattr(weights.MicroBatchWeights, "build", build_typed)
-    patch.setattr(pairs.MetricTable, "pairs", pairs_typed)
-    patch.setattr(policy_loss, "log_probs_of_logits", of_logits_typed)
-    patch.setattr(SequenceLogRatios, "of", ratios_seen)
-    patch.setattr(from_logits, "LogProbsAndEntropy", HeadTyped)
+    patch.setattr(micro_batch, "host_weights", build_typed)
+    patch.setattr(pairs.PairTable, "pairs", pairs_typed)
+    patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
+    patch.setattr(SequenceSums, "of_table", sums_seen)
+    patch.setattr(head_op, "LogProbsAndEntropy", HeadTyped)
     patch.setattr(metrics, "torch", TorchOfSums())
     patch.setattr(dist, "all_gather_into_tensor", all_gather_typed)
     patch.setattr(dist, "all_reduce", all_reduce_typed)
@@ -256,7 +257,7 @@ def all_reduce_typed(
 
 def contributed(found: metrics.MicroBatchMetrics) -> metrics.MicroBatchMetrics:
     """What tensor-parallel rank 0 brings to the step's sums, where its peers bring zeros."""
-    table = spmd.convert(metrics.given(found.table), "tp", src=R, dst=P)
+    table = spmd.convert(metrics.promised(found.table), "tp", src=R, dst=P)
     brought = metrics.MicroBatchMetrics.of(tuple(found), table)
     brought.maxima = found.maxima
     return brought

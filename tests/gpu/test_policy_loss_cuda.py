@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import compiled
+from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.loss.policy_loss import policy_loss_from_log_probs
 from megatron_pg.step.totals import step_totals
 from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import PolicyLossConfig, anchor_of
+from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.loss.masking import clamped_log_ratio, given_log_probs, masked
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.loss.tokens import Tokens, clamped_log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +67,20 @@ KL_ESTIMATES.add(
 )
 
 
-def kl_penalty(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> Tensor:
-    """The estimate [window] of KL(policy || reference) of each token, by `--kl-loss-type`, in nats.
+def kl_estimate(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
+    """Estimate KL(policy || reference) of each token by `--kl-loss-type`, [window] in nats, 0 where masked.
 
-    With `--use-unbiased-kl` it is weighted by r = exp(log_prob - old_log_prob), gradient through r
-    (DeepSeek-V3.2, arXiv:2512.02556): then its expectation over the policy that sampled the tokens
-    is the divergence of the policy in training. With `--kl-loss-gradient k2` its gradient is that of
-    k2, whose expectation is the divergence's own (Tang and Munos, arXiv:2506.09477). Masked positions
-    are exactly 0 without gradient.
-
-    Args:
-        config: the settings of the loss.
-        batch: with `ref_log_probs`, and those of `--ratio-anchor` for the unbiased form.
-        log_probs: [window] with gradient.
+    `--use-unbiased-kl` weights the estimate by the ratio r, with gradient through r (DeepSeek-V3.2, arXiv:2512.02556). Its
+    expectation over the policy that sampled the tokens is then the divergence of the policy in training.
+    `--kl-loss-gradient k2` gives it the gradient of k2, whose expectation is the divergence's own (Tang and Munos,
+    arXiv:2506.09477).
 
     Raises:
-        ValueError: the batch lacks log-probs that the settings need.
+        ValueError: the samples lack log-probs that the settings need.
     """
-    reference = given_log_probs(batch, "ref_log_probs", "--kl-loss-coef")
-    log_probs = masked(log_probs, batch.loss_mask)
-    difference, ratio = log_probs - reference, None
+    difference, ratio = tokens.log_probs - tokens.given("ref_log_probs"), None
     if config.use_unbiased_kl:
-        anchor = given_log_probs(batch, anchor_of(config), "--use-unbiased-kl")
-        ratio = clamped_log_ratio(log_probs - anchor).exp()
+        ratio = clamped_log_ratio(tokens.log_probs - tokens.anchor(config)).exp()
     kl = KL_ESTIMATES[config.kl_loss_type](difference, ratio)
     if config.kl_loss_gradient == "estimate":
         return kl

@@ -1,0 +1,117 @@
+"""The tensors that the policy loss of a micro-batch depends on, one value per response token of this rank's window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import (
+    LOG_PROB_FIELDS,
+    MAX_LOG_RATIO,
+    PolicyLossConfig,
+    anchor_of,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The response tokens of one micro-batch on one rank, [window] each.
+
+    Log-probs, advantages, entropy and divergence are 0 and without gradient at masked positions, whatever the samples hold
+    there. None stands for what no sample of the step carries, or what no setting asks for.
+    """
+
+    log_probs: Tensor
+    """Log-probs under the policy in training, float32 or float64, with gradient."""
+    entropy: Tensor | None
+    """Entropy in nats, with gradient."""
+    divergence: Tensor | None
+    """Divergence from the teacher in nats, with gradient."""
+    loss_mask: Tensor
+    """Active tokens, bool."""
+    sample_ids: Tensor
+    """The sample of each token, int64."""
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    """Log-probs under the policy that the step starts from."""
+    ref_log_probs: Tensor | None
+    """Log-probs under the reference policy."""
+    rollout_log_probs: Tensor | None
+    """Log-probs that the rollout engine reported."""
+    loss_weights: Tensor | None
+    policy_version: Tensor | None
+    """Version of the policy that generated the token, int64."""
+    kept_set_size: Tensor | None
+    """Tokens of the set that the token was sampled from; 0 where all were kept."""
+    kept_set_mass: Tensor | None
+    """Probability of that set under the policy in training."""
+    positions: Tensor
+    """Coefficients of the tokens' positions in the sums that tell samples apart, float64."""
+    side_channels: Mapping[str, object] = field(default_factory=dict)
+    """Side channels of the samples, for functions of the user's own; the compiled loss has none."""
+
+    @classmethod
+    def masked(cls, tensors: Mapping[str, Tensor | None], **others: object) -> Tokens:
+        """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
+        mask = tensors["loss_mask"]
+        fields = {each.name: tensors.get(each.name) for each in dataclasses.fields(cls)} | others
+        for name in ("log_probs", "entropy", "divergence", "advantages", *LOG_PROB_FIELDS):
+            if (values := fields[name]) is not None:
+                values = values if name in DIFFERENTIATED else values.detach()
+                fields[name] = masked(values, mask)
+        return cls(**fields)
+
+    def given(self, name: str) -> Tensor:
+        """Return the tensor of that name.
+
+        Raises:
+            ValueError: no sample carries it, or the head did not compute it.
+        """
+        values: Tensor | None = getattr(self, name)
+        if values is None:
+            raise ValueError(f"the loss reads {name}, which this micro-batch does not have")
+        return values
+
+    def anchor(self, config: PolicyLossConfig) -> Tensor:
+        """Return the log-probs in the denominator of the ratio, which `--ratio-anchor` names."""
+        return self.given(anchor_of(config))
+
+    def mismatch(self) -> Tensor:
+        """Return old_log_prob - rollout_log_prob, [window] float64."""
+        return self.given("old_log_probs").double() - self.given("rollout_log_probs")
+
+
+DIFFERENTIATED = ("log_probs", "entropy", "divergence")
+"""The fields that the loss has a gradient to."""
+
+
+def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the values [window] in float32 (float64 stays), exactly 0 and without gradient where masked.
+
+    A product with the mask would not do: 0 * NaN is NaN, in the value and in the gradient.
+    """
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.where(loss_mask, values, 0.0).to(dtype)
+
+
+def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
+    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside.
+
+    NaN stays NaN, with a NaN gradient.
+    """
+    return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
+
+
+def straight_through(log_probs: Tensor) -> Tensor:
+    """Return 0 [window] with the gradient of the log-probs; without one where they are infinite, whose difference is NaN."""
+    finite = torch.where(log_probs.isinf(), 0.0, log_probs)
+    return finite - finite.detach()
+
+
+def weighted_log_probs(weights: Tensor, log_probs: Tensor) -> Tensor:
+    """Multiply weight * log_prob, [window]; 0 for a weight of 0 and a log-prob of -inf. NaN stays NaN."""
+    return weights * torch.where((weights == 0) & log_probs.isinf(), 0.0, log_probs)

@@ -124,7 +124,9 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
     totals = step_totals(samples, allow_different_group_sizes=True)
     x = torch.ones(len(batch.window))
-    assert float(reduced(config, batch, totals, x)) * totals.num_rollouts == len(x)
+    assert float(reduced(config, batch, totals, x.double())) * totals.num_rollouts == pytest.approx(
+        len(x)
+    )
     with pytest.raises(ValueError, match="the reducer returned a tensor without a gradient"):
         reduced(config, batch, totals, x.requires_grad_())
 

@@ -220,10 +220,11 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
                     f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
                     "tokenizer and model do not belong together"
                 )
-        ids = sample.side_channels.get("teacher_ids")
-        if isinstance(ids, Tensor):
-            problem = (
-                f", outside the vocabulary of {vocab_size}: teacher and student need one vocabulary"
+        teacher_ids = sample.side_channels.get("teacher_ids")
+        if isinstance(teacher_ids, Tensor):
+            refuse_values(
+                f"{sample.name}: side_channels['teacher_ids']",
+                teacher_ids,
+                sample.loss_mask[:, None] & (teacher_ids >= vocab_size),
+                f", outside the vocabulary of {vocab_size}: teacher and student need one vocabulary",
             )
-            where = f"{sample.name}: side_channels['teacher_ids']"
-            refuse_values(where, ids, sample.loss_mask[:, None] & (ids >= vocab_size), problem)

@@ -119,7 +119,8 @@ class MicroBatchLoss:
         self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> Tensor:
         """Compute the loss without metrics; arguments and errors as for a call."""
-        return self._evaluated(_loss_alone, log_probs, entropy, divergence)[0]
+        loss: Tensor = self._evaluated(_loss_alone, log_probs, entropy, divergence)[0]
+        return loss
 
     def _evaluated(
         self,
@@ -134,9 +135,9 @@ class MicroBatchLoss:
         if sequence_sum_names(config):
             # The config alone decides if there is an all-reduce, and of what size: every rank of the group joins it, those
             # that have no token and those that could not compile included.
-            (sums,) = compiled.evaluate(
+            sums: Any = compiled.evaluate(
                 functools.partial(_sums_of_rank, self), settings, inputs, differentiated=()
-            )
+            )[0]
             inputs.samples["sums"] = add_over_group(sums, self._group)
         return compiled.evaluate(
             functools.partial(function, self), settings, inputs, differentiated=DIFFERENTIATED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -191,7 +192,7 @@ def custom_reduction(
             raise ValueError(
                 f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
             )
-        return reducer
+        return cast(Reducer, reducer)
 
     @functools.cache
     def own_reducer() -> Reducer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,14 +56,19 @@ class Tokens:
     """Side channels of the samples, for functions of the user's own; the compiled loss has none."""
 
     @classmethod
-    def masked(cls, tensors: Mapping[str, Tensor | None], **others: object) -> Tokens:
+    def masked(
+        cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
+    ) -> Tokens:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        mask = tensors["loss_mask"]
-        fields = {each.name: tensors.get(each.name) for each in dataclasses.fields(cls)} | others
-        for name in ("log_probs", "entropy", "divergence", "advantages", *LOG_PROB_FIELDS):
-            if (values := fields[name]) is not None:
+        fields: dict[str, Any] = {
+            each.name: tensors.get(each.name) for each in dataclasses.fields(cls)
+        }
+        fields["side_channels"] = side_channels or {}
+        for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
+            values = fields[name]
+            if values is not None:
                 values = values if name in DIFFERENTIATED else values.detach()
-                fields[name] = masked(values, mask)
+                fields[name] = masked(values, fields["loss_mask"])
         return cls(**fields)
 
     def given(self, name: str) -> Tensor:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,10 +106,10 @@ class MicroBatchLoss:
         Raises:
             ValueError: the entropy or the divergence is needed and None.
         """
-        loss, maxima, is_nan, checksums, sums, *terms = self._evaluated(
+        loss, maxima, is_nan, *parts = self._evaluated(
             _loss_and_metrics, log_probs, entropy, divergence
         )
-        pairs = self.table.pairs((checksums, sums), terms, self._counts)
+        pairs = self.table.pairs([*parts, self._counts])
         metrics = MicroBatchMetrics.of(self.table.names, pairs)
         metrics.maxima, metrics.is_nan = maxima, is_nan
         metrics.batch = dataclasses.replace(self.batch, side_channels={})
@@ -189,8 +190,10 @@ class MicroBatchLoss:
 def _loss_and_metrics(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
     tokens, weights, terms = micro_batch.terms(tensors)
     parts = metric_parts(micro_batch.config, micro_batch.table, tokens, weights, terms)
-    reported = (terms.reported[name] for name in micro_batch.table.reported)
-    return terms.loss, parts.maxima, parts.is_nan, parts.checksums, parts.sums, *reported
+    # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
+    reported = torch.stack([terms.reported[name] for name in micro_batch.table.reported])
+    reported = reported.detach().double()
+    return terms.loss, parts.maxima, parts.is_nan, parts.checksums, parts.sums, reported
 
 
 def _loss_alone(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,16 +70,14 @@ class PairTable:
         ]
         return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
 
-    def pairs(self, sums: Iterable[Tensor], terms: Sequence[Tensor], counts: Tensor) -> Tensor:
-        """Put the pairs together, [names, 2] float64: a copy, as Megatron rescales the returned loss in place.
+    def pairs(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put the pairs together, [names, 2] float64.
 
         Args:
-            sums: the checksums, and what `sums` returns.
-            terms: 0-d each, in the order of `reported`.
-            counts: [counts] float64, in the order of `Counts`.
+            parts: float64, one after the other: the checksums, the result of `sums`, the terms in the order of `reported`,
+                and the counts in the order of `Counts`.
         """
-        terms = [term.detach().double().reshape(1) for term in terms]
-        return torch.cat([*sums, *terms, counts])[_layout(self, counts.device)]
+        return torch.cat(list(parts))[_layout(self, parts[0].device)]
 
 
 def checksums(weights: Weights, positions: Tensor) -> Tensor:

@@ -106,11 +106,13 @@ class MicroBatchValueLoss:
         loss = quotient(inner_sum, weights.outer_count)
         table = value_metric_table(self.config)
         values_by_name = self._metric_values(token_loss, values)
-        sums = (
+        parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
             table.sums(values_by_name, weights, batch.loss_mask),
-        )
-        metrics = MicroBatchMetrics.of(table.names, table.pairs(sums, [loss], self._counts))
+            loss.detach().double().reshape(1),
+            self._counts,
+        ]
+        metrics = MicroBatchMetrics.of(table.names, table.pairs(parts))
         metrics.batch, metrics.totals = replace(batch, side_channels={}), self._totals
         metrics.is_nan = token_loss.isnan()
         return loss, metrics

@@ -365,3 +365,15 @@ def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
     loss, metrics = policy_loss_from_log_probs(PolicyLossConfig(), batch, leaf, None, totals=totals)
     loss.backward()
     assert leaf.grad is not None and metrics.maxima is not None and not compiled._programs
+
+
+@pytest.mark.parametrize("settings", [{}, {"pg_metrics": "none"}], ids=str)
+def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
+    """A compiler returns equal outputs as one tensor, and an output beside the loss has no gradient."""
+    batch = package_batch(random_sequences(1))
+    loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))
+    log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
+    inputs = loss._inputs(log_probs, None, None)
+    first, *others = micro_batch._loss_and_metrics(loss, inputs.by_name)
+    storages = {each.untyped_storage().data_ptr() for each in others if each is not None}
+    assert first.untyped_storage().data_ptr() not in storages

@@ -165,11 +165,11 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
     pairs_of = pairs.PairTable.pairs
 
-    def pairs_typed(self: Any, sums: Any, terms: Any, counts: Tensor) -> Tensor:
-        if wrong := {types_of(each) for each in (*sums, *terms)} - {"V P I", "V P R"}:
+    def pairs_typed(self: Any, parts: Any) -> Tensor:
+        if wrong := {types_of(each) for each in parts[:-1]} - {"V P I", "V P R"}:
             raise SpmdTypeError(f"a micro-batch reports {wrong}, no parts of pending sums")
         with spmd.no_typecheck():
-            found = pairs_of(self, sums, terms, counts)
+            found = pairs_of(self, parts)
         return spmd.assert_type(found, {"dp": P, "cp": P, "tp": R})
 
     # The rows that score a response token are indices of the rank's own, as those of samples are.

@@ -12,34 +12,8 @@ from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import Divergence, TopKTeacher, WholeTeacher
+from megatron_pg.loss.inputs import TEACHER_CHANNELS
 from megatron_pg.step.batch import PackedBatch
-
-CHANNELS = {
-    "logits": ("teacher_logits",),
-    "hidden": ("teacher_hidden",),
-    "top_k": ("teacher_ids", "teacher_log_probs"),
-}
-"""The side channels of the samples that a teacher comes in, by `--distill-teacher`: each has a row for every response token."""
-
-
-def refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> None:
-    """Refuses a micro-batch without the side channels of the teacher, by sample.
-
-    Raises:
-        ValueError: naming the first channel that is not there, or has no row for each response token.
-    """
-    if not config.distills or not batch.samples:
-        return
-    for name in CHANNELS[str(config.distill_teacher)]:
-        channel = batch.side_channels.get(name)
-        if not isinstance(channel, Tensor) or len(channel) != len(batch.window):
-            found = (
-                "none" if channel is None else f"{len(channel)} rows for {len(batch.window)} tokens"
-            )
-            raise ValueError(
-                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong length ({found}), and "
-                f"--distill-teacher {config.distill_teacher} needs it: give a tensor [response_length, ...] to every sample"
-            )
 
 
 def teacher_of(
@@ -64,7 +38,9 @@ def teacher_of(
         ValueError: the teacher's logits are of another vocabulary, or its output weight is missing.
     """
     divergence = Divergence(config.distill_divergence, config.distill_beta)
-    given = [place(batch.side_channels[name]) for name in CHANNELS[str(config.distill_teacher)]]
+    given = [
+        place(batch.side_channels[name]) for name in TEACHER_CHANNELS[str(config.distill_teacher)]
+    ]
     if config.distill_teacher == "top_k":
         ids, log_probs = given
         is_double = log_probs.dtype == torch.float64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
-from megatron_pg.loss.distillation import refuse_without_teacher, teacher_of
+from megatron_pg.loss.distillation import teacher_of
+from megatron_pg.loss.inputs import check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals
-from megatron_pg.step.values import refuse_values
 
 
 def policy_loss_function(
@@ -62,7 +60,6 @@ def policy_loss_function(
         "vocab_size": vocab_size,
     }
     if config.distills and batch.samples:
-        refuse_without_teacher(config, batch)
         loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
         return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
     log_probs, entropy = log_probs_of_logits(
@@ -190,41 +187,3 @@ def policy_loss_from_log_probs(
     """
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
-
-
-def check_vocabulary(
-    batch: PackedBatch,
-    local_columns: int,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> None:
-    """Refuses a response token that the logits have no column for. Reads no device tensor."""
-    if vocab_size is None:
-        has_group = tensor_parallel_group is not None
-        vocab_size = local_columns * (
-            dist.get_world_size(tensor_parallel_group) if has_group else 1
-        )
-    if batch.largest_target >= vocab_size:
-        refuse_tokens_outside(batch.samples, vocab_size)
-
-
-def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
-    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
-    for sample in samples:
-        responses = {"response token": sample.tokens[sample.prompt_length :]}
-        if sample.kept_tokens is not None:
-            responses["kept_tokens: token"] = sample.kept_tokens.values
-        for what, ids in responses.items():
-            if ids.numel() and ids.amax() >= vocab_size:
-                raise ValueError(
-                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
-                    "tokenizer and model do not belong together"
-                )
-        teacher_ids = sample.side_channels.get("teacher_ids")
-        if isinstance(teacher_ids, Tensor):
-            refuse_values(
-                f"{sample.name}: side_channels['teacher_ids']",
-                teacher_ids,
-                sample.loss_mask[:, None] & (teacher_ids >= vocab_size),
-                f", outside the vocabulary of {vocab_size}: teacher and student need one vocabulary",
-            )

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.fields import fields_of
-from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
-from megatron_pg.config.rows import read_off_rows
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig
 from megatron_pg.loss import compiled
-from megatron_pg.loss.distillation import refuse_without_teacher
-from megatron_pg.loss.kept_set import refuse_other_distributions
+from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
 from megatron_pg.loss.policy_loss import Terms, policy_loss
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
@@ -69,14 +67,7 @@ class MicroBatchLoss:
         context_parallel_group: dist.ProcessGroup | None = None,
         step_share: float = 1.0,
     ) -> None:
-        for field, flags in _required_inputs(config).items():
-            if field != "group_index" and getattr(batch, field) is None:
-                raise ValueError(
-                    f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
-                    f"Sample({field}=...) to every sample of the step"
-                )
-        refuse_other_distributions(config, batch)
-        refuse_without_teacher(config, batch)
+        require_inputs(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
         self._tokens: dict[str, Tensor | None] = {
@@ -210,11 +201,6 @@ DIVERGENCE_REMEDY = (
     "--policy-loss distill and --distill-coef need the divergence from the teacher, which is made of logits or of hidden states: "
     "use PolicyStep or policy_loss_function"
 )
-
-
-@read_off_rows
-def _required_inputs(config: PolicyLossConfig) -> Mapping[str, tuple[str, ...]]:
-    return required_inputs(config)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,8 +22,8 @@ from megatron_pg.head import (
 )
 from megatron_pg.head.output_layer import largest_chunk
 from megatron_pg.loss.distillation import teacher_of
-from megatron_pg.loss.from_logits import check_vocabulary
 from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.inputs import check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.megatron.groups import ParallelGroups

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.loss.from_logits import refuse_tokens_outside
+from megatron_pg.loss.inputs import refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead

@@ -95,10 +95,10 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 
 def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     """Mutant: the window of the kept sets begins one token late, and nobody looks at sets of one."""
-    from megatron_pg.loss import micro_batch
+    from megatron_pg.loss import inputs
     from megatron_pg.step import batch
 
-    micro_batch.refuse_other_distributions = lambda *_: None
+    inputs._refuse_other_distributions = lambda *_: None
 
     whole = batch._channel_of_window
 

@@ -1,0 +1,125 @@
+"""Checks of a packed micro-batch before its samples become tensors. They look at the host alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
+from megatron_pg.config.rows import read_off_rows
+from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.sample import Sample
+from megatron_pg.step.values import refuse_values
+
+TEACHER_CHANNELS = {
+    "logits": ("teacher_logits",),
+    "hidden": ("teacher_hidden",),
+    "top_k": ("teacher_ids", "teacher_log_probs"),
+}
+"""The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
+TOLERANCE = 1e-3
+"""Rounding of an engine's log-prob of 0, in nats."""
+
+
+def require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuse a micro-batch that lacks an input of the loss.
+
+    Raises:
+        ValueError: naming the sample, the field and the flags that ask for it.
+    """
+    for field, flags in _required_inputs(config).items():
+        if field != "group_index" and getattr(batch, field) is None:
+            raise ValueError(
+                f"{batch.samples[0].name} has no {field}, which {' and '.join(flags)} needs: give "
+                f"Sample({field}=...) to every sample of the step"
+            )
+    if config.replay_sampling_set and batch.kept_tokens is not None:
+        _refuse_other_distributions(config, batch)
+    if config.distills and batch.samples:
+        _refuse_without_teacher(config, batch)
+
+
+def _refuse_other_distributions(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample and position.
+
+    A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
+    set, and so do the numbers at other tokens. A ratio to them would compare two supports, and a KL estimate of them would
+    not estimate the divergence of the renormalised distributions.
+    """
+    window, kept = batch.window, batch.kept_tokens
+    alone = torch.zeros(0, dtype=torch.int64) if kept is None else (kept.sizes == 1).nonzero()[:, 0]
+    fields = [field for field in required_inputs(config) if field in LOG_PROB_FIELDS]
+    for field in fields if alone.numel() else ():
+        values = torch.cat([getattr(sample, field) for sample in batch.samples])
+        places = window.response_indices[alone]
+        wrong = (values[places].abs() > TOLERANCE).nonzero()[:, 0]
+        if wrong.numel():
+            token, place = int(alone[wrong[0]]), int(places[wrong[0]])
+            sample = int(window.window_segment_ids[token])
+            position = place - sum(window.response_lengths[:sample])
+            raise ValueError(
+                f"{batch.samples[sample].name}: {field}[{position}] is {float(values[place]):.4g}, and its token is the only one "
+                "of its kept set, where the log-prob over the set is 0: these are log-probs of another distribution. Under "
+                "--replay-sampling-set give those over the same sets (compute_log_probs under the same flag; of an engine, "
+                "those that it sampled from), or drop the flag"
+            )
+
+
+def _refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> None:
+    """Refuse a micro-batch without the side channels of the teacher, by sample."""
+    for name in TEACHER_CHANNELS[str(config.distill_teacher)]:
+        channel = batch.side_channels.get(name)
+        if not isinstance(channel, Tensor) or len(channel) != len(batch.window):
+            problem = (
+                "none" if channel is None else f"{len(channel)} rows for {len(batch.window)} tokens"
+            )
+            raise ValueError(
+                f"{batch.samples[0].name}: side_channels[{name!r}] is missing or of the wrong length ({problem}), and "
+                f"--distill-teacher {config.distill_teacher} needs it: give a tensor [response_length, ...] to every sample"
+            )
+
+
+def check_vocabulary(
+    batch: PackedBatch,
+    local_columns: int,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> None:
+    """Refuse a response token that the logits have no column for. Reads no device tensor."""
+    if vocab_size is None:
+        has_group = tensor_parallel_group is not None
+        vocab_size = local_columns * (
+            dist.get_world_size(tensor_parallel_group) if has_group else 1
+        )
+    if batch.largest_target >= vocab_size:
+        refuse_tokens_outside(batch.samples, vocab_size)
+
+
+def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
+    """Refuse, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
+    for sample in samples:
+        responses = {"response token": sample.tokens[sample.prompt_length :]}
+        if sample.kept_tokens is not None:
+            responses["kept_tokens: token"] = sample.kept_tokens.values
+        for what, ids in responses.items():
+            if ids.numel() and ids.amax() >= vocab_size:
+                raise ValueError(
+                    f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
+                    "tokenizer and model do not belong together"
+                )
+        teacher_ids = sample.side_channels.get("teacher_ids")
+        if isinstance(teacher_ids, Tensor):
+            refuse_values(
+                f"{sample.name}: side_channels['teacher_ids']",
+                teacher_ids,
+                sample.loss_mask[:, None] & (teacher_ids >= vocab_size),
+                f", outside the vocabulary of {vocab_size}: teacher and student need one vocabulary",
+            )
+
+
+@read_off_rows
+def _required_inputs(config: PolicyLossConfig) -> Mapping[str, tuple[str, ...]]:
+    return required_inputs(config)

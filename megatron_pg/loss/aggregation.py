@@ -142,7 +142,7 @@ AGGREGATIONS.add(
 
 
 def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
-    """The row of that name.
+    """Return the row of that name.
 
     Raises:
         ValueError: there is none, it needs another divisor than is given, or the layout is unknown; as

@@ -53,7 +53,7 @@ OTHER_RANK = (
 
 
 def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
-    """The first of the three sums that is not 1, and what that says; "" where all are."""
+    """Return the first of the three sums that is not 1, with its meaning in words; "" where all are 1."""
     weights, *by_identity = (sums.get(name, 1.0) for name in CHECKSUMS)
     is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in by_identity]
     # Where the hashes see something, so small a difference of the weights is no rounding.
@@ -73,7 +73,7 @@ def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
 
 
 def samples_at_fault(micro_batches: Iterable[object]) -> str:
-    """What this rank trained on and should not have, and the other way round, by name; "" where it can say nothing."""
+    """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
     # By window: who evaluates all parts of a step in one process has each sample in every window.
     of_windows: dict[int, list[Sample]] = {}
     totals: StepTotals | None = None
@@ -95,7 +95,7 @@ def samples_at_fault(micro_batches: Iterable[object]) -> str:
 
 
 def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
-    """The names of samples, by what is wrong with them."""
+    """List the names of samples by the mistake that was made with them."""
     rank_of, names = dict[int | None, int](), dict[int | None, str]()
     for rank, of_rank in enumerate(totals.counts):
         rank_of |= {count.identity: rank for count in of_rank}

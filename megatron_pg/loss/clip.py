@@ -23,19 +23,19 @@ class Clipped(NamedTuple):
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """The bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
+    """Return the bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     return 1.0 - config.eps_clip, 1.0 + high
 
 
 def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
-    """The logarithms of the same bounds; minus infinity where eps_clip is 1."""
+    """Return the logarithms of the bounds of the ratio; minus infinity where eps_clip is 1."""
     lowest, highest = clip_range(config)
     return math.log(lowest) if lowest > 0 else -math.inf, math.log(highest)
 
 
 def clipped_by_sign(values: Tensor, bounds: tuple[float, float], advantages: Tensor) -> Clipped:
-    """The minimum of value A and clipped value A, divided by A: held from above where A > 0, from below where A < 0.
+    """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
 
     Written so, a value on a bound keeps its gradient, and one beyond it has none.
     """

@@ -184,7 +184,7 @@ class Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], Outputs], *differentiated: Tensor | None) -> Outputs:
-        """The outputs of `call` but for those after its first, the gradients of that to each of `differentiated`."""
+        """Return the outputs of `call` without its gradients, which stand behind the loss and are kept for backward."""
         ctx.set_materialize_grads(False)
         loss, *others = call()
         gradients, others = others[: len(differentiated)], others[len(differentiated) :]

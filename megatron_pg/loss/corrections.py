@@ -162,7 +162,7 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples of a step with rejected tokens masked, for `--rejection-denominator accepted`.
+    """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
 
     The totals of a step are fixed before it starts. Called before `step_totals`, this makes them
     the totals of what is kept, by the rejections that the data alone decide: those of weights and of

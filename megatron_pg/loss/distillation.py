@@ -25,7 +25,7 @@ def teacher_of(
     place: Callable[[Any], Tensor],
     vocab_size: int | None = None,
 ) -> WholeTeacher | TopKTeacher:
-    """The teacher on the rows of a call of the head.
+    """Collect the teacher on the rows of a call of the head.
 
     Args:
         local_columns: of the student's output layer on this tensor-parallel rank.

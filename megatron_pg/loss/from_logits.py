@@ -31,7 +31,7 @@ def policy_loss_function(
     step_share: float = 1.0,
     teacher_weight: Tensor | None = None,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """This rank's loss of one micro-batch; summed over ranks and micro-batches it is the objective of the step.
+    """Compute this rank's loss of one micro-batch. Its sum over ranks and micro-batches is the objective of the step.
 
     Every rank of the tensor- and context-parallel groups of the last pipeline stage must call it, those whose window
     is empty included. It does no host synchronisation.
@@ -149,7 +149,7 @@ def _checked_rows(
     tensor_parallel_group: dist.ProcessGroup | None,
     vocab_size: int | None,
 ) -> Tensor:
-    """The logits [local_tokens, v/tp] of a micro-batch, once it is known that they are its own."""
+    """Return the logits as [local_tokens, v/tp], or refuse those that are not of this micro-batch."""
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.shape[0] != batch.window.local_tokens:
         raise ValueError(
@@ -175,7 +175,7 @@ def policy_loss_from_log_probs(
     context_parallel_group: dist.ProcessGroup | None = None,
     step_share: float = 1.0,
 ) -> tuple[Tensor, MicroBatchMetrics]:
-    """The same as `policy_loss_function`, with further arguments as there, for a model that returns log-probs.
+    """Compute the loss as `policy_loss_function` does, for a model that returns log-probs. Further arguments are the same.
 
     Args:
         log_probs: `[window]` float32, of the window's response tokens at the rollout temperature, and over their kept sets

@@ -284,7 +284,7 @@ DERIVED = [
 
 
 def metrics_on(config: PolicyLossConfig) -> list[Metric]:
-    """The rows that these settings report; the config alone decides, so that ranks without a loss agree."""
+    """List the rows that these settings report. The config alone decides, so that ranks without a loss agree."""
     if config.pg_metrics == "none":
         return []
     has_ratio = ratio_of(config) != "none"
@@ -295,5 +295,5 @@ def metrics_on(config: PolicyLossConfig) -> list[Metric]:
 
 
 def ratio_of(config: PolicyLossConfig) -> str:
-    """What the ratio is one number of; "none" for a function of the user's own, of whose ratio nothing is known."""
+    """Return the unit that has one ratio: "token", "sequence", or "none", also for a function of the user's own."""
     return next((row.ratio for row in OBJECTIVES.rows_on(config)), "none")

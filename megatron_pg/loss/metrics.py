@@ -61,34 +61,34 @@ class MicroBatchMetrics(dict[str, Tensor]):
 
     @classmethod
     def of(cls, names: Sequence[str], table: Tensor) -> MicroBatchMetrics:
-        """The metrics whose pairs are the rows of a table [names, 2] float64."""
+        """Name the rows of a table of pairs [names, 2] float64."""
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table = table
         return metrics
 
     @classmethod
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
-        """The metrics of a micro-batch whose loss is computed in backward: NaN until `fill`."""
+        """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
         table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
         return cls.of(names, table)
 
-    def fill(self, found: MicroBatchMetrics) -> None:
-        """Takes over what `found` holds, in place: who has taken a tensor out of the dict by now sees it too."""
-        promised(self.table).copy_(promised(found.table))
-        self.maxima, self.is_nan, self.batch = found.maxima, found.is_nan, found.batch
-        self.totals = found.totals
+    def fill(self, other: MicroBatchMetrics) -> None:
+        """Copy other metrics into these tensors, so that references taken earlier see the values."""
+        promised(self.table).copy_(promised(other.table))
+        self.maxima, self.is_nan, self.batch = other.maxima, other.is_nan, other.batch
+        self.totals = other.totals
 
 
 class HasSums(Protocol):
-    """What travels beside the policy's sums."""
+    """Sums of another loss that travel beside the policy's."""
 
     @property
     def sums(self) -> Tensor:
         """The pairs [names, 2] float64 of this rank."""
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """The metrics by name, from the pairs of the whole world."""
+        """Return the metrics by name, from the pairs of the whole world."""
 
 
 class MetricParts(NamedTuple):
@@ -156,7 +156,7 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """The (numerator, denominator) metrics of a step under these settings, as they are packed."""
+    """List the (numerator, denominator) metrics of a step under these settings, in the order of the table."""
     return metric_table(config, frozenset()).names
 
 
@@ -170,7 +170,7 @@ def reduce_metrics(
     policy_version: int | None = None,
     critic: HasSums | None = None,
 ) -> dict[str, float]:
-    """The step's metrics from those of its micro-batches. The step's only host synchronisation.
+    """Reduce the metrics of a step's micro-batches. This is the step's only host synchronisation.
 
     Every rank of `group` must call it once a step: one SUM all-reduce, and one MAX all-reduce unless
     `--pg-metrics none`. A rank that does not contribute brings the identity of each.
@@ -228,7 +228,7 @@ def _of_rank(
     micro_batches: Sequence[Mapping[str, Tensor]],
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
-    """The pairs [names, 2] float64 of a rank's micro-batches added up, and their maxima [extremes] float64."""
+    """Add up the pairs [names, 2] float64 of a rank's micro-batches, and take their maxima [extremes] float64."""
     names = metric_names(config)
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     maxima = torch.full((len(_extremes(config)),), -torch.inf, dtype=torch.float64, device=device)
@@ -240,7 +240,7 @@ def _of_rank(
 
 
 def _by_name(config: PolicyLossConfig, pairs: Tensor, maxima: Tensor) -> dict[str, float]:
-    """The quotients and the extremes of a step by name, without those of fields that no sample carries."""
+    """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
     names, extremes = metric_names(config), _extremes(config)
     values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
     reduced = dict(zip(names, values, strict=False))
@@ -256,7 +256,7 @@ def _by_name(config: PolicyLossConfig, pairs: Tensor, maxima: Tensor) -> dict[st
 
 
 def _derive(reduced: dict[str, float], policy_version: int | None) -> None:
-    """Adds what is made of the reduced rows, and drops those that are there for it alone."""
+    """Add the metrics that are made of reduced rows, and drop the rows that only they read."""
     if policy_version is not None:
         reduced["current_policy_version"] = float(policy_version)
     for derived in DERIVED:
@@ -295,8 +295,10 @@ def check_checksum(
     metrics: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> None:
-    """An error under --check-aggregation, else a warning, where samples were not each counted once; those that this rank's
-    micro-batches tell of are named."""
+    """Raise under --check-aggregation, or else warn, where the checksum says that samples were not each counted once.
+
+    The message names the samples that this rank's micro-batches know of.
+    """
     _, problem = checksum_of(metrics)
     if not problem:
         return
@@ -310,7 +312,7 @@ _warned_of: set[str] = set()
 
 
 def _warn_once(subject: str, message: str) -> None:
-    """A line the first time in this process that there is something to say of the subject."""
+    """Log a warning the first time in this process that a subject has one."""
     if subject not in _warned_of:
         _warned_of.add(subject)
         logger.warning("%s (said once)", message)

@@ -30,7 +30,7 @@ def _at_level(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
 
 
 def _of_sample(mismatch: Tensor, level: str, active_tokens: int) -> Tensor:
-    """The same of one sample on the host: [response_length], or 0-d for its sum or mean."""
+    """Return the mismatch of one sample on the host, [response_length], or 0-d for its sum or mean."""
     if level == "token":
         return mismatch
     total = mismatch.sum()
@@ -79,7 +79,7 @@ LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
 
 
 def _weight_row(level: str, mode: str) -> Correction:
-    """The row of one level and mode of `--use-tis`."""
+    """Make the row of one level and mode of `--use-tis`."""
     is_mask, statistic = mode == "mask", LEVELS[level]
     flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
     dropped = "sequences" if statistic else "tokens"
@@ -112,7 +112,7 @@ CORRECTIONS.add(*(_weight_row(level, mode) for mode in ("truncate", "mask") for 
 
 
 def _rejection_row(level: str) -> Correction:
-    """The row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
+    """Make the row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
 
     def is_outlier(config: PolicyLossConfig, of_sequence: Tensor) -> Tensor:
         low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))

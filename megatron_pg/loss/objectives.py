@@ -167,7 +167,7 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     zero_advantage_is_zero_gradient=True,
 )
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """The score-function estimator, without a ratio."""
+    """Score-function estimator without a ratio."""
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 

@@ -38,7 +38,7 @@ def padded_totals(
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """The totals of one optimizer step whose samples are the rows of a mask.
+    """Count one optimizer step whose samples are the rows of a mask.
 
     Every rank of the data-parallel group must call it, once a step, with all rows that it trains on in that step. It
     copies the mask's row sums to the host and exchanges them with the ids over the group. Rows have no prompts: two ranks
@@ -81,7 +81,7 @@ def reduce_padded(
     rollout_id: Sequence[int] | None = None,
     data_parallel_size: int = 1,
 ) -> Tensor:
-    """This rank's share of the aggregate over the step, times `data_parallel_size`.
+    """Aggregate this rank's share of the step, times `data_parallel_size`.
 
     No communication, and with `totals` no host synchronisation. Neither a value nor a gradient of a masked position
     reaches the result, NaN and infinity included.

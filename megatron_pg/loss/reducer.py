@@ -42,7 +42,7 @@ def get_pg_loss_reducer(
     cp_partition_mode: CpPartitionMode = "zigzag",
     pad_to_multiple: int = 1,
 ) -> Reducer:
-    """Builds the reducer of one micro-batch on one rank.
+    """Build the reducer of one micro-batch on one rank.
 
     `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is
     local to the rank: no communication, no host synchronisation, and no more operators for many samples than for
@@ -131,7 +131,7 @@ def token_weights(
     divisor: float | None = None,
     denominators: Tensor | None = None,
 ) -> Tensor:
-    """The weights [window] float64 on the masks' device: `mask / divisor of the token's sample`, for one aggregation."""
+    """Compute `mask / divisor of the token's sample`, [window] float64 on the masks' device, for one aggregation."""
     flat_mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0)
     device = flat_mask.device
     mask = flat_mask.to(torch.float64)
@@ -216,7 +216,7 @@ def custom_reduction(
 def _checked_denominators(
     denominators: Sequence[float] | Tensor, mode: Aggregation, window: TokenWindow
 ) -> Tensor:
-    """The denominators [num_samples] float64. Values are read only where they lie on the host."""
+    """Return the denominators [num_samples] float64. Their values are read only where they lie on the host."""
     if mode.denominator is None:
         raise ValueError(
             f"denominators are given and the aggregation is {mode.name}, which divides by none: leave them out, or "
@@ -238,7 +238,7 @@ def _checked_denominators(
 
 
 def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    """The masks, one tensor per sample. Values are read only where they lie on the host."""
+    """Return the masks, one tensor per sample. Their values are read only where they lie on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "

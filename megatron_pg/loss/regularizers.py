@@ -21,15 +21,14 @@ class KLEstimate(Row):
     function: Callable[[Tensor], Tensor]
     """The formula, d = log_prob - ref_log_prob [window] -> its estimate [window]."""
     limit: float | None = None
-    """What the estimate is held within, with zero gradient outside: itself, or with `--use-unbiased-kl` its product with r.
-    None does not hold it."""
+    """Bound of the estimate, or with `--use-unbiased-kl` of its product with r, with zero gradient outside. None is no bound."""
     inputs: tuple[str, ...] = ("ref_log_probs",)
     options: tuple[str, ...] = ("use_unbiased_kl", "kl_loss_gradient")
     flag: str = "--kl-loss-coef {config.kl_loss_coef:g}"
     when: Callable[[Any], bool] | None = lambda config: config.kl_loss_coef > 0
 
     def __call__(self, difference: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The estimate [window] of d = log_prob - ref_log_prob [window], times a weight, held within the limit."""
+        """Estimate from d = log_prob - ref_log_prob [window], times a weight, held within the limit."""
         kl = self.function(difference)
         kl = kl if weight is None else weight * kl
         return kl if self.limit is None else clamped_log_ratio(kl, self.limit)
@@ -42,7 +41,7 @@ KL_ESTIMATES: Table[KLEstimate] = Table(
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """The estimate k3, which needs exp(-d), so that d is held within +-20 first, with zero gradient outside."""
+    """Estimate k3. It needs exp(-d), so d is held within +-20 first, with zero gradient outside."""
     difference = clamped_log_ratio(difference)
     # expm1 keeps the digits that exp(-d) - 1 loses near d = 0, where the estimate is d^2 / 2.
     return (-difference).expm1() + difference

@@ -96,7 +96,7 @@ def _divergence_masked(
     name: str,
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Outcome:
-    """The surrogate -r A without the tokens that move further away and are further away than delta."""
+    """Compute -r A without the tokens that move further away and are further away than delta."""
     delta = DPPO_DELTAS[name] if config.dppo_delta is None else config.dppo_delta
     delta_high = delta if config.dppo_delta_high is None else config.dppo_delta_high
     advantages, anchor = tokens.advantages, tokens.anchor(config)

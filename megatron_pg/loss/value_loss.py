@@ -155,7 +155,7 @@ class ValueReport:
         contributes: bool,
         device: torch.device | str,
     ) -> ValueReport:
-        """The report of one rank; arguments as for `reduce_metrics`."""
+        """Add up the report of one rank; arguments as for `reduce_metrics`."""
         names = value_metric_table(config).names
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         counted = micro_batches if contributes else ()
@@ -164,7 +164,7 @@ class ValueReport:
         return cls(config, counted, sums)
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """The critic's metrics by name, from the pairs [names, 2] of the whole world, on the host.
+        """Return the critic's metrics by name, from the pairs [names, 2] of the whole world, on the host.
 
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -189,5 +189,5 @@ def _explained_variance(
         return math.nan
     variance = returns_squared / count - (returns / count) ** 2
     unexplained = errors_squared / count - (errors / count) ** 2
-    # What rounding leaves of a variance of nothing is no variance.
+    # Below rounding error the variance is zero.
     return 1 - unexplained / variance if variance > 1e-12 * returns_squared / count else math.nan

@@ -1,4 +1,4 @@
-"""The memory estimate of a dry run against the peaks that docs/benchmarks.md has of whole steps."""
+"""The memory estimate of a dry run against the peaks of whole steps in docs/records/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_lies_within_3_percent_of_what_was_measured() -> None:
 
 def test_the_measured_numbers_are_those_of_the_benchmarks() -> None:
     """Of its columns: float32 logits with our kernels, and fused."""
-    page = (ROOT / "docs/benchmarks.md").read_text()
+    page = (ROOT / "docs/records/benchmarks.md").read_text()
     rows = re.findall(r"^\|(?: \|)? GiB \|(.*)\|$", page, re.M)
     found = {(float(cells.split("|")[2]), float(cells.split("|")[4])) for cells in rows}
     assert set(MEASURED.values()) <= found

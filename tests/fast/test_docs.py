@@ -42,6 +42,8 @@ LAUNCH_LINE = (
 )
 """What a page's script was started with: as much as Megatron's own parser asks for."""
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+WORDS = 48_000
+"""The most words of the user's pages together; `wc -w docs/*.md README.md CONTRIBUTING.md` counts them."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -113,6 +115,13 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, f"{name_of(page)} links to {missing}"
+
+
+def test_the_pages_of_the_user_stay_short() -> None:
+    """Lower the ceiling after each cut; measurements and trials go to docs/records."""
+    words = {name_of(page): len(page.read_text().split()) for page in USER_PAGES}
+    longest = sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= WORDS, f"{sum(words.values())} words; the longest: {longest}"
 
 
 def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:

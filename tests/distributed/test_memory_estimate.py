@@ -67,7 +67,9 @@ def test_it_lies_within_3_percent_of_what_was_measured() -> None:
         lines.append(
             f"| {sharding} | {case[2]} | {measured[0]} | {found[0]:.1f} | {measured[1]} | {found[1]:.1f} |"
         )
-    assert "\n".join(lines) in (ROOT / "docs/records/benchmarks.md").read_text(), "\n" + "\n".join(lines)
+    assert "\n".join(lines) in (ROOT / "docs/records/benchmarks.md").read_text(), "\n" + "\n".join(
+        lines
+    )
 
 
 def test_the_measured_numbers_are_those_of_the_benchmarks() -> None:

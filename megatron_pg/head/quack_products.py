@@ -35,7 +35,7 @@ _K = 64
 
 
 def tile_of(columns: int) -> int:
-    """Columns that have one offset, a tile of the first product: 192 where that divides them (docs/records/lab_notes.md)."""
+    """Columns that have one offset, a tile of the first product: 192 where that divides them (docs/lab_notes.md)."""
     return 192 if columns % 192 == 0 else MULTIPLE
 
 

@@ -1,5 +1,5 @@
 """How far ``megatron-pg check`` stays from its tolerances, by sharding and depth, on a CPU:
-`python -m tests.distributed.check_errors --markdown docs/check_errors.md`."""
+`python -m tests.distributed.check_errors --markdown docs/records/check_errors.md`."""
 
 from __future__ import annotations
 

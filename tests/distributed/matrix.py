@@ -45,7 +45,7 @@ powers of two, by which Megatron divides in float32 without error. The
 reported metrics (loss, parts of it, ratios, clip fraction, the aggregation checksum) are compared
 as well, to {metric_tolerance:g}.
 
-Reproduce with `python -m tests.distributed.matrix --all --parallel 8 --markdown docs/matrix.md`: 8
+Reproduce with `python -m tests.distributed.matrix --all --parallel 8 --markdown docs/records/matrix.md`: 8
 launches at a time, of 1 to 8 processes each; without `--parallel` one.
 """
 

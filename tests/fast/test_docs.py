@@ -29,7 +29,9 @@ from megatron_pg.loss.metric_table import DERIVED, METRICS
 from megatron_pg.loss.metrics import metric_names
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
+RECORDS = sorted(ROOT.glob("docs/records/*.md"))
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *RECORDS])
+USER_PAGES = [ROOT / "CONTRIBUTING.md", *(page for page in PAGES if page not in RECORDS)]
 FENCE = re.compile(
     r"^```(\w+)[^\n]*\n(.*?)^```$|^<!-- (python)\n(.*?)^-->$", re.MULTILINE | re.DOTALL
 )
@@ -40,6 +42,8 @@ LAUNCH_LINE = (
 )
 """What a page's script was started with: as much as Megatron's own parser asks for."""
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+WORDS = 46_500
+"""The most words of the user's pages together; `wc -w docs/*.md README.md CONTRIBUTING.md` counts them."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -113,6 +117,13 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert not missing, f"{name_of(page)} links to {missing}"
 
 
+def test_the_pages_of_the_user_stay_short() -> None:
+    """Lower the ceiling after each cut; measurements and trials go to docs/records."""
+    words = {name_of(page): len(page.read_text().split()) for page in USER_PAGES}
+    longest = sorted(words.items(), key=lambda item: -item[1])[:5]
+    assert sum(words.values()) <= WORDS, f"{sum(words.values())} words; the longest: {longest}"
+
+
 def test_the_page_of_metrics_has_all_metrics_and_no_others() -> None:
     """Of every setting that adds some; the second table is the training script's."""
     settings = (
@@ -152,10 +163,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_builds(site: Path) -> None:
     """Every page with a next or a previous one, its source to edit, and a switch for the dark."""
     pages = sorted(site.glob("*/index.html"))
-    assert {page.parent.name for page in pages} >= {page.stem for page in PAGES} - {
-        "README",
-        "index",
-    }
+    stems = {page.stem for page in USER_PAGES} - {"README", "CONTRIBUTING", "index"}
+    assert {page.parent.name for page in pages} >= stems | {"records"}
+    assert (site / "records/matrix/index.html").exists()
     for page in pages:
         html = page.read_text()
         assert (

@@ -53,7 +53,9 @@ def metrics() -> Lines:
         name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
         lines.append((name, row.help, row.kind, where))
     for derived in DERIVED:
-        lines.append((f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}"))
+        lines.append(
+            (f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}")
+        )
     return lines
 
 

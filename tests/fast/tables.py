@@ -48,13 +48,14 @@ def rows(table: Any, meaning: str) -> Lines:
 def metrics() -> Lines:
     lines: Lines = [("name", "what", "kind", "reported")]
     for row in METRICS:
-        fields = "".join(f", with {field}" for field in row.reads)
-        where = "with a ratio" if row.of_ratio else fields[2:] or "always"
+        fields = f"with {', '.join(row.reads)}" if row.reads else "always"
+        where = "with a ratio" if row.of_ratio else fields
         name = f"`{row.name}`" + " (of a micro-batch)" * (not row.is_reported)
         lines.append((name, row.help, row.kind, where))
     for derived in DERIVED:
-        source = " and ".join(derived.of).replace("_", " ")
-        lines.append((f"`{derived.name}`", derived.help, "derived", f"from {source}"))
+        lines.append(
+            (f"`{derived.name}`", derived.help, "derived", f"from {', '.join(derived.of)}")
+        )
     return lines
 
 

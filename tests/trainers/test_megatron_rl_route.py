@@ -97,7 +97,7 @@ def test_an_empty_bin_is_a_token_under_the_flag(loss_func: Callable[..., Any]) -
 
 def test_the_wrapper_gives_any_weights(loss_func: Callable[..., Any]) -> None:
     page: dict[str, Any] = {"torch": torch}
-    text = (ROOT / "docs/where_this_fits.md").read_text()
+    text = (ROOT / "docs/records/other_trainers.md").read_text()
     block = next(
         each
         for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL)

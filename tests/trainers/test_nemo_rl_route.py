@@ -1,4 +1,4 @@
-"""The loss object of docs/where_this_fits.md under NeMo-RL's own loss, packing wrapper and batches, unmodified.
+"""The loss object of docs/records/other_trainers.md under NeMo-RL's own loss, packing wrapper and batches, unmodified.
 
 Their source is read where TRAINERS names a folder with a checkout called NeMo-RL. A process of its own, in which packages
 and modules that they import and that are not called here are stand-ins:
@@ -117,7 +117,7 @@ def differences() -> dict[str, float]:
     batches = importlib.import_module("nemo_rl.distributed.batched_data_dict")
     page: dict[str, Any] = {}
     for block in re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/where_this_fits.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "docs/records/other_trainers.md").read_text(), re.DOTALL
     ):
         if "def token_weights" in block or "class AggregatedLoss" in block:
             exec(block, page)

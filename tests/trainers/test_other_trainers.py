@@ -1,4 +1,4 @@
-"""The numbers of docs/where_this_fits.md, by the trainers' own aggregation functions on its example.
+"""The numbers of docs/records/other_trainers.md, by the trainers' own aggregation functions on its example.
 
 A function is taken from the file of a checkout in the folder that TRAINERS names, unmodified; nothing else of the file is
 run. SkyRL and verl may be unpacked wheels.

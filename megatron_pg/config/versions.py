@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
@@ -67,6 +68,25 @@ def require_supported_version() -> None:
             f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
             "version in that range."
         )
+
+
+def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Build the `__getattr__` of a package that imports its exports when they are first used.
+
+    Without Megatron-Core the import raises `UnsupportedMegatronError`, which says what to install.
+
+    Args:
+        modules: the names that each module exports.
+    """
+    places = {name: module for module, names in modules.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"no export is named {name!r}")
+        megatron_core_version()
+        return getattr(importlib.import_module(places[name]), name)
+
+    return __getattr__
 
 
 def per_token_moe_under_context_parallel_is_right() -> bool:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.critic import CriticConfig
+from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values
 from megatron_pg.step.values import check_mask, refuse_values

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.loss.checksum import CHECKSUM, checksum_of
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
 from megatron_pg.loss.pairs import Kind, PairTable, checksums

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.critic.settings import CriticConfig
+from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg import CriticConfig, Sample, gae, pack, plan_step, whiten
-from megatron_pg.megatron import PolicyStep, ValueStep, add_value_head, value_head
-from megatron_pg.megatron import compute_values as values_of
+from megatron_pg.critic import ValueStep, add_value_head, value_head
+from megatron_pg.critic import compute_values as values_of
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import unwrapped
 from tests.random_steps import package_samples
 

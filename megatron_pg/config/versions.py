@@ -119,6 +119,21 @@ def derives_multi_token_labels() -> bool:
     return megatron_core_version() >= (0, 19)
 
 
+def ready_parameters(bucket_group: Any) -> Any:
+    """Return the object of one of DDP's bucket groups that `zero_grad_buffer` replaces.
+
+    `_ParamAndGradBucketGroup.reset` in distributed/param_and_grad_buffer.py: `per_param_grad_ready_counts` from 0.16 on,
+    `params_with_grad` before.
+    """
+    counts = getattr(bucket_group, "per_param_grad_ready_counts", None)
+    return bucket_group.params_with_grad if counts is None else counts
+
+
+def has_partition_mode(model_config: Any) -> bool:
+    """Tell whether Megatron's config has a field `cp_partition_mode`: the development branch's does, up to 0.19.2 none."""
+    return "cp_partition_mode" in getattr(model_config, "__dataclass_fields__", ())
+
+
 def follows_own_group() -> bool:
     """Whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.config.versions import follows_own_group
+from megatron_pg.config.versions import follows_own_group, has_partition_mode
 from megatron_pg.megatron.groups import chunks_of, unwrapped
 from megatron_pg.megatron.scale_contract import ScaleContract
 
@@ -24,9 +24,10 @@ def require_partition_mode(model: Any, mode: CpPartitionMode) -> None:
     """
     chunks = chunks_of(model)
     obstacle = None
-    if "cp_partition_mode" in getattr(chunks[0].config, "__dataclass_fields__", ()):
-        if chunks[0].config.cp_partition_mode != mode:
-            obstacle = f"the model's config has {chunks[0].config.cp_partition_mode}"
+    config = chunks[0].config
+    if has_partition_mode(config):
+        if config.cp_partition_mode != mode:
+            obstacle = f"the model's config has {config.cp_partition_mode}"
     elif mode != "zigzag":
         obstacle = next((part for chunk in chunks for part in _zigzag_parts(chunk)), None)
     if obstacle is not None:

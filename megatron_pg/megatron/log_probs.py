@@ -76,21 +76,21 @@ def compute_log_probs(
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
             `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
     """
-    groups = ParallelGroups.from_model(model) if groups is None else groups
+    model_groups = ParallelGroups.from_model(model) if groups is None else groups
 
     def read_logits(batch: PackedBatch, logits: Tensor) -> Tensor:
         scores = log_probs_of_logits(
             config,
             batch,
             logits,
-            tensor_parallel_group=groups.tensor,
+            tensor_parallel_group=model_groups.tensor,
             vocab_size=vocab_size,
             with_entropy=True,
         )
         return torch.stack([score for score in scores if score is not None])
 
     def fused_scores(batch: PackedBatch) -> OutputProcessor:
-        rows = OutputRows(config, batch, groups, vocab_size=vocab_size)
+        rows = OutputRows(config, batch, model_groups, vocab_size=vocab_size)
 
         def output_processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
             factors = rows.factors(hidden_states, weight)
@@ -109,7 +109,7 @@ def compute_log_probs(
             empty_scores=torch.empty(2, 0),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
-            groups=groups,
+            groups=model_groups,
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
             cp_partition_mode=config.cp_partition_mode,

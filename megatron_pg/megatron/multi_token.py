@@ -39,7 +39,7 @@ class MultiTokenScale:
     before: Any
     """The function that the trainer had set, or None."""
     device: torch.device
-    """The model's, where an optimizer has its loss scale: a number on the host would make the host wait."""
+    """The device of the model and of an optimizer's loss scale; a factor elsewhere would make the host wait."""
 
     def __call__(self) -> Tensor:
         if self.before is not None:
@@ -160,17 +160,11 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
 
 
 def multi_token_mask(
-    window: TokenWindow, loss_masks: Sequence[Tensor], num_active_tokens: int
+    window: TokenWindow, loss_masks: Sequence[Tensor], num_active_tokens: float
 ) -> Tensor:
-    """Make the `loss_mask=` of the model: 1 / T at the input's active response tokens, 0 elsewhere.
+    """Make the `loss_mask=` [1, local_tokens] float32 of the model: 1 / T at active response tokens of the input, else 0.
 
-    Args:
-        window: the micro-batch's layout on this rank.
-        loss_masks: per sample [response_length], on the host.
-        num_active_tokens: T, of the whole step.
-
-    Returns:
-        [1, local_tokens] float32 on the micro-batch's device.
+    `loss_masks` [response_length] per sample are on the host; `num_active_tokens` is T, of the whole step.
     """
     masks = [torch.zeros(0)]
     for length, loss_mask in zip(window.total_lengths, loss_masks, strict=True):

@@ -125,15 +125,9 @@ def without_output_layer(model: Any) -> Iterator[None]:
 def _whole_hidden(
     *, input: Tensor, sequence_parallel: bool, allreduce_dgrad: bool, tp_group: Any, **_: Any
 ) -> Tensor:
-    """Return the input [sequence, batch, hidden] on every tensor-parallel rank; backward sums the gradient's parts.
+    """Return all of `_forward_impl`'s input [sequence, batch, hidden]; backward sums the gradient over tensor parallelism.
 
-    Takes the arguments of `_forward_impl`.
-
-    Args:
-        input: the hidden states of all tokens, or this rank's part of the sequence under `sequence_parallel`.
-        sequence_parallel: gather the parts; a rank gets the gradient of its own.
-        allreduce_dgrad: sum the gradient over the group where there are no parts.
-        tp_group: the tensor-parallel group.
+    Under `sequence_parallel` the input is a rank's part of the sequence, and the rank gets the gradient of that part.
     """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)

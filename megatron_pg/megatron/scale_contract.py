@@ -65,14 +65,7 @@ class ScaleContract:
     def apply(
         self, loss: Tensor, metrics: dict[str, Tensor], num_active_tokens: int, local_tokens: int
     ) -> ScheduleOutput:
-        """Return the tuple that the schedule expects in this mode.
-
-        Args:
-            loss: the micro-batch's on this rank, 0-d, attached to the graph.
-            metrics: the micro-batch's.
-            num_active_tokens: active tokens of this rank's window.
-            local_tokens: all tokens of the micro-batch on this rank.
-        """
+        """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss, metrics and tokens."""
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics

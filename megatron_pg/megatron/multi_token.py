@@ -1,14 +1,14 @@
 """Multi-token prediction beside the policy loss, as a mean over the step's active tokens.
 
-Megatron computes it inside the model from labels that it makes of the input, as a mean over the tokens of one micro-batch
-on one context-parallel rank, prompts and padding included (`process_mtp_loss` in transformer/multi_token_prediction.py of
-0.19.2), and averages these means: another loss at every cut. It multiplies by a loss mask, and divides by the mask's sum
-where that is above 1. A mask of m / T, with T the active tokens of the step, has a sum of 1 at most, so nothing is divided.
+Megatron computes its loss inside the model, from labels made of the input: a mean over the tokens of one micro-batch on one
+context-parallel rank, prompts and padding included (`process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2).
+The average of these means is another loss at every cut. Megatron multiplies the tokens by a loss mask, and divides by the
+mask's sum if that is above 1. A mask of m / T, with T the step's active tokens, has a sum of 1 at most: no division.
 The schedule divides by the M micro-batches and data parallelism by its DP * CP ranks; `mtp_grad_scale_func` multiplies by
 both. The result is `scaling factor / layers * 1/T sum m x`, x the cross-entropy of a token two or more positions ahead.
 
-Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, multiplies by CP what data parallelism divides by CP. So the
-installed Megatron is measured: `megatrons_own_factor` is 1 up to 0.19.2 and would be CP after that change.
+Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, adds one, so
+`context_parallel_factor` measures the installed Megatron.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def scale_multi_token_loss(
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
     device = next(chunk.parameters()).device
-    factor /= megatrons_own_factor(model_config, context_group, device)
+    factor /= context_parallel_factor(model_config, context_group, device)
     before = model_config.mtp_grad_scale_func
     if isinstance(before, MultiTokenScale):
         before = before.before
@@ -77,10 +77,10 @@ def scale_multi_token_loss(
 
 
 _measured: dict[int, float] = {}
-"""The results of `megatrons_own_factor` by context-parallel size."""
+"""The results of `context_parallel_factor` by context-parallel size."""
 
 
-def megatrons_own_factor(
+def context_parallel_factor(
     model_config: Any, context_group: ProcessGroup | None, device: torch.device
 ) -> float:
     """Measure the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.

@@ -56,7 +56,7 @@ class ScaleContract:
     factor: float
     """The factor of the local loss."""
     counts_all_tokens: bool
-    """n of per-token mode: all local tokens of a micro-batch, padding included, and not its active tokens."""
+    """True if n of per-token mode is all local tokens of a micro-batch, padding included; False if its active tokens."""
     schedule_factor: float
     """The schedule's factor of the returned loss: CP / M, and 1 in per-token mode."""
     gradient_factor: float
@@ -104,7 +104,7 @@ def scale_contract(
     if not calculate_per_token_loss:
         if (
             context_parallel_size > 1
-            and scales_auxiliary_loss_by_tokens(model_config)
+            and _scales_auxiliary_loss_by_tokens(model_config)
             and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
         ):
             _warn_of_auxiliary_loss(context_parallel_size)
@@ -121,7 +121,7 @@ def scale_contract(
             "by a rank's tokens before the shift over its tokens after it (14/12 with two sequences of 8), and no return "
             "value of a loss function undoes it; turn per-token mode off (the policy gradient is the same)"
         )
-    if not scales_auxiliary_loss_by_tokens(model_config):
+    if not _scales_auxiliary_loss_by_tokens(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
         return ScaleContract(True, sum_of_n, False, 1.0, 1 / sum_of_n)
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
@@ -151,7 +151,7 @@ def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
     )
 
 
-def scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
+def _scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
     """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
     if not getattr(model_config, "num_moe_experts", None):
         return False

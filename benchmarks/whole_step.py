@@ -142,7 +142,7 @@ def megatron_cross_entropy(batch: PackedBatch, totals: StepTotals, model: Any) -
             context_parallel_group=step.groups.context,
             step_share=step.share,
         )
-        return step.scale.apply(loss, metrics, batch)
+        return step.scale.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
 
     return replace(step.head(batch), loss_func=loss_func)
 

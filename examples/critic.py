@@ -11,8 +11,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import megatron_pg as pg
-from megatron_pg.loss.value_loss import ValueReport
-from megatron_pg.megatron import ParallelGroups, ValueStep, compute_values
+from megatron_pg.critic import ValueStep, compute_values
+from megatron_pg.critic.value_loss import ValueReport
+from megatron_pg.megatron import ParallelGroups
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import METHODS
 from megatron_pg.step.batch import PackedBatch

@@ -36,10 +36,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
 from megatron_pg.config.refusal import is_to_speak
+from megatron_pg.critic import add_value_head
 from megatron_pg.megatron import (
     ParallelGroups,
     PolicyStep,
-    add_value_head,
     compute_log_probs,
     enable_cpu_runtime,
     torch_block_spec,

@@ -5,8 +5,10 @@ Importing this package needs torch and NumPy. What touches Megatron is in `megat
 """
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.config.critic import CriticConfig, add_critic_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
+from megatron_pg.critic.gae import gae, whiten
+from megatron_pg.critic.settings import CriticConfig, add_critic_args
+from megatron_pg.critic.value_loss import value_loss
 from megatron_pg.head import Ragged, log_probs_and_entropy
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.corrections import accepted_samples
@@ -14,11 +16,9 @@ from megatron_pg.loss.from_logits import policy_loss_from_log_probs, policy_loss
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from megatron_pg.loss.reducer import get_pg_loss_reducer
-from megatron_pg.loss.value_loss import value_loss
 from megatron_pg.step import StepCollector, StepPlan, plan_step
 from megatron_pg.step.advantages import filter_overlong, group_advantages
 from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.gae import gae, whiten
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals, step_totals

@@ -1,15 +1,13 @@
-"""What the package needs to know about the installed Megatron-Core version, in one place.
-
-Every difference between versions is a named predicate here; no other file compares version numbers.
-"""
+"""Differences between versions of Megatron-Core. No other file compares version numbers."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 OLDEST_SUPPORTED = (0, 15)
 FIRST_UNSUPPORTED = (0, 21)
@@ -22,10 +20,10 @@ class UnsupportedMegatronError(ImportError):
 
 @cache
 def megatron_core_version() -> tuple[int, int, int]:
-    """Version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
+    """Return the version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
-    The version is read from `megatron.core.package_info` and not from the installed metadata:
-    a Megatron-LM checkout on PYTHONPATH has no metadata and would be shadowed by an old wheel's.
+    It is read from `megatron.core.package_info`: a Megatron-LM checkout on PYTHONPATH has no installed metadata, and an old
+    wheel's would be taken for its own.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -41,7 +39,7 @@ def megatron_core_version() -> tuple[int, int, int]:
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """The numbers (major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+    """Read (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
 
     Raises:
         UnsupportedMegatronError: `text` does not start with two numbers.
@@ -56,51 +54,84 @@ def parse_version(text: str) -> tuple[int, int, int]:
 
 
 def require_supported_version() -> None:
-    """Refuses a Megatron-Core that is not supported; call it once at start.
+    """Refuse a Megatron-Core that is not supported; call it once at start.
 
     Raises:
         UnsupportedMegatronError: it is missing or outside the supported range.
     """
-    found = megatron_core_version()
-    if not OLDEST_SUPPORTED <= found[:2] < FIRST_UNSUPPORTED:
+    version = megatron_core_version()
+    if not OLDEST_SUPPORTED <= version[:2] < FIRST_UNSUPPORTED:
         raise UnsupportedMegatronError(
-            f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
+            f"megatron-core {'.'.join(map(str, version))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
             "version in that range."
         )
 
 
-def per_token_moe_under_context_parallel_is_right() -> bool:
-    """Whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Build the `__getattr__` of a package that imports its exports when they are first used.
 
-    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by
-    `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by the local tokens alone,
-    which leaves 1 / CP of the intended gradient.
+    Without Megatron-Core the import raises `UnsupportedMegatronError`, which says what to install.
+
+    Args:
+        modules: the names that each module exports.
+    """
+    places = {name: module for module, names in modules.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"no export is named {name!r}")
+        megatron_core_version()
+        return getattr(importlib.import_module(places[name]), name)
+
+    return __getattr__
+
+
+def per_token_moe_under_context_parallel_is_right() -> bool:
+    """Tell whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+
+    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by `num_local_tokens * tp_cp_group.size()`; 0.15.3 to
+    0.18.2 multiply by the local tokens alone, which leaves 1 / CP of the intended gradient.
     """
     return megatron_core_version() >= (0, 19)
 
 
 def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
-    """Whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
+    """Tell whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
 
-    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale
-    by the context-parallel size, which data parallelism divides by again; 0.15.3 does not, which
-    leaves 1 / CP of the intended gradient. The policy gradient is right in both.
+    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the context-parallel
+    size, by which data parallelism divides again; 0.15.3 does not multiply, which leaves 1 / CP of the intended gradient. The
+    policy gradient is right in both.
     """
     return megatron_core_version() >= (0, 16)
 
 
 def derives_multi_token_labels() -> bool:
-    """Whether multi-token prediction is trained without labels, and has a loss scale of its own.
+    """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 
-    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes the labels of the input, and
+    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes labels from the input, and
     model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
     and 0.16.1 fail.
     """
     return megatron_core_version() >= (0, 19)
 
 
+def ready_parameters(bucket_group: Any) -> Any:
+    """Return the object of one of DDP's bucket groups that `zero_grad_buffer` replaces.
+
+    `_ParamAndGradBucketGroup.reset` in distributed/param_and_grad_buffer.py: `per_param_grad_ready_counts` from 0.16 on,
+    `params_with_grad` before.
+    """
+    counts = getattr(bucket_group, "per_param_grad_ready_counts", None)
+    return bucket_group.params_with_grad if counts is None else counts
+
+
+def has_partition_mode(model_config: Any) -> bool:
+    """Tell whether Megatron's config has a field `cp_partition_mode`: the development branch's does, up to 0.19.2 none."""
+    return "cp_partition_mode" in getattr(model_config, "__dataclass_fields__", ())
+
+
 def follows_own_group() -> bool:
-    """Whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
+    """Tell whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 
     `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
     and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
@@ -111,25 +142,25 @@ def follows_own_group() -> bool:
 
 
 def has_hybrid_model() -> bool:
-    """Whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), the successor that 0.19 names for GPTModel."""
+    """Tell whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), which 0.19 names as GPTModel's successor."""
     megatron_core_version()
     return importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 
 def needs_kept_pipeline_outputs() -> bool:
-    """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
+    """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous
-    send is still reading it; 0.18.2 waits for `send_next_wait_handle` first.
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it;
+    0.18.2 waits for `send_next_wait_handle` first.
     """
     return megatron_core_version() < (0, 18)
 
 
 def has_megatron_training() -> bool:
-    """Whether `megatron.training` (parser, arguments, train step) is importable.
+    """Tell whether `megatron.training` (parser, arguments, train step) is importable.
 
-    Asked of the installation and not of the version: the wheels of 0.17.1 to 0.19.2 carry it, those
-    of 0.15.3 and 0.16.1 do not, and a Megatron-LM checkout always does.
+    The installation decides and not the version: the wheels of 0.17.1 to 0.19.2 have it, those of 0.15.3 and 0.16.1 do not,
+    and a Megatron-LM checkout always does.
     """
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None
@@ -137,7 +168,7 @@ def has_megatron_training() -> bool:
 
 @dataclass(frozen=True)
 class KnownMistake:
-    """What some versions of Megatron-Core get wrong, beside the policy's gradient or under it."""
+    """A mistake of some versions of Megatron-Core, in the policy's gradient or beside it."""
 
     first: tuple[int, int]
     fixed: tuple[int, int]
@@ -186,8 +217,8 @@ KNOWN_MISTAKES = (
     KnownMistake(
         (0, 17),
         FIRST_UNSUPPORTED,
-        "rotary positions under hybrid context parallelism are those of the model's group and not of the micro-batch's "
-        "(refused by PolicyStep)",
+        "rotary positions under hybrid context parallelism follow the model's group and not the micro-batch's (refused by "
+        "PolicyStep)",
         "Attention.forward in transformer/attention.py",
     ),
     KnownMistake(
@@ -200,7 +231,7 @@ KNOWN_MISTAKES = (
     KnownMistake(
         (0, 19),
         FIRST_UNSUPPORTED,
-        "in per-token mode multi-token prediction counts by each rank's tokens before its shift over those after it "
+        "in per-token mode multi-token prediction is multiplied by a rank's tokens before the shift over its tokens after it "
         "(refused by PolicyStep)",
         "issue 2417, pull request 3159",
     ),
@@ -209,7 +240,7 @@ KNOWN_MISTAKES = (
 
 
 def mistakes_of(version: tuple[int, int, int]) -> Iterator[KnownMistake]:
-    """What is known to be wrong in a version."""
+    """List the known mistakes of a version."""
     for mistake in KNOWN_MISTAKES:
         if mistake.first <= version[:2] < mistake.fixed:
             yield mistake

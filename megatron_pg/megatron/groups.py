@@ -28,7 +28,7 @@ class ParallelGroups:
 
     @classmethod
     def from_parallel_state(cls) -> ParallelGroups:
-        """The groups of `parallel_state.initialize_model_parallel`; needs no communication.
+        """Take the groups of `parallel_state.initialize_model_parallel`; needs no communication.
 
         Raises:
             RuntimeError: model parallelism is not initialized.
@@ -37,7 +37,7 @@ class ParallelGroups:
 
     @classmethod
     def from_model(cls, model: Any) -> ParallelGroups:
-        """The groups that `model` was built with; those it does not name are the global ones.
+        """Take the groups that `model` was built with, and those of `parallel_state` where it names none.
 
         Args:
             model: a Megatron model, possibly wrapped (DDP, Float16Module), or the list of chunks of
@@ -47,25 +47,16 @@ class ParallelGroups:
             RuntimeError: a group is missing from the model and model parallelism is not initialized.
         """
         collection = _process_group_collection(model)
-        names = {
-            "tensor": "tp",
-            "context": "cp",
-            "data": "dp",
-            "data_with_context": "dp_cp",
-            "pipeline": "pp",
+        groups: dict[str, Any] = {
+            axis: getattr(collection, name, None) for axis, (name, _) in _SOURCES.items()
         }
-        found: dict[str, Any] = {
-            field: getattr(collection, name, None) for field, name in names.items()
-        }
-        missing = [field for field, group in found.items() if group is None]
+        missing = [axis for axis, group in groups.items() if group is None]
         if missing and not parallel_state.model_parallel_is_initialized():
             raise RuntimeError(
                 "Megatron's process groups do not exist yet: call "
                 "megatron.core.parallel_state.initialize_model_parallel(...) first"
             )
-        for field in missing:
-            found[field] = _GLOBAL_GROUPS[field]()
-        return cls(**found)
+        return cls(**groups | {axis: _SOURCES[axis][1]() for axis in missing})
 
     @property
     def tensor_rank(self) -> int:
@@ -97,31 +88,34 @@ class ParallelGroups:
 
     @property
     def is_last_pipeline_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Tell whether this rank computes the loss."""
         return self.pipeline_rank == dist.get_world_size(self.pipeline) - 1
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank's metrics are counted: the other tensor-parallel ranks of the last stage hold the same."""
+        """Tell whether this rank's metrics count: the other tensor-parallel ranks of the last stage have the same."""
         return self.is_last_pipeline_stage and self.tensor_rank == 0
 
 
-_GLOBAL_GROUPS: dict[str, Callable[[], Any]] = {
-    "tensor": parallel_state.get_tensor_model_parallel_group,
-    "context": parallel_state.get_context_parallel_group,
-    "data": parallel_state.get_data_parallel_group,
-    "data_with_context": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
-    "pipeline": parallel_state.get_pipeline_model_parallel_group,
+_SOURCES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "tensor": ("tp", parallel_state.get_tensor_model_parallel_group),
+    "context": ("cp", parallel_state.get_context_parallel_group),
+    "data": ("dp", parallel_state.get_data_parallel_group),
+    "data_with_context": (
+        "dp_cp",
+        lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ),
+    "pipeline": ("pp", parallel_state.get_pipeline_model_parallel_group),
 }
+"""Per axis the name of its group in a model's `pg_collection`, and the group of `parallel_state`."""
 
 
 def _process_group_collection(model: Any) -> Any | None:
-    """The innermost `pg_collection` of a wrapped model, or None.
+    """Find the innermost `pg_collection` of a wrapped model, or None.
 
-    The innermost one, because a DDP wrapper keeps a collection of its own in 0.19.2 and the model's
-    is the one that attention and rotary embeddings follow.
+    DDP keeps a collection of its own in 0.19.2; attention and rotary embeddings follow the model's.
     """
-    module = model[0] if isinstance(model, (list, tuple)) else model
+    module = None if model is None else chunks_of(model)[0]
     collection = None
     while module is not None:
         collection = getattr(module, "pg_collection", None) or collection
@@ -129,8 +123,13 @@ def _process_group_collection(model: Any) -> Any | None:
     return collection
 
 
+def chunks_of(model: Any) -> list[Any]:
+    """List the chunks of a model, which is one chunk or a virtual pipeline's list of them."""
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
 def unwrapped(chunk: Any) -> Any:
-    """The model inside DDP and Float16Module."""
+    """Return the model inside DDP and Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -1,4 +1,4 @@
-"""`compute_hidden_states`: what enters a model's output layer, of samples, forward only, at any sharding: a teacher's."""
+"""`compute_hidden_states`: the inputs of a model's output layer for samples, forward only, such as a teacher's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of
 from megatron_pg.megatron.output_layer import without_output_layer
-from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
-from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.megatron.scoring import report_scores, score_samples
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.megatron.scoring import score_samples
 from megatron_pg.step.sample import Sample
 
 
@@ -28,16 +25,16 @@ def compute_hidden_states(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> list[Tensor]:
-    """Hidden states that predict the samples' response tokens: the side channel `teacher_hidden` of `--distill-teacher hidden`.
+    """Compute the hidden states that predict response tokens: `teacher_hidden` of `--distill-teacher hidden`.
 
         states = compute_hidden_states(teacher, samples, max_tokens_per_microbatch=16384)
         samples = [
-            replace(sample, side_channels={**sample.side_channels, "teacher_hidden": each})
-            for sample, each in zip(samples, states, strict=True)
+            replace(sample, side_channels={**sample.side_channels, "teacher_hidden": hidden})
+            for sample, hidden in zip(samples, states, strict=True)
         ]
 
-    Called as `compute_log_probs` is, by the same ranks, and it leaves the model as that does. The logits are not made: they
-    are the product of these states with the model's output weight.
+    The same ranks call it as `compute_log_probs`, and it leaves the model as that function does. It makes no logits: they
+    are the product of these states and the model's output weight.
 
     Args:
         model: the teacher, wrapped or not, or the list of chunks of a virtual pipeline; of any size, in the groups of the
@@ -46,37 +43,26 @@ def compute_hidden_states(
         max_tokens_per_microbatch: as for `compute_log_probs`.
         oversized: as for `compute_log_probs`.
         groups: as for `compute_log_probs`.
-        cp_partition_mode: that of the model's attention.
+        cp_partition_mode: the mode of the model's attention.
 
     Returns:
-        Of each sample `[response_length, hidden]` on the host, in the dtype of the model's parameters; the same on every
-        tensor-, context- and pipeline-parallel rank. Until all samples are through, those of all lie on the device.
+        Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters; the same on every
+        tensor-, context- and pipeline-parallel rank. Until the last sample is through, the device holds the states of all.
 
     Raises:
-        ValueError: what `compute_log_probs` raises.
+        ValueError: as for `compute_log_probs`.
         NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, or has a bias.
     """
-    chunk = model[0] if isinstance(model, (list, tuple)) else model
-    of_no_token = torch.empty(chunk.config.hidden_size, 0, dtype=chunk.config.params_dtype)
+    config = chunks_of(model)[0].config
     with without_output_layer(model):
         states = score_samples(
             model,
             samples,
-            _head,
-            of_no_token=of_no_token,
+            lambda batch, output: output[0, batch.logit_rows].T,
+            empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
             groups=groups,
-            vocab_size=None,
             cp_partition_mode=cp_partition_mode,
         )
-    return [each.T.contiguous() for each in states]
-
-
-def _head(groups: ParallelGroups, batch: PackedBatch) -> MicroBatchHead:
-    """The head that reports `scores` [hidden, window], and has no loss."""
-
-    def report(output: Tensor) -> ScheduleOutput:
-        return report_scores(output[0, batch.logit_rows].T)
-
-    return MicroBatchHead(report, model_inputs(batch), {})
+    return [state.T.contiguous() for state in states]

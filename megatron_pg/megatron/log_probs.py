@@ -15,23 +15,20 @@ from megatron_pg.head import linear_log_probs_and_entropy
 from megatron_pg.loss.from_logits import log_probs_of_logits
 from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.output_layer import fp32_lm_head, take_output_processor
-from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
-from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.megatron.scoring import report_scores, score_samples
+from megatron_pg.megatron.output_layer import OutputProcessor, fp32_lm_head, take_output_processor
+from megatron_pg.megatron.scoring import score_samples
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredSamples:
-    """What a model says of samples, in their order."""
+    """Log-probs and entropy of samples under a model, in the samples' order."""
 
     log_probs: list[Tensor]
-    """Of each sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked
-    tokens."""
+    """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked tokens."""
     entropy: list[Tensor]
-    """Of each sample the entropy of the distributions that its response tokens were drawn from, likewise."""
+    """Per sample the entropy of the distributions that its response tokens were drawn from, likewise."""
 
 
 def compute_log_probs(
@@ -44,26 +41,26 @@ def compute_log_probs(
     groups: ParallelGroups | None = None,
     vocab_size: int | None = None,
 ) -> ScoredSamples:
-    """Log-probs and entropy of samples under a model: those of the old policy, or of the reference.
+    """Compute log-probs and entropy of samples under a model, such as the old policy or the reference.
 
         old = compute_log_probs(model, samples, config, max_tokens_per_microbatch=16384).log_probs
         samples = [replace(sample, old_log_probs=values) for sample, values in zip(samples, old, strict=True)]
 
-    Every rank of the model calls it, with all samples of its data-parallel rank, and outside of a step: after the
-    optimizer's and before the next forward and backward. They are cut as `plan_step` cuts a step, with equally many
+    Every rank of the model calls it with all samples of its data-parallel rank, outside of a step: after the optimizer's
+    step and before the next forward and backward. Samples are packed as `plan_step` packs a step, with equally many
     micro-batches on every data-parallel rank, and scored as `PolicyStep` scores them under the same config: with the
     same budget and the same parameters the ratio of the next step is 1.
 
     The model runs under `torch.no_grad()` in eval mode, without dropout; every module gets its own mode back. No
-    gradient, buffer of DDP or state of a random generator changes, and no activation is kept. It draws no random
-    numbers, unless the model does in eval mode (`--moe-input-jitter-eps`).
+    gradient, buffer of DDP or state of a random generator changes, and no activation is kept. The model draws no random
+    numbers, unless it does in eval mode (`--moe-input-jitter-eps`).
 
     Args:
         model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
-        samples: this data-parallel rank's, in any order; none at all is legal. Of each its tokens, response length,
-            loss mask and kept sets are read; log-probs that it carries are not, and may be missing from some.
+        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks
+            and kept sets are read; log-probs are not, and may be missing from some samples.
         config: the policy loss: temperature, fused head, precision of the logits, whether over the samples' kept sets.
-        max_tokens_per_microbatch: see `plan_step`. There is no backward: it may be several times that of training.
+        max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times that of training.
         oversized: see `plan_step`.
         groups: the process groups; None takes the model's.
         vocab_size: the vocabulary without padding; None counts every column of the logits.
@@ -79,52 +76,44 @@ def compute_log_probs(
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
             `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
     """
+    model_groups = ParallelGroups.from_model(model) if groups is None else groups
+
+    def read_logits(batch: PackedBatch, logits: Tensor) -> Tensor:
+        scores = log_probs_of_logits(
+            config,
+            batch,
+            logits,
+            tensor_parallel_group=model_groups.tensor,
+            vocab_size=vocab_size,
+            with_entropy=True,
+        )
+        return torch.stack([score for score in scores if score is not None])
+
+    def fused_scores(batch: PackedBatch) -> OutputProcessor:
+        rows = OutputRows(config, batch, model_groups, vocab_size=vocab_size)
+
+        def output_processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
+            factors = rows.factors(hidden_states, weight)
+            scores = linear_log_probs_and_entropy(*factors, rows.options, kept=rows.kept)
+            return torch.stack([rows.in_window(score) for score in scores])
+
+        return output_processor
+
     if config.fused_lm_head:
         take_output_processor(model)
     with fp32_lm_head(model, config.changes_output_layer):
         scores = score_samples(
             model,
             samples,
-            lambda groups, batch: _head(config, groups, vocab_size, batch),
-            of_no_token=torch.empty(2, 0),
+            (lambda _, output: output.reshape(2, -1)) if config.fused_lm_head else read_logits,
+            empty_scores=torch.empty(2, 0),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
-            groups=groups,
+            groups=model_groups,
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
             cp_partition_mode=config.cp_partition_mode,
+            output_processor=fused_scores if config.fused_lm_head else None,
         )
-    log_probs, entropy = ([each[row].clone() for each in scores] for row in range(2))
+    log_probs, entropy = ([score[row].clone() for score in scores] for row in range(2))
     return ScoredSamples(log_probs, entropy)
-
-
-def _head(
-    config: PolicyLossConfig, groups: ParallelGroups, vocab_size: int | None, batch: PackedBatch
-) -> MicroBatchHead:
-    """The head that reports `scores` [2, window] float32, log-probs and entropy, and has no loss."""
-    inputs = model_inputs(batch)
-    if not config.fused_lm_head:
-
-        def report_of_logits(logits: Tensor) -> ScheduleOutput:
-            found = log_probs_of_logits(
-                config,
-                batch,
-                logits,
-                tensor_parallel_group=groups.tensor,
-                vocab_size=vocab_size,
-                with_entropy=True,
-            )
-            return report_scores(torch.stack([each for each in found if each is not None]))
-
-        return MicroBatchHead(report_of_logits, inputs, {})
-    rows = OutputRows(config, batch, groups, vocab_size=vocab_size)
-
-    def output_processor(hidden_states: Tensor, weight: Tensor) -> Tensor:
-        factors = rows.factors(hidden_states, weight)
-        found = linear_log_probs_and_entropy(*factors, rows.options, kept=rows.kept)
-        return torch.stack([rows.in_window(each) for each in found])
-
-    added = {"output_processor": output_processor}
-    return MicroBatchHead(
-        lambda output: report_scores(output.reshape(2, -1)), inputs | added, added
-    )

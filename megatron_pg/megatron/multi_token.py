@@ -1,19 +1,20 @@
-"""Multi-token prediction beside the policy loss: a mean over the step's active tokens, whatever the cut.
+"""Multi-token prediction beside the policy loss, as a mean over the step's active tokens.
 
-Megatron computes it inside the model from labels that it makes of the input, as a mean over the tokens of one micro-batch
-on one context-parallel rank, prompts and padding included (`process_mtp_loss` in transformer/multi_token_prediction.py of
-0.19.2), and averages these means: another loss at every cut. It takes a loss mask, by whose sum it divides where that is
-above 1. A mask of m / T, with T the active tokens of the step, adds up to 1 at most and so is a weight; the schedule
-divides by the M micro-batches and data parallelism by its DP * CP ranks, which `mtp_grad_scale_func` makes up for. What is
-left is `scaling factor / layers * 1/T sum m x`, x the cross-entropy of a token two or more positions ahead.
+Megatron computes its loss inside the model, from labels made of the input: a mean over the tokens of one micro-batch on one
+context-parallel rank, prompts and padding included (`process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2).
+The average of these means is another loss at every cut. Megatron multiplies the tokens by a loss mask, and divides by the
+mask's sum if that is above 1. A mask of m / T, with T the step's active tokens, has a sum of 1 at most: no division.
+The schedule divides by the M micro-batches and data parallelism by its DP * CP ranks; `mtp_grad_scale_func` multiplies by
+both. The result is `scaling factor / layers * 1/T sum m x`, x the cross-entropy of a token two or more positions ahead.
 
-Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, multiplies by CP what data parallelism divides by CP. So the
-installed Megatron is measured: `megatrons_own_factor` is 1 up to 0.19.2 and would be CP after that change.
+Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatron-LM, open in September 2026, adds one, so
+`context_parallel_factor` measures the installed Megatron.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +25,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.totals import StepTotals
+from megatron_pg.step.batch import to_device
+from megatron_pg.step.token_window import TokenWindow
 
 
 @dataclass
 class MultiTokenScale:
-    """The `mtp_grad_scale_func` of a model's config: what the schedule and data parallelism divide by, undone."""
+    """The `mtp_grad_scale_func` of a model's config: multiplies by what the schedule and data parallelism divide by."""
 
     config: Any
     factor: float
     """DP * CP * M of the step that runs."""
-    of_trainer: Any
-    """The function that was there before, or None."""
+    before: Any
+    """The function that the trainer had set, or None."""
     device: torch.device
-    """That of the model, where an optimizer has its loss scale; a number of the host's would be waited for."""
+    """The device of the model and of an optimizer's loss scale; a factor elsewhere would make the host wait."""
 
     def __call__(self) -> Tensor:
-        if self.of_trainer is not None:
-            return torch.as_tensor(self.of_trainer()) * self.factor
+        if self.before is not None:
+            return torch.as_tensor(self.before()) * self.factor
         scale, one = self.config.grad_scale_func, torch.ones(1, device=self.device)
         return torch.as_tensor(one if scale is None else scale(one)) * self.factor
 
@@ -50,15 +51,15 @@ class MultiTokenScale:
 def scale_multi_token_loss(
     chunk: Any, factor: float, context_group: ProcessGroup | None = None
 ) -> bool:
-    """Sets the scale of a step's multi-token prediction on the config of a model's chunk.
+    """Set the scale of a step's multi-token prediction on the config of a model's chunk.
 
     Args:
         chunk: the model's first chunk, wrapped or not; None has no multi-token prediction.
         factor: DP * CP * M of the step.
-        context_group: the context-parallel group of the model; all of its ranks call, None is a group of one.
+        context_group: the model's context-parallel group, all of whose ranks must call; None is a group of one.
 
     Returns:
-        Whether the chunk has multi-token prediction that is trained.
+        True if the chunk has multi-token prediction that is trained.
 
     Raises:
         NotImplementedError: the installed Megatron-Core scales multi-token prediction in a way that is not known here.
@@ -67,28 +68,28 @@ def scale_multi_token_loss(
     if not getattr(model_config, "mtp_num_layers", None) or not derives_multi_token_labels():
         return False
     device = next(chunk.parameters()).device
-    factor /= megatrons_own_factor(model_config, context_group, device)
+    factor /= context_parallel_factor(model_config, context_group, device)
     before = model_config.mtp_grad_scale_func
     if isinstance(before, MultiTokenScale):
-        before = before.of_trainer
+        before = before.before
     model_config.mtp_grad_scale_func = MultiTokenScale(model_config, factor, before, device)
     return True
 
 
 _measured: dict[int, float] = {}
-"""The results of `megatrons_own_factor` by context-parallel size."""
+"""The results of `context_parallel_factor` by context-parallel size."""
 
 
-def megatrons_own_factor(
+def context_parallel_factor(
     model_config: Any, context_group: ProcessGroup | None, device: torch.device
 ) -> float:
-    """Measures the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
+    """Measure the factor by which Megatron multiplies multi-token prediction under context parallelism: 1 or CP.
 
     Megatron's own functions run over four tokens a rank, once for each context-parallel size in a process. All ranks of the
-    group call.
+    group must call.
 
     Raises:
-        NotImplementedError: the factor is another one, or Megatron's functions take other arguments.
+        NotImplementedError: the factor is neither, or Megatron's functions take other arguments.
     """
     size = 1 if context_group is None else context_group.size()
     if size == 1:
@@ -108,7 +109,7 @@ def megatrons_own_factor(
 
 
 def _measure(model_config: Any, context_group: Any, device: torch.device) -> float:
-    """Takes the gradient of a loss of equal weights; returns it over the weight, rounded to five digits."""
+    """Take the gradient of a loss of equal weights; return it over the weight, rounded to five digits."""
     from megatron.core.transformer import multi_token_prediction
 
     config, size, tokens = copy.copy(model_config), context_group.size(), 4
@@ -154,14 +155,19 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
             (gradient,) = torch.autograd.grad(output.sum(), hidden_states)
     finally:
         scaler.set_loss_scale(before)
-    found: float = round(gradient[tokens:].max().item() / weight, 5)
-    return found
+    factor: float = round(gradient[tokens:].max().item() / weight, 5)
+    return factor
 
 
-def multi_token_mask(batch: PackedBatch, totals: StepTotals) -> Tensor:
-    """The `loss_mask=` [1, local_tokens] float32 of the model: 1 / T for the input's active response tokens, else 0."""
+def multi_token_mask(
+    window: TokenWindow, loss_masks: Sequence[Tensor], num_active_tokens: float
+) -> Tensor:
+    """Make the `loss_mask=` [1, local_tokens] float32 of the model: 1 / T at active response tokens of the input, else 0.
+
+    `loss_masks` [response_length] per sample are on the host; `num_active_tokens` is T, of the whole step.
+    """
     masks = [torch.zeros(0)]
-    for sample in batch.samples:
-        masks += [torch.zeros(sample.prompt_length), sample.loss_mask.float()]
-    weights = torch.cat([*masks, torch.zeros(1)]) / max(totals.num_active_tokens, 1)
-    return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]
+    for length, loss_mask in zip(window.total_lengths, loss_masks, strict=True):
+        masks += [torch.zeros(length - len(loss_mask)), loss_mask.float()]
+    weights = torch.cat([*masks, torch.zeros(1)]) / max(num_active_tokens, 1)
+    return to_device(weights[window.token_indices], window.cu_seqlens.device)[None]

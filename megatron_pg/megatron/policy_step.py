@@ -173,7 +173,11 @@ class PolicyStep:
         self._check_embedding(batch)
         inputs = model_inputs(batch, context_group)
         if self._predicts_more:
-            inputs["loss_mask"] = multi_token_mask(batch, self.totals)
+            inputs["loss_mask"] = multi_token_mask(
+                batch.window,
+                [sample.loss_mask for sample in batch.samples],
+                self.totals.num_active_tokens,
+            )
         if not self.config.fused_lm_head:
             return MicroBatchHead(
                 lambda logits: self._loss_of_logits(batch, logits, context_group), inputs, {}
@@ -181,7 +185,11 @@ class PolicyStep:
         fused = self.fused_head(batch, context_group=context_group)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
-            lambda output: self.scale.apply(*fused.loss(output), batch), inputs | added, added
+            lambda output: self.scale.apply(
+                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
+            ),
+            inputs | added,
+            added,
         )
 
     def _check_embedding(self, batch: PackedBatch) -> None:
@@ -267,7 +275,7 @@ class PolicyStep:
             step_share=self.share,
             teacher_weight=self.teacher_weight,
         )
-        return self.scale.apply(loss, metrics, batch)
+        return self.scale.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
 
     def check_loop(self) -> None:
         """Refuses a loop that would leave gradients unreduced, at the first micro-batch that has a backward pass."""

@@ -1,4 +1,4 @@
-"""What Megatron does to a returned loss, and the factor that undoes it. The only file that knows.
+"""Megatron's scaling of a returned loss, and the factor that undoes it. No other file knows either.
 
 Let s be the local loss of one micro-batch on one rank. Wanted: the final gradient is that of the sum of s over all
 ranks and micro-batches. DP is the data-parallel size without context parallelism, CP the context-parallel size, M the
@@ -6,21 +6,21 @@ number of micro-batches of this data-parallel rank. Read in pipeline_parallel/sc
 distributed/distributed_data_parallel.py and distributed/finalize_model_grads.py of megatron-core 0.16.1 and 0.19.2:
 
 1. calculate_per_token_loss off, loss_func returns (loss, metrics):
-   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. What is left of the
-   sum is `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
+   the schedule multiplies by CP and divides by M; data parallelism averages over DP * CP ranks. Together they multiply
+   by `CP / (M * DP * CP) = 1 / (DP * M)`, so DP * M * s is returned.
 2. calculate_per_token_loss on, loss_func returns (loss, n, metrics):
    the schedule leaves the loss alone; data parallelism sums; finalize_model_grads divides by the sum of n over ranks
    and micro-batches. So s * sum_n is returned.
 
 3. A context-parallel group for each micro-batch (`PackedSeqParams.cp_group`; hybrid_context_parallel of
-   pipeline_parallel/hybrid_cp_schedule.py in 0.19.2): micro-batch j lies on c_j ranks of the DP * CP grid, other ranks
-   hold others meanwhile, and ranks run other numbers of micro-batches. Per-token mode alone: the sum over the grid of
-   what each rank returns is then the sum of s over all micro-batches whatever c_j is, as every token is scored on one
-   rank; data parallelism sums over the grid and divides once, so that s * sum_n is returned as in 2, with sum_n the
-   active tokens of the step. In the other mode the schedule multiplies by c_j and divides by a number of micro-batches
-   that is not this rank's. What a rank reports is its own windows' part, and each of its M_r micro-batches 1 / (DP CP
-   M_r) of a mean over micro-batches. Sums over a sequence are of the c_j ranks. Losses of experts count n by the size
-   of the group that they were built for: refused.
+   pipeline_parallel/hybrid_cp_schedule.py in 0.19.2): micro-batch j lies on c_j ranks of the DP * CP grid, the other
+   ranks hold other micro-batches meanwhile, and the ranks run different numbers of them. In per-token mode every token
+   is scored on one rank, so the sum over the grid is the sum of s over all micro-batches whatever c_j is; data
+   parallelism sums over the grid and divides once, so that s * sum_n is returned as in 2, with sum_n the active tokens
+   of the step. The other mode is refused: the schedule multiplies by c_j and divides by a number of micro-batches that
+   is not this rank's. A rank reports the part of its own windows, and each of its M_r micro-batches counts 1 / (DP CP
+   M_r) in a mean over micro-batches. Sums over a sequence are over its c_j ranks. Losses of experts are refused: they
+   count n by the size of the group that they were built for.
 
 The two other forms exist and are never returned: two values in per-token mode are an unnormalised sum, and three
 values in the other mode carry no factor CP.
@@ -37,41 +37,40 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import versions
-from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
 ScheduleOutput = tuple[Tensor, dict[str, Tensor]] | tuple[Tensor, Tensor, dict[str, Tensor]]
-"""What a Megatron loss_func returns: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
+"""The result of a Megatron loss_func: (loss, metrics), or (loss, number of tokens, metrics) in per-token mode."""
 FACTORS = {False: ("DP M", "CP / M", "1 / (DP CP)"), True: ("sum of n", "1", "1 / sum of n")}
 """The three factors of a `ScaleContract` as formulas, by whether per-token mode is on."""
 
 
 @dataclass(frozen=True)
 class ScaleContract:
-    """How the losses of a step's micro-batches are handed to the schedule, on one rank."""
+    """The scaling of a step's losses on one rank, for the schedule and data parallelism to undo."""
 
     calculate_per_token_loss: bool
     """The mode of the *model's* config; a trainer may force it whatever the flags say."""
     factor: float
-    """What the local loss is multiplied by."""
+    """The factor of the local loss."""
     counts_all_tokens: bool
-    """Whether n of per-token mode is all local tokens of a micro-batch, padding included, or its active ones."""
+    """True if n of per-token mode is all local tokens of a micro-batch, padding included; False if its active tokens."""
     schedule_factor: float
-    """What the schedule multiplies the returned loss by: CP / M, and 1 in per-token mode."""
+    """The schedule's factor of the returned loss: CP / M, and 1 in per-token mode."""
     gradient_factor: float
-    """What the gradients, added up over the ranks, are multiplied by: 1 / (DP CP), and 1 / sum of n in per-token mode."""
+    """Megatron's factor of the gradients' sum over ranks: 1 / (DP CP), and 1 / sum of n in per-token mode."""
 
-    def apply(self, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch) -> ScheduleOutput:
-        """The tuple that the schedule expects of this mode. `loss` 0-d, of the micro-batch, attached to the graph."""
+    def apply(
+        self, loss: Tensor, metrics: dict[str, Tensor], num_active_tokens: int, local_tokens: int
+    ) -> ScheduleOutput:
+        """Return the tuple that the schedule expects of one micro-batch on this rank: its 0-d loss, metrics and tokens."""
         scaled = loss * self.factor
         if not self.calculate_per_token_loss:
             return scaled, metrics
+        num_tokens = local_tokens if self.counts_all_tokens else num_active_tokens
         # An int32 tensor: the schedule adds it to an int32 accumulator, and clamps it.
-        num_tokens = (
-            batch.window.local_tokens if self.counts_all_tokens else batch.num_active_tokens
-        )
         n = torch.full((), num_tokens, dtype=torch.int32, device=loss.device)
         return scaled, n, metrics
 
@@ -85,7 +84,7 @@ def scale_contract(
     context_parallel_size: int,
     num_microbatches: int,
 ) -> ScaleContract:
-    """The contract of one step on one rank.
+    """Build the contract of one step on one rank.
 
     Args:
         model_config: the model's TransformerConfig, or None where it is not at hand.
@@ -105,7 +104,7 @@ def scale_contract(
     if not calculate_per_token_loss:
         if (
             context_parallel_size > 1
-            and scales_auxiliary_loss_by_tokens(model_config)
+            and _scales_auxiliary_loss_by_tokens(model_config)
             and not versions.moe_auxiliary_loss_under_context_parallel_is_right()
         ):
             _warn_of_auxiliary_loss(context_parallel_size)
@@ -119,17 +118,17 @@ def scale_contract(
     if getattr(model_config, "mtp_num_layers", None) and versions.derives_multi_token_labels():
         raise NotImplementedError(
             "--calculate-per-token-loss with --mtp-num-layers: megatron-core multiplies the loss of multi-token prediction "
-            "by each rank's tokens before its shift over those after it (14/12 with two sequences of 8), which nothing that "
-            "a loss function returns undoes; turn per-token mode off (the policy gradient is the same)"
+            "by a rank's tokens before the shift over its tokens after it (14/12 with two sequences of 8), and no return "
+            "value of a loss function undoes it; turn per-token mode off (the policy gradient is the same)"
         )
-    if not scales_auxiliary_loss_by_tokens(model_config):
+    if not _scales_auxiliary_loss_by_tokens(model_config):
         sum_of_n = float(max(totals.num_active_tokens, 1))
         return ScaleContract(True, sum_of_n, False, 1.0, 1 / sum_of_n)
     if context_parallel_size > 1 and not versions.per_token_moe_under_context_parallel_is_right():
         raise NotImplementedError(
             "--calculate-per-token-loss with a mixture-of-experts auxiliary loss and --context-parallel-size "
-            f"{context_parallel_size}: megatron-core before 0.19 scales the auxiliary gradient to 1/CP of what is "
-            "asked for; turn per-token mode off (the policy gradient is the same) or use 0.19"
+            f"{context_parallel_size}: megatron-core before 0.19 scales the auxiliary gradient to 1/CP of its "
+            "coefficient; turn per-token mode off (the policy gradient is the same) or use 0.19"
         )
     if totals.num_tokens is None:
         raise ValueError(
@@ -152,8 +151,8 @@ def _warn_of_auxiliary_loss(context_parallel_size: int) -> None:
     )
 
 
-def scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
-    """Whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
+def _scales_auxiliary_loss_by_tokens(model_config: Any) -> bool:
+    """Tell whether per-token mode scales an auxiliary loss of this model's experts by its local tokens."""
     if not getattr(model_config, "num_moe_experts", None):
         return False
     coefficient = getattr(model_config, "moe_aux_loss_coeff", 0.0)

@@ -19,28 +19,28 @@ def run_micro_batches(
     *,
     forward_only: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Runs forward and backward of one step; every rank calls it. Gradients stay where DDP has them.
+    """Run forward and backward of one step; every rank calls it. Gradients stay in DDP's buffers.
 
     Args:
-        head: `PolicyStep.head`, or what takes its place.
+        head: `PolicyStep.head`, or another function to a `MicroBatchHead`.
         batches: this rank's micro-batches of the step, on the model's device.
         chunks: the model under DDP, more than one chunk in a virtual pipeline.
-        forward_only: whether to leave out backward.
+        forward_only: leave out backward.
 
     Returns:
-        What `PolicyStep.metrics` takes: each micro-batch's numbers on the last pipeline stage, nothing on others.
+        The argument of `PolicyStep.metrics`: each micro-batch's numbers on the last pipeline stage, nothing on others.
     """
 
     def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
-        found = head(next(iterator))
-        return model(**found.model_inputs), found.loss_func
+        micro_batch = head(next(iterator))
+        return model(**micro_batch.model_inputs), micro_batch.loss_func
 
     output: list[dict[str, Tensor]] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
-        # Of packed micro-batches a pipeline's stages tell each other the lengths.
+        # With variable_seq_lengths the stages of a pipeline tell each other the lengths; without it all are equal.
         seq_length=max(batch.window.num_tokens for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,

@@ -1,4 +1,7 @@
-"""Numbers of samples' response tokens under a model, forward only, at any sharding: what scoring passes share."""
+"""Scores of samples' response tokens under a model, forward only, at any sharding.
+
+`compute_log_probs`, `compute_hidden_states` and the critic's `compute_values` are made of it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.loss.inputs import refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
-from megatron_pg.megatron.groups import ParallelGroups, unwrapped
-from megatron_pg.megatron.policy_step import MicroBatchHead
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.output_layer import OutputProcessor
+from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.agreement import compute_and_gather
@@ -28,27 +32,29 @@ from megatron_pg.step.sample import Sample
 def score_samples(
     model: Any,
     samples: Sequence[Sample],
-    head: Callable[[ParallelGroups, PackedBatch], MicroBatchHead],
+    read_scores: Callable[[PackedBatch, Tensor], Tensor],
     *,
-    of_no_token: Tensor,
+    empty_scores: Tensor,
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples,
     groups: ParallelGroups | None,
-    vocab_size: int | None,
     cp_partition_mode: CpPartitionMode,
+    vocab_size: int | None = None,
     takes_sets: bool = False,
+    output_processor: Callable[[PackedBatch], OutputProcessor] | None = None,
 ) -> list[Tensor]:
-    """Numbers of every response token of samples under a model, forward only; see `compute_log_probs` for the arguments.
+    """Score every response token of samples, forward only; see `compute_log_probs` for the other arguments.
 
     Args:
-        head: of a micro-batch the head that reports `scores` [numbers, window] (`report_scores`) and has no loss.
-        of_no_token: [numbers, 0]: how many numbers a token has, and the dtype in which they are returned.
-        takes_sets: whether the head reads the kept sets, which every sample has then.
+        read_scores: (micro-batch, the model's output) -> scores [numbers, window].
+        empty_scores: [numbers, 0] in the dtype of the scores that are returned.
+        takes_sets: whether the kept sets are read; every sample needs one then.
+        output_processor: makes a micro-batch's `output_processor=` of the model's forward.
 
     Returns:
-        Of each sample [numbers, response_length] on the host.
+        Per sample [numbers, response_length] on the host.
     """
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    chunks = chunks_of(model)
     groups = ParallelGroups.from_model(model) if groups is None else groups
     (device, bare), _ = compute_and_gather(
         lambda: (_device_of(chunks, groups), _bare(samples, chunks[0], vocab_size, takes_sets)),
@@ -57,46 +63,57 @@ def score_samples(
     )
     if groups.context_size > 1:
         require_partition_mode(chunks, cp_partition_mode)
+    # Sequence parallelism splits a packed micro-batch once more.
+    is_split = chunks[0].config.sequence_parallel
     layout: dict[str, Any] = {
         "cp_size": groups.context_size,
-        "pad_to_multiple": _pad_to_multiple(chunks, groups),
+        "pad_to_multiple": groups.context_size * groups.tensor_size if is_split else 1,
         "cp_partition_mode": cp_partition_mode,
     }
+    interleaved = chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     plan = plan_step(
         bare,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         data_parallel_group=groups.data,
         **layout,
-        microbatch_group_size=_microbatch_group_size(chunks),
+        microbatch_group_size=interleaved,
         oversized=oversized,
     )
-    packed = [
-        pack([bare[i] for i in each], cp_rank=groups.context_rank, **layout)
-        for each in plan.microbatches
+    batches = [
+        pack([bare[i] for i in indices], cp_rank=groups.context_rank, **layout).to(device)
+        for indices in plan.microbatches
     ]
-    batches = [batch.to(device) for batch in packed]
-    with _evaluating(chunks):
-        outputs = run_micro_batches(
-            lambda batch: head(groups, batch), batches, chunks, forward_only=True
+
+    def head(batch: PackedBatch) -> MicroBatchHead:
+        def report(output: Tensor) -> ScheduleOutput:
+            scores = read_scores(batch, output)
+            # Right in either loss mode, as nothing goes backward; the schedule scales the zero in place.
+            return scores.new_zeros(()), {"scores": scores}
+
+        processor = (
+            {} if output_processor is None else {"output_processor": output_processor(batch)}
         )
+        return MicroBatchHead(report, model_inputs(batch) | processor, processor)
+
+    with _evaluating(chunks):
+        outputs = run_micro_batches(head, batches, chunks, forward_only=True)
     scores = [output["scores"] for output in outputs]
-    values = _exchange(scores, batches, groups, of_no_token.to(device))
-    return _in_order(plan, bare, values)
+    return _in_order(plan, bare, _exchange(scores, batches, groups, empty_scores.to(device)))
 
 
 def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
-    """The device of all parameters, which has to be the one that this rank's process groups work on."""
-    found = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
+    """Return the device of all parameters; refuse another one than this rank's process groups work on."""
+    devices = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
     possible = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         possible.append(torch.device("cuda", torch.cuda.current_device()))
     if dist.get_backend(groups.pipeline) != "nccl":
         possible.append(torch.device("cpu"))
     for device in possible:
-        if found == {device}:
+        if devices == {device}:
             return device
     raise ValueError(
-        f"the model's parameters are on {' and '.join(sorted(map(str, found))) or 'no device'} and this rank works on "
+        f"the model's parameters are on {' and '.join(sorted(map(str, devices))) or 'no device'} and this rank works on "
         f"{' or '.join(map(str, possible)) or 'a GPU'}: move the whole model there before it is scored (a reference model "
         "that was offloaded has to come back first)"
     )
@@ -105,7 +122,7 @@ def _device_of(chunks: Sequence[Any], groups: ParallelGroups) -> torch.device:
 def _bare(
     samples: Sequence[Sample], chunk: Any, vocab_size: int | None, takes_sets: bool
 ) -> list[Sample]:
-    """The samples without what scoring does not ask for: some may lack what others have."""
+    """Leave out what scoring does not read, as some samples may have it and others not."""
     for sample in samples if takes_sets else ():
         if sample.kept_tokens is None:
             raise ValueError(
@@ -129,52 +146,38 @@ def _bare(
     return bare
 
 
-def _pad_to_multiple(chunks: Sequence[Any], groups: ParallelGroups) -> int:
-    """Of a packed micro-batch, which sequence parallelism splits once more."""
-    return groups.context_size * groups.tensor_size if chunks[0].config.sequence_parallel else 1
-
-
-def _microbatch_group_size(chunks: Sequence[Any]) -> int:
-    """The number of micro-batches that an interleaved pipeline runs in a row."""
-    return chunks[0].config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-
-
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Eval mode within; afterwards every module is in its own mode again."""
+    """Put a model into eval mode; afterwards give every module its own mode back."""
     modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
     try:
         yield
     finally:
-        for module, mode in modes:  # a module comes before those that it holds
+        for module, mode in modes:  # a module comes before the modules inside it
             if module.training != mode:
                 module.train(mode)
-
-
-def report_scores(scores: Tensor) -> ScheduleOutput:
-    """What the schedule takes in either loss mode where there is no backward: it scales the first in place."""
-    return scores.new_zeros(()), {"scores": scores}
 
 
 def _exchange(
     scores: Sequence[Tensor],
     batches: Sequence[PackedBatch],
     groups: ParallelGroups,
-    of_no_token: Tensor,
+    empty_scores: Tensor,
 ) -> Tensor:
-    """The numbers [numbers, response tokens of all micro-batches] on the host of every rank of the model.
+    """Bring the scores [numbers, response tokens of all micro-batches] to the host of every rank of the model.
 
-    Each number comes from one context-parallel rank of the last stage: beside the zeros of the others, a sum is exact.
+    One context-parallel rank of the last stage has each score and the other ranks have 0, so the sums are exact.
     """
-    windows = [batch.window for batch in batches]
     if groups.is_last_pipeline_stage:
-        found = zip(windows, scores, strict=True)
-        parts = [window.in_responses(each.to(of_no_token.dtype)) for window, each in found]
+        parts = [
+            batch.window.in_responses(score.to(empty_scores.dtype))
+            for batch, score in zip(batches, scores, strict=True)
+        ]
     else:
-        numbers = len(of_no_token)
-        parts = [of_no_token.new_zeros(numbers, sum(w.response_lengths)) for w in windows]
+        lengths = [sum(batch.window.response_lengths) for batch in batches]
+        parts = [empty_scores.new_zeros(len(empty_scores), length) for length in lengths]
     values = torch.cat(parts, dim=1)
     for group in (groups.context, groups.pipeline):
         if dist.get_world_size(group) > 1:
@@ -183,9 +186,9 @@ def _exchange(
 
 
 def _in_order(plan: StepPlan, samples: Sequence[Sample], values: Tensor) -> list[Tensor]:
-    """The samples' own parts of what `_exchange` returned, which has them in the order of the plan."""
+    """Cut the values, which are in the order of the plan, into the samples' own, in the order of the samples."""
     planned = [index for indices in plan.microbatches for index in indices]
     lengths = [samples[index].response_length for index in planned]
-    of_sample = dict(zip(planned, torch.split(values, lengths, dim=1), strict=True))
+    parts = dict(zip(planned, torch.split(values, lengths, dim=1), strict=True))
     # Clones: a part would keep all others alive, and be saved with them.
-    return [of_sample[index].clone() for index in range(len(samples))]
+    return [parts[index].clone() for index in range(len(samples))]

@@ -1,39 +1,39 @@
-"""What a running trainer has set in Megatron's globals, read without importing Megatron.
+"""Megatron's globals as a running trainer has set them, read without importing Megatron.
 
-A trainer that uses Megatron has imported it by the time a loss is computed; where it has not, there is nothing to
-read. So these work, and answer "nothing", where Megatron is not installed.
+A trainer that uses Megatron has imported it before a loss is computed. Where nobody has, there is nothing to read: these
+functions answer "nothing", and work where Megatron is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch.distributed as dist
 
 
 def context_parallel_place() -> tuple[int, int]:
-    """The place (rank, size) of this process in Megatron's context-parallel group; (0, 1) where there are no groups."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+    """Return this process's (rank, size) in Megatron's context-parallel group; (0, 1) where there are no groups."""
+    state = _parallel_state()
+    if state is None:
         return 0, 1
-    return (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
+    return state.get_context_parallel_rank(), state.get_context_parallel_world_size()
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """Megatron's data-parallel group of this process, without context parallelism; None where there are no groups."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
-        return None
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=False)
-    return group
+    """Return Megatron's data-parallel group without context parallelism; None where there are no groups."""
+    state = _parallel_state()
+    return None if state is None else state.get_data_parallel_group(with_context_parallel=False)
+
+
+def _parallel_state() -> Any | None:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
 
 
 def global_args() -> argparse.Namespace | None:
-    """The arguments that the trainer gave `megatron.training.global_vars.set_args`, or None."""
+    """Return the arguments that the trainer gave `megatron.training.global_vars.set_args`, or None."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None:
         return None

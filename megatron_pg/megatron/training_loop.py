@@ -1,4 +1,4 @@
-"""The lines that a training loop owes Megatron beside the loss. A loop without them would train on other gradients in silence.
+"""The settings that Megatron needs from a training loop beside the loss: without them the gradients are silently others.
 
 Read in distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py, distributed/finalize_model_grads.py and
 pipeline_parallel/schedules.py of megatron-core 0.15.3 to 0.19.2. `train` of megatron/training/training.py sets all of them.
@@ -13,22 +13,23 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from megatron_pg.config import versions
 from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 
 logger = logging.getLogger(__name__)
 
 _last_step: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""An object of each chunk's gradient buffers that `zero_grad_buffer` replaces, as the last step found it."""
+"""Per chunk the object that `zero_grad_buffer` replaces, as it was in the last step."""
 
 
 def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
-    """Refuses a loop that leaves gradients unreduced or wrongly scaled; warns once of gradients that were not zeroed.
+    """Refuse a loop that leaves gradients unreduced or wrongly scaled; warn once of gradients that were not zeroed.
 
     Called with gradients enabled, once a step, when the schedule asks for its first micro-batch: a trainer has set the
     config by then. Reads the host alone.
 
     Args:
-        chunk: the model, or its first chunk, as the schedule is given it.
+        chunk: the model that the schedule gets, or its first chunk.
         groups: the process groups of the model.
         num_microbatches: M of this data-parallel rank.
 
@@ -55,17 +56,14 @@ def require_training_loop(chunk: Any, groups: ParallelGroups, num_microbatches: 
     if not getattr(chunk, "bucket_groups", None):  # not Megatron's DDP, or nothing to train
         return
     _require_wrapper(chunk, groups, num_microbatches)
-    group = chunk.bucket_groups[0]
-    # The name from 0.16 on, and before.
-    of_step = getattr(group, "per_param_grad_ready_counts", None)
-    of_step = group.params_with_grad if of_step is None else of_step
-    if _last_step.get(chunk) is of_step:
+    ready_parameters = versions.ready_parameters(chunk.bucket_groups[0])
+    if _last_step.get(chunk) is ready_parameters:
         _warn_of_old_gradients()
-    _last_step[chunk] = of_step
+    _last_step[chunk] = ready_parameters
 
 
 def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
-    """What `finalize_model_grads` does for this model and its sizes, in words; None where it does nothing."""
+    """Say which gradients `finalize_model_grads` has to reduce for this model and its sizes; None where it does nothing."""
     config = chunk.config
     ranks = groups.data_size * groups.context_size
     if config.calculate_per_token_loss:
@@ -88,18 +86,16 @@ def _unreduced(chunk: Any, groups: ParallelGroups) -> str | None:
 
 
 def _require_wrapper(chunk: Any, groups: ParallelGroups, num_microbatches: int) -> None:
-    """Refuses settings of Megatron's DDP that the config does not go with."""
+    """Refuse settings of Megatron's DDP that contradict the model's config."""
     config, settings = chunk.config, chunk.ddp_config
     if settings.overlap_grad_reduce and num_microbatches > 1 and config.no_sync_func is None:
         raise ValueError(
-            "DDP has overlap_grad_reduce=True and the model's config no no_sync_func: gradients are reduced after as many "
+            "DDP has overlap_grad_reduce=True and the model's config has no no_sync_func: gradients are reduced after as many "
             "micro-batches as the first step had, and later ones are left out. Set config.no_sync_func = model.no_sync (with "
-            "several chunks: the list of theirs)"
+            "several chunks: the list of their no_sync)"
         )
-    sums = (
-        chunk.bucket_groups[0].buckets[0].gradient_scaling_factor == 1.0
-        and not settings.average_in_collective
-    )
+    factor = chunk.bucket_groups[0].buckets[0].gradient_scaling_factor
+    sums = factor == 1.0 and not settings.average_in_collective
     ranks = groups.data_size * groups.context_size
     if ranks > 1 and sums != bool(config.calculate_per_token_loss):
         raise ValueError(

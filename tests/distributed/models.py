@@ -17,7 +17,7 @@ from megatron_pg.check import model as builder
 from megatron_pg.check.model import GPTModel, model_config
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import Shard, gradient_slices
-from megatron_pg.megatron import add_value_head
+from megatron_pg.critic import add_value_head
 
 from .steps import VOCAB_SIZE
 

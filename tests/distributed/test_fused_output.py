@@ -63,7 +63,9 @@ def fused_head(chunk_tokens: int = 5) -> Head:
         fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
         added = {"output_processor": fused.output_processor}
         return MicroBatchHead(
-            lambda output: step.scale.apply(*fused.loss(output), batch),
+            lambda output: step.scale.apply(
+                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
+            ),
             step.head(batch).model_inputs | added,
             added,
         )

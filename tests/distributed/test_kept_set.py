@@ -145,7 +145,11 @@ def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | 
         added = {"output_processor": fused.output_processor}
         inputs = step.head(batch).model_inputs | added
         return MicroBatchHead(
-            lambda output: step.scale.apply(*fused.loss(output), batch), inputs, added
+            lambda output: step.scale.apply(
+                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
+            ),
+            inputs,
+            added,
         )
 
     choose("sparse")

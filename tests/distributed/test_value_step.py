@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg import CriticConfig, Sample, gae, pack, plan_step, whiten
-from megatron_pg.megatron import PolicyStep, ValueStep, add_value_head, value_head
-from megatron_pg.megatron import compute_values as values_of
+from megatron_pg.critic import ValueStep, add_value_head, value_head
+from megatron_pg.critic import compute_values as values_of
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import unwrapped
 from tests.random_steps import package_samples
 
@@ -70,7 +71,7 @@ def without_factor(chunks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss goes to the schedule as it is."""
     monkeypatch.setattr(
         "megatron_pg.megatron.scale_contract.ScaleContract.apply",
-        lambda self, loss, metrics, batch: (loss + 0.0, metrics),
+        lambda self, loss, metrics, *_: (loss + 0.0, metrics),
     )
 
 

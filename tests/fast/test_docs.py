@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import megatron_pg as megatron_pg_package
+import megatron_pg.critic as megatron_pg_critic
 import megatron_pg.megatron as megatron_pg_megatron
 from megatron_pg import PolicyLossConfig, rollout_files
 from megatron_pg.cli import main as megatron_pg
@@ -199,7 +200,7 @@ def test_the_site_links_papers_and_shows_no_backslash_in_flags(site: Path) -> No
 def test_the_reference_has_all_that_is_exported(site: Path) -> None:
     """By its docstrings: no name is without one, and the sections of an argument list are tables."""
     html = (site / "api/index.html").read_text()
-    for module in (megatron_pg_package, megatron_pg_megatron, rollout_files):
+    for module in (megatron_pg_package, megatron_pg_megatron, megatron_pg_critic, rollout_files):
         for name in module.__all__:
             assert f'id="{module.__name__}.{name}"' in html, name
     assert html.count("Parameters:") > 20 and html.count("Raises:") > 20

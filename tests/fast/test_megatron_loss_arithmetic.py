@@ -23,7 +23,7 @@ from megatron_pg.config import PolicyLossConfig, versions
 from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
-from megatron_pg.step.batch import pack
+from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
@@ -79,6 +79,12 @@ def megatron_gradients(
     return [gradient * scaling for gradient in total]
 
 
+def apply(
+    contract: ScaleContract, loss: Tensor, metrics: dict[str, Tensor], batch: PackedBatch
+) -> LossOutput:
+    return contract.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
+
+
 def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
     """What loss_func returns to the schedule, on a rank of this job."""
     contract = scale_contract(
@@ -89,7 +95,7 @@ def contract_output(job: Job, totals: StepTotals, result: RankLoss) -> LossOutpu
         context_parallel_size=job.cp_size,
         num_microbatches=result.num_microbatches,
     )
-    return contract.apply(result.loss, result.metrics, result.batch)
+    return apply(contract, result.loss, result.metrics, result.batch)
 
 
 def drop_data_parallel(job: Job, totals: StepTotals, result: RankLoss) -> LossOutput:
@@ -274,8 +280,7 @@ def moe_contract(**changes: object) -> ScaleContract:
 
 def num_tokens(contract: ScaleContract) -> int:
     """n of a micro-batch of 32 local tokens, 8 of them active."""
-    batch = SimpleNamespace(num_active_tokens=8, window=SimpleNamespace(local_tokens=32))
-    return int(contract.apply(torch.ones(()), {}, batch)[1])  # type: ignore[arg-type]
+    return int(contract.apply(torch.ones(()), {}, 8, 32)[1])  # type: ignore[arg-type]
 
 
 MTP = SimpleNamespace(num_moe_experts=None, mtp_num_layers=1)
@@ -405,7 +410,7 @@ def test_the_gradient_that_backward_brings(
     if loss_scale is not None:
         config.grad_scale_func = lambda loss: torch.tensor([loss_scale]) * loss
     local = torch.tensor(0.7, requires_grad=True)
-    output = contract.apply(local, {}, pack(samples))[0]
+    output = apply(contract, local, {}, pack(samples))[0]
     if not per_token:
         output *= context_parallel_size
         output /= num_microbatches
@@ -462,7 +467,7 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model
         assert step.scale.calculate_per_token_loss == per_token
         assert step.scale.factor == (totals.num_active_tokens if per_token else 3 * 5)
         if per_token:
-            _, n, _ = step.scale.apply(torch.ones(()), {}, batch)
+            _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
             assert n == int(batch.loss_mask.sum())
 
 
@@ -483,7 +488,7 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
         model=SimpleNamespace(config=config),
         groups=Groups(context_size=cp_size),  # type: ignore[arg-type]
     )
-    _, n, _ = step.scale.apply(torch.ones(()), {}, batch)
+    _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
     assert (n, step.scale.factor) == (len(batch.tokens), 1000)
 
 

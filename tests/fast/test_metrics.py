@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.critic import CriticConfig
+from megatron_pg.critic.settings import CriticConfig
+from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table, reduce_metrics
 from megatron_pg.loss.reducer import WeightedSum
-from megatron_pg.loss.value_loss import MicroBatchValueLoss
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_pg.critic
 import megatron_pg.megatron
 from megatron_pg.config import versions
 from megatron_pg.config.versions import (
@@ -65,16 +66,24 @@ def test_without_megatron_an_import_says_what_to_install() -> None:
     """In a process of its own, where `megatron` cannot be imported; what needs no Megatron works there."""
     code = (
         "import sys; sys.modules['megatron'] = None\n"
-        "import megatron_pg.megatron\n"
+        "import megatron_pg.critic, megatron_pg.megatron\n"
         "from megatron_pg.megatron.scale_contract import scale_contract\n"
-        "for name in megatron_pg.megatron.__all__:\n"
-        "    try: getattr(megatron_pg.megatron, name)\n"
-        "    except ImportError as error: print(error)\n"
+        "for package in (megatron_pg.critic, megatron_pg.megatron):\n"
+        "    for name in package.__all__:\n"
+        "        try: getattr(package, name)\n"
+        "        except ImportError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
-    assert len(said) == len(megatron_pg.megatron.__all__)
+    assert len(said) == len(megatron_pg.critic.__all__) + len(megatron_pg.megatron.__all__)
     assert all("pip install 'megatron-core>=0.15,<0.21'" in line for line in said)
+
+
+def test_the_critic_is_importable_from_where_it_stood_before() -> None:
+    for name in ("ValueHead", "ValueStep", "add_value_head", "compute_values"):
+        assert getattr(megatron_pg.megatron, name) is getattr(megatron_pg.critic, name)
+    with pytest.raises(AttributeError, match="ValueStap"):
+        megatron_pg.megatron.ValueStap  # noqa: B018
 
 
 def test_every_page_says_the_same_range() -> None:

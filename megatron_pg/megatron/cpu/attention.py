@@ -1,8 +1,8 @@
 """Core attention for packed sequences (THD) under context parallelism, in plain torch.
 
-Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. This one runs
-anywhere: keys and values are all-gathered over the context-parallel group, each query attends to
-the earlier tokens of its own sequence. It is meant for CPU runs and for checking, not for speed.
+Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. This attention runs anywhere: keys and
+values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its own sequence.
+It is meant for CPU runs and for checks, not for speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_pg.step.token_window import local_positions
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenate over the ranks along dimension 0; the backward sums each rank's share."""
+    """A concatenation over the ranks along dimension 0, whose backward sums each rank's share."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -44,26 +44,26 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Layout:
-    """Where the tokens of a THD pack go in a dense [rows, width] grid, and who sees whom.
+    """The places of a THD pack's tokens in a dense [rows, width] grid, and the mask of attention there.
 
-    One row a sequence; or one row for the whole pack where that grid is the smaller one (one long sequence among many
-    short ones).
+    The grid has one row a sequence, or one row for the whole pack where that is smaller (one long sequence among many short
+    ones).
     """
 
     def __init__(self, packed: PackedSeqParams, local_tokens: int, rank: int, size: int) -> None:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
         mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
-        positions = [local_positions(cu_seqlens.diff(), each, size, mode) for each in range(size)]
+        positions = [local_positions(cu_seqlens.diff(), other, size, mode) for other in range(size)]
         segment, place = positions[rank]
-        held = torch.bincount(segment, minlength=segments)  # of each sequence, by this rank
+        held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
         most = int(held.max())
         row_per_segment = segments * longest * most <= local_tokens**2 * size
         self.rows = segments if row_per_segment else 1
         self.width = longest if row_per_segment else local_tokens * size
         self.query_width = most if row_per_segment else local_tokens
 
-        # Of a sequence, the row and the first column.
+        # The row and the first column of each sequence.
         row = torch.arange(segments, device=segment.device) * row_per_segment
         start = cu_seqlens[:-1] * (not row_per_segment)
         self.key_slots = torch.cat([(row * self.width + start)[s] + p for s, p in positions])
@@ -71,7 +71,7 @@ class _Layout:
         if row_per_segment:  # a rank holds the tokens of a sequence one after the other
             self.query_slots += (row * self.query_width - held.cumsum(0) + held)[segment]
 
-        # Slots that hold no query see everything: their output is dropped, and no softmax is empty.
+        # Slots without a query see everything, so that no softmax is empty; their output is dropped.
         grid = self.rows * self.query_width
         first = place.new_zeros(grid).index_copy(0, self.query_slots, start[segment])
         last = place.new_full((grid,), self.width).index_copy(
@@ -82,7 +82,7 @@ class _Layout:
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
 
     def scatter(self, tokens: Tensor, slots: Tensor, width: int) -> Tensor:
-        """The dense grid, [tokens, heads, dim] -> [rows, heads, width, dim], zero where no token goes."""
+        """Put tokens [tokens, heads, dim] into the grid [rows, heads, width, dim], zero where no token goes."""
         grid = tokens.new_zeros(self.rows * width, *tokens.shape[1:]).index_copy(0, slots, tokens)
         return grid.view(self.rows, width, *tokens.shape[1:]).transpose(1, 2)
 
@@ -90,16 +90,15 @@ class _Layout:
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each packed sequence, exact at any context-parallel size.
 
-    Takes the constructor arguments that Megatron gives every core attention
-    (transformer/attention.py, 0.15.3 to 0.19.2). Grouped queries are supported; attention dropout,
-    sliding windows, other softmax types and other masks are refused.
+    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to 0.19.2).
+    Grouped queries are supported; attention dropout, sliding windows, other softmax types and other masks are refused.
 
     Raises:
-        NotImplementedError: `config` asks for something that this attention does not do.
+        NotImplementedError: `config` asks for one of the refused settings.
     """
 
     cp_partition_modes = get_args(CpPartitionMode)
-    """The cuts of a pack over context-parallel ranks that it takes: `packed_seq_params.cp_partition_mode`, where set."""
+    """The supported values of `packed_seq_params.cp_partition_mode`."""
 
     def __init__(
         self,
@@ -151,16 +150,15 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Attend; every rank of the context-parallel group must call it, with the same sequences.
 
-        The group is read here and not in the constructor: that of `packed_seq_params.cp_group`
-        where set, else `pg_collection.cp`, so that a model can run without context parallelism for
-        a while (generation) by exchanging that entry.
+        The group is `packed_seq_params.cp_group` where set, else `pg_collection.cp`, both read in this call: a caller that
+        exchanges the entry runs the model without context parallelism for a while (generation).
 
         Args:
             query: [local_tokens, heads, dim].
             key, value: [local_tokens, query_groups, dim]; heads is a multiple of query_groups.
-            attention_mask: ignored; the sequences of `packed_seq_params` say what is seen.
-            packed_seq_params: THD; `cu_seqlens_q` int32 [segments + 1] are the padded lengths,
-                global over context parallelism; `max_seqlen_q` the longest of them.
+            attention_mask: ignored; `packed_seq_params` defines the sequences.
+            packed_seq_params: THD; `cu_seqlens_q` int32 [segments + 1] bounds the padded sequences over all
+                context-parallel ranks; `max_seqlen_q` is the longest of them.
 
         Returns:
             [local_tokens, heads * dim].
@@ -199,10 +197,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def use_packed_core_attention(layer_spec: ModuleSpec) -> ModuleSpec:
-    """A copy of a transformer layer spec whose self-attention uses `PackedCoreAttention`.
+    """Copy a transformer layer spec and give its self-attention the core `PackedCoreAttention`.
 
     Args:
-        layer_spec: such as `get_gpt_layer_local_spec()` returns; it is not changed.
+        layer_spec: a spec such as that of `get_gpt_layer_local_spec()`; it is not changed.
 
     Raises:
         ValueError: the spec has no self-attention with a core attention.

@@ -11,11 +11,11 @@ from megatron_pg.megatron.cpu.attention import use_packed_core_attention
 
 
 class TorchNorm:
-    """Builds torch's LayerNorm or RMSNorm, marked for sequence parallelism.
+    """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
 
-    Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) refuses sequence parallelism because it
-    does not mark the parameters; `finalize_model_grads` sums the gradients of marked ones over the
-    tensor-parallel ranks, each of which has seen another part of the sequence.
+    `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks, each of which has seen
+    another part of the sequence. Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and
+    refuses sequence parallelism.
     """
 
     def __new__(  # type: ignore[misc]
@@ -38,10 +38,10 @@ class TorchNorm:
 def torch_block_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
+    """Build the `transformer_layer_spec=` of a GPTModel that needs neither Transformer Engine nor Apex.
 
     Args:
-        config: the model's config; its pipeline layout decides which layers this stage gets.
+        config: the model's; its pipeline layout decides which layers this stage gets.
         vp_stage: virtual pipeline stage of the chunk, None without a virtual pipeline.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)

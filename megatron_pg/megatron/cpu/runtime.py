@@ -1,8 +1,8 @@
 """Run unmodified Megatron-Core on CPU with gloo, by redirecting its CUDA calls from outside.
 
-Megatron-Core asks for CUDA devices, streams and NVTX ranges without looking whether there are any.
-`enable_cpu_runtime` replaces those entry points of torch for this process; nothing in Megatron is
-edited. The lists were read off megatron-core 0.15.3 to 0.19.2.
+Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist. `enable_cpu_runtime` replaces
+these entry points of torch for this process; it edits nothing of Megatron's. The lists were read off megatron-core 0.15.3 to
+0.19.2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class NullStream:
-    """Stands for a CUDA stream or event where everything is already in order: whatever waits or records is done."""
+    """A stand-in for a CUDA stream or event where all work is done in order: waiting and recording do nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -48,10 +48,10 @@ class NullStream:
 def _use_cpu_factories() -> None:
     """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
 
-    A `TorchFunctionMode` would do so too, at the cost of two microseconds for every call of torch, whose calls a tiny
-    model's step consists of.
+    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch; a tiny model's step is little
+    else than such calls.
     """
-    factories = {each.__name__: each for each in _device_constructors()}
+    factories = {factory.__name__: factory for factory in _device_constructors()}
     for name in {*factories, *(f"{name}_like" for name in factories)}:
         if hasattr(torch, name):
             setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -66,7 +66,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        if len(args) > 1 and _is_cuda(args[1]):  # of `Tensor.to`
+        if len(args) > 1 and _is_cuda(args[1]):  # in `Tensor.to`
             args = (args[0], CPU, *args[2:])
         return function(*args, **kwargs)
 
@@ -80,7 +80,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing; a new one each time, as torch.compile wants them told apart."""
+    """Make a function that does nothing; a new one for each call, because torch.compile tells them apart."""
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
@@ -103,16 +103,16 @@ def _itself() -> Callable[..., torch.Tensor]:
 
 
 def _named_as_on_cuda() -> Callable[..., Any]:
-    """A `Tensor.type` that gives a CPU tensor's type the name of the same on CUDA."""
+    """Make a `Tensor.type` that names a CPU tensor's type as the same type on CUDA."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
     def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(tensor, *args, **kwargs)
-        if not isinstance(found, str):  # a tensor, where it was given a type to convert to
-            return found
-        # The name may come back from here already: torch calls methods by way of a mode that is active.
-        return "torch.cuda." + found.removeprefix("torch.").removeprefix("cuda.")
+        name = original(tensor, *args, **kwargs)
+        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
+            return name
+        # The name may be CUDA's already: under an active mode torch calls this method twice.
+        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
 
     return named_as_on_cuda
 
@@ -123,9 +123,8 @@ _enabled = False
 def enable_cpu_runtime() -> None:
     """Let Megatron-Core run on CPU in this process; calling it again changes nothing.
 
-    Call it before building models, in every rank, and only where there is no GPU to be used: it is
-    process-wide and is not undone. What the caller still has to choose: the gloo backend,
-    `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is replaced by one
+    Every rank calls it before it builds models, where no GPU is used: it holds for the process and is not undone. The caller
+    chooses the gloo backend, `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is replaced by one
     without states), and for a virtual pipeline `overlap_p2p_comm=True, batch_p2p_comm=False`.
 
     Raises:
@@ -161,9 +160,9 @@ def _no_state() -> torch.Tensor:
 
 
 def compile_nothing() -> None:
-    """Have `torch.compile` leave functions as they are written; before Megatron is imported.
+    """Let `torch.compile` return functions uncompiled; called before Megatron is imported.
 
-    Megatron compiles small ones for fusion: on CPU a C++ build for each, and the compiler takes as long to import as
+    Megatron compiles small functions for fusion. On CPU each takes a C++ build, and the compiler takes as long to import as
     Megatron does.
     """
 
@@ -180,7 +179,7 @@ def _identity(value: Any) -> Any:
 
 
 def _redirect_cuda_module() -> None:
-    """Replace the entry points of `torch.cuda` that Megatron calls without asking."""
+    """Replace the entry points of `torch.cuda` that Megatron calls without a check."""
     cuda: Any = torch.cuda
     stream = NullStream()
     cuda.current_device = lambda: CPU
@@ -210,8 +209,8 @@ def _redirect_cuda_module() -> None:
 def _accept_split_sizes_as_tensors() -> None:
     """Let `all_to_all_single` take its split sizes as tensors.
 
-    The all-to-all dispatcher turns them into lists when it fetches them from the GPU, and leaves
-    those that are on the CPU already (`maybe_move_tensor_to_cpu` in transformer/moe/moe_utils.py).
+    Megatron's all-to-all dispatcher makes lists of split sizes only when it fetches them from the GPU
+    (`maybe_move_tensor_to_cpu` in transformer/moe/moe_utils.py).
     """
     original = dist.all_to_all_single
 
@@ -235,9 +234,9 @@ def _as_list(sizes: Any) -> Any:
 
 
 def _use_stateless_random_tracker() -> None:
-    """Megatron's tracker of CUDA random states, without states (tensor_parallel/random.py).
+    """Replace Megatron's tracker of CUDA random states by one without states (tensor_parallel/random.py).
 
-    Recomputation of activations gets and sets the state of the device beside it.
+    Recomputation of activations also gets and sets the state of the device.
     """
     from megatron.core.tensor_parallel import random
 
@@ -247,10 +246,10 @@ def _use_stateless_random_tracker() -> None:
 
 
 def _name_the_absent_gemm() -> None:
-    """Define the name of Transformer Engine's GEMM, as None, where Megatron leaves it undefined.
+    """Define the name of Transformer Engine's GEMM as None where Megatron leaves it undefined.
 
-    moe/moe_utils.py of 0.15.3 to 0.17.1 compares it with None in every router, and binds it only
-    where Transformer Engine is installed.
+    moe/moe_utils.py of 0.15.3 to 0.17.1 compares it with None in every router, and binds it only where Transformer Engine is
+    installed.
     """
     from megatron.core.transformer.moe import moe_utils
 

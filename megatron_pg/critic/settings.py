@@ -1,4 +1,4 @@
-"""`CriticConfig`: the settings of a critic, whose flags are those of its fields."""
+"""`CriticConfig`: the settings of a critic, each with its flag."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_pg.config.flags import add_args, read_args
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """How a critic is trained, and how advantages are made of its values. A field's docstring is its flag's help text.
+    """Settings of a critic's training and of the advantages made of its values. A field's docstring is its flag's help text.
 
     Raises:
-        ValueError: values out of range, all of them in one error; flags are named.
+        ValueError: values out of range, all of them in one error that names their flags.
     """
 
     value_clip: Annotated[float, Interval(0, metavar="C")] = 0.2
-    """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c):
-    how far from the value that the advantages were made of an error still pulls. Above 0."""
+    """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c): a
+    value that has come closer to R by more than c is pulled no further. Above 0."""
 
     gamma: Annotated[float, Interval(0, 1, closed=True)] = 1.0
     """Discount of one token in generalised advantage estimation (arXiv:1506.02438). At least 0, at most
@@ -38,7 +38,7 @@ class CriticConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> CriticConfig:
-        """The config from parsed arguments; a flag that the parser did not define keeps its default.
+        """Read the config from parsed arguments; a flag that the parser does not define keeps its default.
 
         Raises:
             ValueError: a value is out of range.
@@ -47,7 +47,7 @@ class CriticConfig:
 
 
 def add_critic_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of a critic, in a group of their own; usable as Megatron's `extra_args_provider`.
+    """Add the flags of a critic in a group of their own; usable as Megatron's `extra_args_provider`.
 
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.

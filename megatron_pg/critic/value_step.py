@@ -1,4 +1,4 @@
-"""`ValueStep`: a critic's optimizer step in Megatron's schedules; `compute_values`: its values, forward only."""
+"""`ValueStep`: a critic's optimizer step in Megatron's schedules. `compute_values`: its values, forward only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.loss.value_loss import MicroBatchValueLoss, ValueReport
+from megatron_pg.critic.settings import CriticConfig
+from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
-from megatron_pg.megatron.scoring import report_scores, score_samples
+from megatron_pg.megatron.scoring import score_samples
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.sample import Sample
@@ -27,7 +27,7 @@ from megatron_pg.step.totals import StepTotals
 
 
 class ValueStep:
-    """The value loss of one optimizer step of a critic on this rank; used as `PolicyStep` is, with the critic's model.
+    """The value loss of one optimizer step of a critic on this rank. Use it as `PolicyStep`, with the critic's model.
 
         step = ValueStep(config, critic, plan, model=critic_model)
         def forward_step(data_iterator, model):
@@ -35,8 +35,8 @@ class ValueStep:
             return model(**head.model_inputs), head.loss_func
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
-    The loss is aggregated as the policy loss of that config is, by the same totals, and scaled for the schedule by the same
-    contract. The plan is that of the samples; where policy and critic are sharded alike, the same plan and micro-batches do.
+    The loss is aggregated as the config's policy loss, with the same totals, and scaled for the schedule by the same
+    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
@@ -75,36 +75,39 @@ class ValueStep:
         )
 
     def head(self, batch: PackedBatch) -> MicroBatchHead:
-        """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
+        """Build the head of one micro-batch; called in `forward_step`, before the model, on every rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank, or its samples have no `old_values`
-                or `returns`; the loop would leave gradients unreduced, as for `PolicyStep.head`.
+            ValueError: the batch was packed for another context-parallel size or rank; its samples have no `old_values` or
+                `returns`; the loop would leave gradients unreduced, as for `PolicyStep.head`.
         """
         step = self._step
         step.check_loop()
         step.check_packing(batch)
-        of_values = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
+        value_loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
 
         def loss_func(output: Tensor) -> ScheduleOutput:
-            return step.scale.apply(*of_values(values_of_output(batch, output)), batch)
+            loss, metrics = value_loss(values_of_output(batch, output))
+            return step.scale.apply(
+                loss, metrics, batch.num_active_tokens, batch.window.local_tokens
+            )
 
         return MicroBatchHead(loss_func, model_inputs(batch), {})
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
-        """What `PolicyStep.metrics(critic=...)` takes of what the schedule returned on this rank; no communication."""
+        """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         step = self._step
         return ValueReport.of(
             step.config, schedule_output, contributes=step.groups.contributes, device=step.device
         )
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The critic's metrics by themselves, the same on every rank: for a step without a policy's.
+        """Return the critic's metrics, the same on every rank, for a step without a policy.
 
-        Every rank of the job calls it, once a step: one SUM all-reduce.
+        Every rank of the job calls it once a step: one SUM all-reduce.
 
         Raises:
             RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
@@ -116,10 +119,10 @@ class ValueStep:
 
 @dataclass(frozen=True, eq=False)
 class ScoredValues:
-    """What a critic says of samples, in their order."""
+    """Values of samples under a critic, in the samples' order."""
 
     values: list[Tensor]
-    """Of each sample the value before each of its response tokens, [response_length] float32 on the host."""
+    """Per sample the value before each of its response tokens, [response_length] float32 on the host."""
     bootstrap_values: Tensor
     """The value after each sample's last token where generation was cut off, 0 where it ended: [samples] float32."""
 
@@ -134,7 +137,7 @@ def compute_values(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
-    """Values of samples under a critic, forward only; called as `compute_log_probs` is, and by the same ranks.
+    """Compute values of samples under a critic, forward only; the same ranks call it as `compute_log_probs`.
 
         scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
         estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
@@ -145,67 +148,61 @@ def compute_values(
         max_tokens_per_microbatch: as for `compute_log_probs`.
         oversized: as for `compute_log_probs`.
         groups: as for `compute_log_probs`.
-        cp_partition_mode: that of the model's attention.
-        is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token; the model is then fed
-            one token more, and has to have a position for it. None: all ended.
+        is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token: the model gets one more
+            token and needs a position for it. None: all ended.
+        cp_partition_mode: the mode of the model's attention.
 
     Raises:
-        ValueError: not one flag per sample; what `compute_log_probs` raises.
+        ValueError: the number of flags is not that of the samples; as for `compute_log_probs`.
     """
-    cut = [False] * len(samples) if is_truncated is None else [bool(each) for each in is_truncated]
-    if len(cut) != len(samples):
+    flags = (
+        [False] * len(samples) if is_truncated is None else [bool(flag) for flag in is_truncated]
+    )
+    if len(flags) != len(samples):
         raise ValueError(
-            f"is_truncated has {len(cut)} flags for {len(samples)} samples: give one each"
+            f"is_truncated has {len(flags)} flags for {len(samples)} samples: give one each"
         )
-    # The value after the last token is that before a token more, whichever: attention is causal.
-    scored = [
-        Sample(
-            torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)])
-            if longer
-            else sample.tokens,
-            sample.response_length + longer,
-            torch.ones(sample.response_length + longer),
-            name=sample.name,
+    longer_samples = []
+    for sample, is_cut in zip(samples, flags, strict=True):
+        # The value after the last token is the value before one token more; as attention is causal, any token will do.
+        more = sample.tokens[-1:].clamp(min=0) if is_cut else sample.tokens[:0]
+        length = sample.response_length + is_cut
+        longer_samples.append(
+            Sample(torch.cat([sample.tokens, more]), length, torch.ones(length), name=sample.name)
         )
-        for sample, longer in zip(samples, cut, strict=True)
-    ]
     scores = score_samples(
         model,
-        scored,
-        _values_head,
-        of_no_token=torch.empty(1, 0),
+        longer_samples,
+        lambda batch, output: values_of_output(batch, output)[None],
+        empty_scores=torch.empty(1, 0),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
-        vocab_size=None,
         cp_partition_mode=cp_partition_mode,
     )
-    values = [each[0] for each in scores]
     return ScoredValues(
         values=[
-            value[: sample.response_length] for value, sample in zip(values, samples, strict=True)
+            score[0, : sample.response_length]
+            for score, sample in zip(scores, samples, strict=True)
         ],
         bootstrap_values=torch.tensor(
-            [float(value[-1]) if longer else 0.0 for value, longer in zip(values, cut, strict=True)]
+            [
+                float(score[0, -1]) if is_cut else 0.0
+                for score, is_cut in zip(scores, flags, strict=True)
+            ]
         ),
     )
 
 
-def _values_head(groups: ParallelGroups, batch: PackedBatch) -> MicroBatchHead:
-    """The head that reports `scores` [1, window] float32, the values, and has no loss."""
-    return MicroBatchHead(
-        lambda output: report_scores(values_of_output(batch, output)[None]), model_inputs(batch), {}
-    )
-
-
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
-    """The values [window] of the response tokens, each read where the logits are that predict it.
+    """Read the values [window] of the response tokens, each in the row that predicts its token.
 
     Args:
-        output: the model's, `[1, local_tokens, 1]` or `[local_tokens, 1]`.
+        batch: the micro-batch.
+        output: the model's output, `[1, local_tokens, 1]` or `[local_tokens, 1]`.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the output has another shape.
     """
     rows = output.reshape(-1, output.shape[-1])
     if rows.shape != (batch.window.local_tokens, 1):

@@ -1,7 +1,6 @@
-"""The value loss of one micro-batch on one rank, and what a step reports of its critic.
+"""The value loss of one micro-batch on one rank, and the critic's metrics of a step.
 
-Aggregation, totals, token windows, the checksum and the sums of a step are those of the policy loss: what is here is the
-formula and its metrics.
+This file has the formula and its metrics. Aggregation, totals, the checksum and a step's sums are the policy loss's.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_pg.config.critic import CriticConfig
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.loss.checksum import CHECKSUM, checksum_of
 from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
 from megatron_pg.loss.pairs import Kind, PairTable, checksums
@@ -28,20 +27,20 @@ from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
 MEANS = ("value", "return", "value_clipfrac")
-"""Means over documents, as those of the policy's metrics."""
+"""Means over documents, as in the policy's metrics."""
 SUMS = ("token_sum", "return_sum", "return_squared_sum", "error_sum", "error_squared_sum")
-"""Sums over active tokens that the explained variance is made of; a step does not report them."""
+"""Sums over active tokens for the explained variance; a step does not report them."""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> Tensor:
-    """PPO's clipped loss of each token, `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip = v_old + clamp(v - v_old, +-c)`.
+    """Compute PPO's clipped loss of each token: `1/2 max((v - R)^2, (v_clip - R)^2)`, `v_clip = v_old + clamp(v - v_old, +-c)`.
 
     The clip is that of the released code of Schulman et al. (arXiv:1707.06347), whose paper has the plain square.
 
     Args:
-        values: the critic's, any shape, with gradient.
-        old_values: the same shape, those that the advantages were made of.
-        returns: the same shape.
+        values: v, the critic's, any shape, with gradient.
+        old_values: v_old, from which the advantages were made, of the same shape.
+        returns: R, of the same shape.
         value_clip: c, above 0.
     """
     # Between bounds and not by a difference: inside them v_clip is v to the bit.
@@ -73,16 +72,16 @@ class MicroBatchValueLoss:
         totals: StepTotals,
         step_share: float = 1.0,
     ) -> None:
-        given = []
+        inputs = []
         for field in CRITIC_FIELDS:
-            of_window: Tensor | None = getattr(batch, field)
-            if of_window is None:
+            tokens: Tensor | None = getattr(batch, field)
+            if tokens is None:
                 raise ValueError(
                     f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
-            given.append(masked(of_window, batch.loss_mask))
-        self._old_values, self._returns = given
+            inputs.append(masked(tokens, batch.loss_mask))
+        self._old_values, self._returns = inputs
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         self._counts, sample_weights = host_weights(config, batch, totals, step_share)
         self._weights = Weights.spread(
@@ -138,7 +137,7 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
 
 @dataclass(frozen=True, eq=False)
 class ValueReport:
-    """What this rank knows of the critic's step, to be added up over the world beside the policy's metrics."""
+    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics."""
 
     config: PolicyLossConfig
     micro_batches: Sequence[Mapping[str, Tensor]]
@@ -155,7 +154,7 @@ class ValueReport:
         contributes: bool,
         device: torch.device | str,
     ) -> ValueReport:
-        """Add up the report of one rank; arguments as for `reduce_metrics`."""
+        """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
         names = value_metric_table(config).names
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         counted = micro_batches if contributes else ()
@@ -164,27 +163,27 @@ class ValueReport:
         return cls(config, counted, sums)
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """Return the critic's metrics by name, from the pairs [names, 2] of the whole world, on the host.
+        """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
 
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
         names = value_metric_table(self.config).names
-        found = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
-        if found["value_loss"] != found["value_loss"]:
+        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
+        if math.isnan(quotients["value_loss"]):
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
-        check_checksum(self.config, found, self.micro_batches)
-        report = {name: found[name] for name in ("value_loss", *MEANS) if name in found}
-        report[f"value_{CHECKSUM}"], _ = checksum_of(found)
-        if "error_sum" in found:
-            report["explained_variance"] = _explained_variance(*(found[name] for name in SUMS))
+        check_checksum(self.config, quotients, self.micro_batches)
+        report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
+        report[f"value_{CHECKSUM}"], _ = checksum_of(quotients)
+        if "error_sum" in quotients:
+            report["explained_variance"] = _explained_variance(*(quotients[name] for name in SUMS))
         return report
 
 
 def _explained_variance(
     count: float, returns: float, returns_squared: float, errors: float, errors_squared: float
 ) -> float:
-    """`1 - Var(R - v) / Var(R)` over the active tokens of a step; NaN where the returns are all equal."""
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN where all returns are equal."""
     if not count:
         return math.nan
     variance = returns_squared / count - (returns / count) ** 2

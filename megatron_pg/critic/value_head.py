@@ -14,17 +14,17 @@ from megatron_pg.megatron.groups import unwrapped
 class ValueHead(nn.Module):
     """A linear layer [s, b, h] -> [s, b, 1], called as Megatron's `ColumnParallelLinear` is.
 
-    Every tensor-parallel rank holds all of it and computes the same, as it does of the final norm: no factor or reduction is
-    needed. Under sequence parallelism each computes its own tokens and gathers the values; its parameters are then marked
-    `sequence_parallel`, so that `finalize_model_grads` sums their gradients over tensor parallelism
+    Every tensor-parallel rank holds all of it and computes the same numbers, as it does of the final norm, so no gradient
+    needs a reduction. Under sequence parallelism a rank computes the values of its own tokens and gathers the others. The
+    parameters are then marked `sequence_parallel`: `finalize_model_grads` sums their gradients over tensor parallelism
     (`distributed/finalize_model_grads.py` of 0.16.1 and 0.19.2).
 
-    It begins at 0, on every rank alike, so that the first advantages are those of the rewards alone. Values are computed in
-    float32 (float64 stays), whatever the model's precision.
+    The parameters begin at 0 on every rank, so that the first advantages are those of the rewards alone. Values are float32
+    (float64 for a float64 model), whatever the model's precision.
 
     Args:
         config: the model's.
-        tensor_parallel_group: the model's; None takes `parallel_state`'s.
+        tensor_parallel_group: the model's; None takes the group of `parallel_state`.
     """
 
     def __init__(self, config: Any, tensor_parallel_group: Any = None) -> None:
@@ -36,12 +36,13 @@ class ValueHead(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """hidden_states [s, b, h], [s/tp, b, h] under sequence parallelism -> (values [s, b, 1], no bias left to add)."""
+        """Map hidden_states [s, b, h], [s/tp, b, h] under sequence parallelism, to (values [s, b, 1], no bias to add)."""
         dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
-        factors = (each.to(dtype) for each in (hidden_states, self.weight, self.bias))
-        values = nn.functional.linear(*factors)
+        values = nn.functional.linear(
+            hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)
+        )
         if self.sequence_parallel:
-            # Every rank computes the loss of all tokens: backward takes its own part of them and adds nothing up.
+            # Every rank computes the loss of all tokens: its backward keeps the gradient of its own and sums nothing.
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.group
             )
@@ -49,32 +50,32 @@ class ValueHead(nn.Module):
 
 
 def add_value_head(model: Any) -> Any:
-    """Makes a critic of a model, in place: a `ValueHead` takes the place of its output layer. Returns the model.
+    """Make a critic of a model in place: put a `ValueHead` where its output layer is. Return the model.
 
-    Called on every rank, for each chunk of a virtual pipeline, before the model is wrapped by DDP; pipeline stages without
-    an output layer are changed in no more than that a tied one is forgotten. `forward` then returns [b, s, 1] where it
-    returned logits.
+    Every rank calls it, for each chunk of a virtual pipeline, before DDP wraps the model. A chunk without an output layer
+    only stops sharing its embedding with one. `forward` then returns [b, s, 1] in place of logits.
 
     Args:
-        model: a GPTModel or HybridModel of its own, none that the policy shares; on its device.
+        model: a GPTModel or HybridModel on its device, which the policy does not share.
 
     Raises:
-        ValueError: the model is wrapped already, has multi-token prediction, or no output layer where one is due.
+        ValueError: the model is wrapped already, has multi-token prediction, or has no output layer on its last stage.
     """
     if unwrapped(model) is not model:
         raise ValueError(
-            f"the model is a {type(model).__name__}: add the value head before it is wrapped, which takes note of every parameter"
+            f"the model is a {type(model).__name__}: add the value head before it is wrapped: a wrapper takes note of "
+            "every parameter"
         )
     if getattr(model.config, "mtp_num_layers", None):
         raise ValueError(
-            "--mtp-num-layers: multi-token prediction has no value of a token to predict: build the critic without it"
+            "--mtp-num-layers: a critic has no token to predict: build it without multi-token prediction"
         )
     model.share_embeddings_and_output_weights = False
     if not model.post_process:
         return model
     if not hasattr(model, "output_layer"):
         raise ValueError(
-            f"a {type(model).__name__} has no output_layer on its last stage, in whose place a value head goes"
+            f"a {type(model).__name__} has no output_layer on its last stage, which a value head replaces"
         )
     head = ValueHead(model.config, getattr(getattr(model, "pg_collection", None), "tp", None))
     model.output_layer = head.to(next(model.parameters()).device)

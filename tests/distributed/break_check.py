@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
             with joined(launch, args.device):
                 problems += full_group(*task, *rest)
         else:
-            problems += run_ranks(full_group, processes, *task, *rest, timeout=3600.0)[0]
+            problems += run_ranks(full_group, processes, *task, *rest)[0]
     return int(problems > 0)
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from tests.progress import wait_until
+
 from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 300.0
 ONLINE = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seed 1 --lr 1e-2 "
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
@@ -90,35 +91,58 @@ def _run_rank(
     importlib.import_module(program).main()
 
 
+def wait_until_ended(ranks: list[BaseProcess]) -> None:
+    """Return once no rank lives; nobody ends the others of one that fails."""
+    try:
+        wait_until(lambda: not any(rank.is_alive() for rank in ranks), pids_of(ranks))
+    finally:
+        kill(ranks)
+
+
 def wait(ranks: list[BaseProcess]) -> list[int]:
-    """The exit codes. Once a rank fails the others get what a launcher gives them: SIGTERM, and no long wait."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
-        if any(rank.exitcode for rank in ranks):
+    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and no long wait."""
+
+    def have_ended_or_failed() -> bool:
+        return any(rank.exitcode for rank in ranks) or not any(rank.is_alive() for rank in ranks)
+
+    try:
+        wait_until(have_ended_or_failed, pids_of(ranks))
+        if any(rank.is_alive() for rank in ranks):
             for rank in ranks:
                 rank.terminate()
             time.sleep(1.0)
-            break
-        time.sleep(0.01)
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+    finally:
+        kill(ranks)
     return [rank.exitcode or 0 for rank in ranks]
 
 
 def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
-    """Returns once that many steps are logged.
+    """Return once that many steps are logged.
 
     Raises:
-        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
+        RuntimeError: a rank ended before; with what the run said.
     """
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
-        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
-            said = output_of(run_dir).read_text()
-            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
-        time.sleep(0.005)
+
+    def are_logged() -> bool:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= number:
+            return True
+        if all(rank.is_alive() for rank in ranks):
+            return False
+        said = output_of(run_dir).read_text()
+        raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
+
+    wait_until(are_logged, pids_of(ranks))
+
+
+def kill(ranks: list[BaseProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
+    return [rank.pid for rank in ranks]
 
 
 def run(run_dir: Path, flags: str) -> str:

@@ -15,18 +15,9 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .quickstart_run import output_of, wait
+from .quickstart_run import output_of, wait, wait_for_steps
 from .rollout_rows import write_rollouts
-from .trainer_run import (
-    TRACKER,
-    WHOLE_GROUPS,
-    copy_after_step,
-    end_of,
-    run,
-    start,
-    steps_of,
-    wait_for_steps,
-)
+from .trainer_run import TRACKER, WHOLE_GROUPS, copy_after_step, end_of, run, start, steps_of
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .kill_runs import LONGEST_DELAY, NUM_STEPS, WORLD_SIZE, Moment, main, send_signal
-from .quickstart_run import output_of, wait
+from .quickstart_run import output_of, wait, wait_for_steps
 from .rollout_rows import write_rollouts
-from .trainer_run import WHOLE_GROUPS, run, start, steps_of, wait_for_steps
+from .trainer_run import WHOLE_GROUPS, run, start, steps_of
 
 FLAGS = WHOLE_GROUPS + f"--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "
 

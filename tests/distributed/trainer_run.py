@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .quickstart_run import TIMEOUT_SECONDS, output_of, start_script, wait
+from .quickstart_run import output_of, start_script, wait, wait_until_ended
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -75,26 +74,11 @@ def end_of(
 ) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
     ranks = start(rollouts, folder, flags, 2, prepare, model, base)
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
+    wait_until_ended(ranks)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     said = output_of(folder).read_text()
     assert "Traceback" not in said, said
     return said
-
-
-def wait_for_steps(ranks: list[BaseProcess], folder: Path, number: int) -> None:
-    """Returns once that many steps are logged.
-
-    Raises:
-        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
-    """
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while len(steps_of(folder)) < number:
-        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
-            said = output_of(folder).read_text()
-            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
-        time.sleep(0.005)
 
 
 def copy_after_step(step: int, folder: Path, copy: Path) -> Path:

@@ -135,6 +135,13 @@ def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None
     wait_until(are_logged, pids_of(ranks))
 
 
+def hold(run_dir: Path, steps: int, sent: Path) -> None:
+    """Let a rank wait, once that many steps are logged, until the file `sent` says that a signal was sent."""
+    metrics = run_dir / "metrics.jsonl"
+    while metrics.exists() and metrics.read_bytes().count(b"\n") >= steps and not sent.exists():
+        time.sleep(0.1)
+
+
 def kill(ranks: list[BaseProcess]) -> None:
     for rank in ranks:
         rank.kill()

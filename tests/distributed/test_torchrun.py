@@ -36,7 +36,7 @@ def main():
     Path(f"started_{rank}").touch()
     while not received:
         time.sleep(0.05)
-    time.sleep(3 if how == "stopped" else 0)  # a long round
+    time.sleep({"stopped": 1, "stopped for long": 600}.get(how, 0))  # a long round
     Path(f"saved_{rank}").write_text(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
 
 if sys.argv[1] == "fault":  # the others need no torch, which takes seconds to import
@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 def test_a_round_that_is_longer_than_torchrun_waits(tmp_path: Path, seconds: str | None) -> None:
     """SIGTERM to the launcher: a round that is longer than the time that ranks have is lost; they have ten minutes."""
     environment = {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
-    process = start(tmp_path, "stopped", **environment)
+    process = start(tmp_path, "stopped for long" if seconds else "stopped", **environment)
     wait_until(lambda: len(list(tmp_path.glob("started_*"))) == 2, [process.pid])
     process.send_signal(signal.SIGTERM)
     status, said = end(process)

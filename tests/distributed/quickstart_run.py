@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -91,26 +92,31 @@ def _run_rank(
     importlib.import_module(program).main()
 
 
+def have_ended(ranks: list[BaseProcess]) -> bool:
+    return not any(rank.is_alive() for rank in ranks)
+
+
 def wait_until_ended(ranks: list[BaseProcess]) -> None:
     """Return once no rank lives; nobody ends the others of one that fails."""
     try:
-        wait_until(lambda: not any(rank.is_alive() for rank in ranks), pids_of(ranks))
+        wait_until(lambda: have_ended(ranks), pids_of(ranks))
     finally:
         kill(ranks)
 
 
 def wait(ranks: list[BaseProcess]) -> list[int]:
-    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and no long wait."""
+    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and an end if they hang."""
 
-    def have_ended_or_failed() -> bool:
-        return any(rank.exitcode for rank in ranks) or not any(rank.is_alive() for rank in ranks)
+    def has_one_failed() -> bool:
+        return any(rank.exitcode for rank in ranks)
 
     try:
-        wait_until(have_ended_or_failed, pids_of(ranks))
-        if any(rank.is_alive() for rank in ranks):
+        wait_until(lambda: has_one_failed() or have_ended(ranks), pids_of(ranks))
+        if has_one_failed():
             for rank in ranks:
                 rank.terminate()
-            time.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: have_ended(ranks), pids_of(ranks), patience=1.0)
     finally:
         kill(ranks)
     return [rank.exitcode or 0 for rank in ranks]

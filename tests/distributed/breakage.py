@@ -52,6 +52,14 @@ class Breakage:
     apply: Break
     """Patches Megatron in this process."""
 
+    @property
+    def is_around_the_model(self) -> bool:
+        """Whether it is of schedules, DDP or the optimizer, which the reference has no part in.
+
+        The reference runs under every other breakage too: a trainer that is wrong is so from the start.
+        """
+        return self.apply.__module__.endswith(("_reductions", "_schedules"))
+
     def concerns(self, model: str, case: str, per_token: bool = False) -> bool:
         """Whether CI runs the rows of a case of a model: the plain ones, and what is to fail or to pass beside it; those
         of the per-token mode where the modes are told apart."""

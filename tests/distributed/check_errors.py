@@ -118,7 +118,7 @@ def measure(chosen: list[Line]) -> Iterator[tuple[Line, dict[str, float]]]:
     for head in dict.fromkeys((line.processes, line.sharding, line.experts) for line in chosen):
         same = [each for each in chosen if (each.processes, each.sharding, each.experts) == head]
         flags = [each.flags for each in same]
-        errors = run_ranks(largest_errors, head[0], flags, timeout=1800)[0]
+        errors = run_ranks(largest_errors, head[0], flags)[0]
         yield from zip(same, errors, strict=True)
 
 

@@ -21,13 +21,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .quickstart_run import output_of, run, start, steps_of, wait, wait_for_steps
+from .quickstart_run import hold, output_of, run, start, steps_of, wait, wait_for_steps
 
 KINDS = ("kill one rank", "kill all ranks", "SIGTERM", "full disk")
 WORLD_SIZE = 2
 NUM_STEPS = 30
 STEPS = f"--train-iters {NUM_STEPS} --save-interval 3 "
 LONGEST_DELAY = 0.3
+LAST_STEP = NUM_STEPS - 3
+"""A run that is not interrupted until then waits for it."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,34 @@ def interrupt(run_dir: Path, moment: Moment) -> list[int]:
     flags = STEPS + "--resume"
     if moment.kind == "full disk":
         return wait(start(run_dir, flags, WORLD_SIZE, functools.partial(_fill_disk, moment)))
-    ranks = start(run_dir, flags, WORLD_SIZE)
+    sent = sent_file(run_dir)
+    ranks = start(run_dir, flags, WORLD_SIZE, functools.partial(_hold, run_dir, sent))
     try:
         wait_for_steps(ranks, run_dir, moment.step)
-        send_signal(ranks, moment)
+        send_signal(ranks, moment, sent)
     finally:
         codes = wait(ranks)
     return codes
+
+
+def sent_file(run_dir: Path) -> Path:
+    """Where `send_signal` says that it was there; not there yet."""
+    sent = run_dir.with_suffix(".sent")
+    sent.unlink(missing_ok=True)
+    return sent
+
+
+def _hold(run_dir: Path, sent: Path, rank: int) -> None:
+    """Keep the run from its end until the signal is sent, however late that is."""
+    import run_log
+
+    write: Any = run_log.Log.write
+
+    def write_and_hold(log: Any, *line: Any) -> None:
+        write(log, *line)
+        hold(run_dir, LAST_STEP, sent)
+
+    run_log.Log.write = write_and_hold  # type: ignore[method-assign]
 
 
 def _fill_disk(moment: Moment, rank: int) -> None:
@@ -101,13 +124,14 @@ def _fill_disk(moment: Moment, rank: int) -> None:
     train_grpo.save_checkpoint = save_on_full_disk
 
 
-def send_signal(ranks: list[BaseProcess], moment: Moment) -> None:
-    """The signal of the moment, after its delay, to the ranks that get it."""
+def send_signal(ranks: list[BaseProcess], moment: Moment, sent: Path) -> None:
+    """The signal of the moment, after its delay, to the ranks that get it; the file `sent` tells those that wait."""
     time.sleep(moment.delay)
     number = signal.SIGTERM if moment.kind == "SIGTERM" else signal.SIGKILL
     for rank in [ranks[moment.rank]] if moment.kind == "kill one rank" else ranks:
         if rank.pid is not None and rank.is_alive():
             os.kill(rank.pid, number)
+    sent.touch()
 
 
 def _fail(run_dir: Path, message: str) -> NoReturn:

@@ -12,7 +12,6 @@ import multiprocessing.connection
 import os
 import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.progress import INTERVAL, PATIENCE, Watch
 
 GRACE_SECONDS = 1.0
 
@@ -59,7 +60,7 @@ def fork_server() -> Any:
 
 
 def run_ranks(
-    worker: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    worker: Callable[..., Any], world_size: int, *args: Any, patience: float = PATIENCE
 ) -> list[Any]:
     """`worker(*args)` on `world_size` ranks with a gloo default group; results in rank order.
 
@@ -67,24 +68,24 @@ def run_ranks(
         worker: a module-level function; its result is pickled.
         world_size: number of processes.
         args: pickled for every rank.
-        timeout: seconds until the ranks are killed.
+        patience: seconds without progress after which the ranks are said to hang, and killed (`tests.progress`).
 
     Raises:
         RankError: a rank raised, or died.
-        TimeoutError: the ranks were not done in time.
+        TimeoutError: the ranks hang.
     """
     task = dumps((worker, args))
     try:
-        return _run(task, world_size, timeout)
+        return _run(task, world_size, patience)
     except RankError as error:
         # A port that gloo listens on may be called by a process of another test, which had it before. Only where no rank
         # had come to the worker: its own groups have to be made the first time.
         if "Gloo connectFullMesh failed" not in str(error) or "worker(*args)" in str(error):
             raise
-    return _run(task, world_size, timeout)
+    return _run(task, world_size, patience)
 
 
-def _run(task: bytes, world_size: int, timeout: float) -> list[Any]:
+def _run(task: bytes, world_size: int, patience: float) -> list[Any]:
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -92,14 +93,14 @@ def _run(task: bytes, world_size: int, timeout: float) -> list[Any]:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_rank, args=(theirs, task, rank, world_size, store, timeout)
+                target=_run_rank, args=(theirs, task, rank, world_size, store)
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, time.monotonic() + timeout)
+            return _collect(pipes, [process.pid for process in processes], patience)
         finally:
             for process in processes:
                 process.kill()
@@ -107,17 +108,20 @@ def _run(task: bytes, world_size: int, timeout: float) -> list[Any]:
                 process.join()
 
 
-def _collect(pipes: list[Any], deadline: float) -> list[Any]:
-    """Every rank's result; an error ends the wait, after a moment for errors that follow it."""
+def _collect(pipes: list[Any], pids: list[int | None], patience: float) -> list[Any]:
+    """Every rank's result; an error ends the wait, once the others have been at rest for a moment."""
+    watch = Watch(pids, patience)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     results: list[Any] = [None] * len(pipes)
     errors: list[str] = []
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), deadline - time.monotonic())
-        if not ready and errors:
-            break
-        if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish in time")
+        ready = multiprocessing.connection.wait(list(waiting), INTERVAL)
+        try:
+            watch.look()
+        except TimeoutError as error:
+            if errors:
+                break
+            raise TimeoutError(f"ranks {sorted(waiting.values())}: {error}") from None
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
@@ -128,15 +132,13 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
                 results[rank] = value
             else:
                 errors.append(f"rank {rank}: {value}")
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                watch = Watch(pids, GRACE_SECONDS)
     if errors:
         raise RankError("\n".join(errors))
     return results
 
 
-def _run_rank(
-    pipe: Any, task: bytes, rank: int, world_size: int, store: str, timeout: float
-) -> None:
+def _run_rank(pipe: Any, task: bytes, rank: int, world_size: int, store: str) -> None:
     """The life of one rank; what it raises goes to the parent as text."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -147,7 +149,7 @@ def _run_rank(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(days=1),  # the parent sees a hang
         )
         result = worker(*args)
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 
+from tests.progress import wait_until
+
 from .launch import fork_server
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 300.0
 ONLINE = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seed 1 --lr 1e-2 "
     "--warm-start-iters 4 --warm-start-batch-size 16 --num-training-tasks 256 --num-held-out-tasks 8 "
@@ -90,35 +92,70 @@ def _run_rank(
     importlib.import_module(program).main()
 
 
+def have_ended(ranks: list[BaseProcess]) -> bool:
+    return not any(rank.is_alive() for rank in ranks)
+
+
+def wait_until_ended(ranks: list[BaseProcess]) -> None:
+    """Return once no rank lives; nobody ends the others of one that fails."""
+    try:
+        wait_until(lambda: have_ended(ranks), pids_of(ranks))
+    finally:
+        kill(ranks)
+
+
 def wait(ranks: list[BaseProcess]) -> list[int]:
-    """The exit codes. Once a rank fails the others get what a launcher gives them: SIGTERM, and no long wait."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
-        if any(rank.exitcode for rank in ranks):
+    """Return the exit codes. Once a rank fails the others get what a launcher gives: SIGTERM, and an end if they hang."""
+
+    def has_one_failed() -> bool:
+        return any(rank.exitcode for rank in ranks)
+
+    try:
+        wait_until(lambda: has_one_failed() or have_ended(ranks), pids_of(ranks))
+        if has_one_failed():
             for rank in ranks:
                 rank.terminate()
-            time.sleep(1.0)
-            break
-        time.sleep(0.01)
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: have_ended(ranks), pids_of(ranks), patience=1.0)
+    finally:
+        kill(ranks)
     return [rank.exitcode or 0 for rank in ranks]
 
 
 def wait_for_steps(ranks: list[BaseProcess], run_dir: Path, number: int) -> None:
-    """Returns once that many steps are logged.
+    """Return once that many steps are logged.
 
     Raises:
-        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
+        RuntimeError: a rank ended before; with what the run said.
     """
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
-        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
-            said = output_of(run_dir).read_text()
-            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
-        time.sleep(0.005)
+
+    def are_logged() -> bool:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= number:
+            return True
+        if all(rank.is_alive() for rank in ranks):
+            return False
+        said = output_of(run_dir).read_text()
+        raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
+
+    wait_until(are_logged, pids_of(ranks))
+
+
+def hold(run_dir: Path, steps: int, sent: Path) -> None:
+    """Let a rank wait, once that many steps are logged, until the file `sent` says that a signal was sent."""
+    metrics = run_dir / "metrics.jsonl"
+    while metrics.exists() and metrics.read_bytes().count(b"\n") >= steps and not sent.exists():
+        time.sleep(0.1)
+
+
+def kill(ranks: list[BaseProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+def pids_of(ranks: list[BaseProcess]) -> list[int | None]:
+    return [rank.pid for rank in ranks]
 
 
 def run(run_dir: Path, flags: str) -> str:

@@ -16,8 +16,6 @@ from .one_step import Outcome, build, train_step
 from .reference import reference_steps
 from .steps import Run
 
-SECONDS_PER_STEP = 20.0
-
 
 @dataclass(frozen=True)
 class Result:
@@ -53,9 +51,7 @@ def compute_references(cases: list[Case]) -> References:
         wanted[case.options.unsharded].update(dict.fromkeys(map(without_cut, case.runs)))
     references = {}
     for options, runs in wanted.items():
-        outcomes = run_ranks(
-            reference_steps, 1, options, list(runs), timeout=60 + SECONDS_PER_STEP * len(runs)
-        )[0]
+        outcomes = run_ranks(reference_steps, 1, options, list(runs))[0]
         references.update({(options, run): o for run, o in zip(runs, outcomes, strict=True)})
     return references
 
@@ -97,12 +93,8 @@ def run_all(cases: list[Case], parallel: int = 1, per_launch: int = 8) -> Iterat
     ]
 
     def launch(batch: list[Case]) -> list[Result]:
-        steps = sum(len(case.runs) for case in batch)
         world_size = batch[0].sharding.world_size
-        timeout = 60 + parallel * SECONDS_PER_STEP * steps
-        results: list[Result] = run_ranks(
-            _run_cases, world_size, batch, references, timeout=timeout
-        )[0]
+        results: list[Result] = run_ranks(_run_cases, world_size, batch, references)[0]
         return results
 
     with ThreadPoolExecutor(parallel) as pool:

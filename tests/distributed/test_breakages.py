@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.lanes import in_one_lane
 
-from .break_check import problems_of_group
+from .break_check import family, problems_of_group, remembered_groups
 from .breakage import GROUPS
 from .launch import run_ranks
 
 pytestmark = in_one_lane
 
+FLAGS = "--device cpu --num-layers 1 --num-experts 4 --mtp-num-layers 1"
 SOUND = {
     "PP2 DP2": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer"),
     "DP2 average in collective": (2, "--average-in-collective"),
@@ -33,3 +38,49 @@ def test_sound_shardings_pass(sharding: str) -> None:
     processes, flags = SOUND[sharding]
     ranks = run_ranks(problems_of_group, processes, ["--device", "cpu", *flags.split()], None)
     assert ranks[0] == (0, [])
+
+
+def references(mistakes: tuple[str, ...]) -> list[list[Any]]:
+    """The references of a check, under no mistake and under the named ones; a rank of `run_ranks`."""
+    enable_cpu_runtime()
+    from megatron_pg.check import step as run
+    from megatron_pg.check.options import parse_options
+
+    from .breakages_of_attention import each_attention
+
+    def larger(attend: Any, *inputs: Any) -> Any:
+        return 2.0 * attend(*inputs)
+
+    mistake_of = {
+        "none": lambda patch: None,
+        "all around the model": lambda patch: [
+            each.apply(patch) for each in family() if each.is_around_the_model
+        ],
+        "attention": lambda patch: each_attention(patch, larger),
+    }
+    options, _ = parse_options(FLAGS.split())
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "initialize_groups", remembered_groups(run.initialize_groups))
+        patch.setattr(run, "AGGREGATIONS", {"sample_mean": run.AGGREGATIONS["sample_mean"]})
+        patch.setattr(run, "_build", lambda *unused: None)
+        patch.setattr(run, "_row", lambda *arguments: arguments[-1])
+        for mistake in mistakes:
+            with pytest.MonkeyPatch.context() as broken:
+                mistake_of[mistake](broken)
+                found.append(run.run_check(options))
+    return found
+
+
+def test_the_reference_is_the_same_under_all_breakages_around_the_model() -> None:
+    """So that they share one. A mistake of the attention, which it calls, changes it."""
+    right, *others = run_ranks(references, 2, ("none", "all around the model", "attention"))[0]
+    is_same = [
+        [
+            other.loss == reference.loss
+            and all(map(torch.equal, other.gradients.values(), reference.gradients.values()))
+            for reference, other in zip(right, rows, strict=True)
+        ]
+        for rows in others
+    ]
+    assert all(is_same[0]) and not all(is_same[1])

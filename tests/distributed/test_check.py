@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_pg.config.versions import derives_multi_token_labels
+from tests import progress
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks
-from .quickstart_run import output_of, start_script
+from .quickstart_run import output_of, start_script, wait_until_ended
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_SECONDS = 120.0
-FAILURE_SECONDS = 90.0
 """Imports on a busy machine, not the end: a collective's own time-out would take five minutes."""
 
 
@@ -49,14 +47,8 @@ def environment(**variables: object) -> dict[str, str]:
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A module under torchrun, on two ranks."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    command = [sys.executable, *launcher, "-m", *arguments]
+    return progress.run(command, cwd=ROOT, env=environment())
 
 
 def run_check_command(
@@ -291,10 +283,8 @@ def test_failed_row_sets_the_exit_status() -> None:
 
 @in_one_lane
 def test_exception_in_a_custom_reducer_ends_all() -> None:
-    started = time.monotonic()
     flags = ("--context-parallel-size", "2")
     done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *flags)
-    assert time.monotonic() - started < FAILURE_SECONDS
     assert done.returncode == 1
     assert done.stdout == ""
     assert "rank 1 failed: ValueError: this reducer does not know the sample" in done.stderr
@@ -305,13 +295,8 @@ def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> N
     """As under srun, whose other tasks live on when one ends."""
     mistake = "rank_raises_while_others_wait"
     tasks = start_script([mistake], tmp_path / "run", program="tests.distributed.wrong_check")
-    try:
-        for task in tasks:
-            task.join(DEADLINE_SECONDS)
-        assert [task.exitcode for task in tasks] == [1, 1]
-    finally:
-        for task in tasks:
-            task.kill()
+    wait_until_ended(tasks)
+    assert [task.exitcode for task in tasks] == [1, 1]
     said = output_of(tmp_path / "run").read_text()
     assert "rank 0 ends: rank 1 failed: ValueError: only here" in said
     assert "rank 1 ends: rank 1 failed: ValueError: only here" in said

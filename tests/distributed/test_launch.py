@@ -54,8 +54,7 @@ def test_the_death_of_one_rank_ends_all() -> None:
         run_ranks(one_rank_dies, 2)
 
 
-def test_a_rank_that_hangs_is_ended_by_the_time_out() -> None:
-    started = time.monotonic()
-    with pytest.raises((TimeoutError, RankError)):
-        run_ranks(one_rank_never_arrives, 2, timeout=5)
-    assert time.monotonic() - started < 60
+def test_ranks_that_hang_are_ended() -> None:
+    """One sleeps, the other waits for it in gloo."""
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]: processes .* hang: 0.* in the last 5"):
+        run_ranks(one_rank_never_arrives, 2, patience=5)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pg.config.versions import has_megatron_training
+from tests import progress
 from tests.distributed.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -191,13 +192,10 @@ def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
 @pytest.mark.skipif(not has_megatron_training(), reason="the scripts take Megatron's own flags")
 def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path: Path) -> None:
     """One real process, as a user would start it."""
-    done = subprocess.run(
+    done = progress.run(
         ["bash", LAUNCH / "moe.sh", "--dry-run", "--num-experts", "100"],
-        capture_output=True,
-        text=True,
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
-        timeout=300,
     )
     assert done.returncode == 1
     assert re.search("^error: .*experts should be a multiple of expert", done.stderr, re.M), done

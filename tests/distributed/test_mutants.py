@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.lanes import in_one_lane
 
 from .compare import compare
-from .launch import RankError, run_ranks
+from .launch import run_ranks
 from .models import ModelOptions, Sharding
 from .mutants import FRESH_ZERO, MUTANTS, PER_TOKEN, Mutant
 from .one_step import Outcome, build, train_step
@@ -87,12 +85,9 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(
 
 
 def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
-    """Its context-parallel peers wait in the attention's backward for a partner that never comes.
-
-    The same step with the package's loss ends in a tenth of the time that they are given.
+    """Its context-parallel peers wait in the attention's backward for a partner that never comes. The same step with the
+    package's loss ends.
     """
-    started = time.monotonic()
-    run_ranks(run_short_step, SHARDING.world_size, False)
-    patience = 10 * (time.monotonic() - started)
-    with pytest.raises((TimeoutError, RankError), match="did not finish in time|[Tt]imed out"):
-        run_ranks(run_short_step, SHARDING.world_size, True, timeout=patience)
+    run_ranks(run_short_step, SHARDING.world_size, False, patience=10)
+    with pytest.raises(TimeoutError, match="hang"):
+        run_ranks(run_short_step, SHARDING.world_size, True, patience=10)

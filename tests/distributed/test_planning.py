@@ -110,6 +110,6 @@ def error_on_rank() -> str:
 
 def test_an_error_of_one_rank_is_an_error_on_all() -> None:
     """A rank that raised alone would leave the others waiting for it in the exchange."""
-    messages = run_ranks(error_on_rank, 2, timeout=60.0)
+    messages = run_ranks(error_on_rank, 2)
     assert all("answer of rank 1 takes 80" in message for message in messages)
     assert messages[0].startswith("data-parallel rank 1: ")

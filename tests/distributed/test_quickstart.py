@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,16 @@ from run_log import CURVES, Log, checkpoints, claim_folder, read_checkpoint, rep
 
 from megatron_pg import PolicyLossConfig, Sample
 from tests.distributed.launch import run_ranks
-from tests.distributed.quickstart_run import output_of, start_script, steps_of, wait
+from tests.distributed.quickstart_run import (
+    output_of,
+    start_script,
+    steps_of,
+    wait,
+    wait_until_ended,
+)
 from tests.distributed.quickstart_run import start as start_short
 from tests.lanes import in_one_lane
+from tests.progress import communicate, wait_until
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
@@ -37,7 +43,6 @@ SHORT = (
     # A model this little trained answers nothing rightly; the entropy term gives its steps a gradient.
     "--max-tokens-per-microbatch 128 --entropy-coef 0.01"
 )
-TIMEOUT_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ def start(
 
 def finish(process: subprocess.Popen[str]) -> str:
     """The output of a run that must succeed."""
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    output, _ = communicate(process)
     assert process.returncode == 0, output
     return output
 
@@ -103,14 +108,15 @@ def interrupt(
     process: subprocess.Popen[str], run_dir: Path, at_step: int, send: Callable[[], None]
 ) -> str:
     """Waits for a step to be logged, interrupts, and waits for the end: the output."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < at_step:
+
+    def is_logged() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the step was not reached in time"
-        time.sleep(0.01)
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= at_step
+
+    wait_until(is_logged, [process.pid])
     send()
-    return process.communicate(timeout=TIMEOUT_SECONDS)[0]
+    return communicate(process)[0]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> N
     assert summary["reward_first"] == steps[0]["reward"]
     assert summary["reward_last"] == steps[-1]["reward"]
     assert re.fullmatch(r"0\.\d+\.\d+", summary["megatron_core"])
-    assert 0 < summary["seconds"] < TIMEOUT_SECONDS
+    assert summary["seconds"] > 0
     assert 0 <= summary["held_out_before"] <= 1 and 0 <= summary["held_out_after"] <= 1
     assert (uninterrupted / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((uninterrupted / "tensorboard").glob("events.*"))
@@ -455,8 +461,7 @@ def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path: 
     (tmp_path / "run" / "notes.txt").write_text("mine")
     flags = ["--context-parallel-size", "2", "--run-dir", str(tmp_path / "run")]
     ranks = start_script(flags, tmp_path / "run")
-    for rank in ranks:  # nobody ends the other
-        rank.join(TIMEOUT_SECONDS)
+    wait_until_ended(ranks)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     said = output_of(tmp_path / "run").read_text()
     assert said.startswith("error: --run-dir") and "Traceback" not in said
@@ -634,7 +639,7 @@ def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
     project: Path, tmp_path: Path
 ) -> None:
     process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    output, _ = communicate(process)
     assert process.returncode != 0
     (line,) = [
         line for line in output.splitlines() if "cpp_extension" not in line

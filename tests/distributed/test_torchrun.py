@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.lanes import in_one_lane
+from tests.progress import communicate, wait_until
 
 pytestmark = in_one_lane
 LAUNCHER = Path(__file__).parents[2] / "examples/launch/torchrun.py"
@@ -36,7 +36,7 @@ def main():
     Path(f"started_{rank}").touch()
     while not received:
         time.sleep(0.05)
-    time.sleep(3 if how == "stopped" else 0)  # a long round
+    time.sleep({"stopped": 1, "stopped for long": 600}.get(how, 0))  # a long round
     Path(f"saved_{rank}").write_text(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
 
 if sys.argv[1] == "fault":  # the others need no torch, which takes seconds to import
@@ -59,7 +59,7 @@ def start(folder: Path, how: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=120)
+    said, _ = communicate(process)
     return process.returncode, said
 
 
@@ -94,10 +94,8 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 def test_a_round_that_is_longer_than_torchrun_waits(tmp_path: Path, seconds: str | None) -> None:
     """SIGTERM to the launcher: a round that is longer than the time that ranks have is lost; they have ten minutes."""
     environment = {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
-    process = start(tmp_path, "stopped", **environment)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("started_*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    process = start(tmp_path, "stopped for long" if seconds else "stopped", **environment)
+    wait_until(lambda: len(list(tmp_path.glob("started_*"))) == 2, [process.pid])
     process.send_signal(signal.SIGTERM)
     status, said = end(process)
     assert status == 128 + signal.SIGTERM and "Traceback" not in said

@@ -15,17 +15,17 @@ import pytest
 
 from megatron_pg.config.versions import has_megatron_training
 
-from .quickstart_run import output_of, wait
+from .quickstart_run import output_of, wait, wait_for_steps
 from .rollout_rows import write_rollouts
 from .trainer_run import (
     TRACKER,
     WHOLE_GROUPS,
     copy_after_step,
     end_of,
+    hold_at,
     run,
     start,
     steps_of,
-    wait_for_steps,
 )
 
 pytest.importorskip("pyarrow")
@@ -133,7 +133,7 @@ def test_a_run_of_two_data_parallel_ranks_goes_on_on_others(
     rollouts: Path, uninterrupted: Path, stopped: Path, world_size: int, flags: str
 ) -> None:
     # The budget changes the order of sums and nothing else, so it may change too.
-    run(rollouts, stopped, f"{STEPS}{flags} --max-tokens-per-microbatch 128", world_size)
+    run(rollouts, stopped, f"{STEPS}{flags} --max-tokens-per-microbatch 128", world_size=world_size)
     assert is_close(steps_of(stopped), steps_of(uninterrupted))
 
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
 ) -> None:
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     folder = tmp_path / "run"
-    said = end_of(rollouts, folder, STEPS, _fail_to_write_metadata)
+    said = end_of(rollouts, folder, STEPS, prepare=_fail_to_write_metadata)
     assert "cannot be written (rank 0): [Errno 28] No space left on device" in said
     assert not (folder / TRACKER).exists()
 
@@ -318,7 +318,7 @@ def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
 ) -> None:
     prepare = functools.partial(_fail_to_read, failing)
     whose = "data-parallel rank 1: OSError: " if failing else ""
-    said = end_of(rollouts, tmp_path / "run", STEPS, prepare)
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
     assert f"error: {whose}[Errno 5] Input/output error" in said
 
 
@@ -335,7 +335,7 @@ def _fail_to_read(failing: int, rank: int) -> None:
 def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
     rollouts: Path, tmp_path: Path
 ) -> None:
-    said = end_of(rollouts, tmp_path / "run", STEPS, _lack_the_files_on_1)
+    said = end_of(rollouts, tmp_path / "run", STEPS, prepare=_lack_the_files_on_1)
     assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
 
 
@@ -352,25 +352,12 @@ def _lack_the_files_on_1(rank: int) -> None:
 def test_a_signal_ends_a_run_after_a_checkpoint(
     rollouts: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=_slowly)
+    prepare = functools.partial(hold_at, 3, tmp_path / "run", tmp_path / "sent")
+    ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=prepare)
     wait_for_steps(ranks, tmp_path / "run", 1)
     ranks[1].terminate()  # one is enough
+    (tmp_path / "sent").touch()
     assert wait(ranks) == [0, 0], output_of(tmp_path / "run").read_text()
     assert 1 <= len(steps_of(tmp_path / "run")) < 6
     run(rollouts, tmp_path / "run", STEPS)
     assert steps_of(tmp_path / "run") == steps_of(uninterrupted)
-
-
-def _slowly(rank: int) -> None:
-    """Time for a signal."""
-    import time
-
-    from megatron_pg.step import StepCollector
-
-    collect = StepCollector.collect
-
-    def wait_and_collect(self: StepCollector) -> Any:
-        time.sleep(0.2)
-        return collect(self)
-
-    StepCollector.collect = wait_and_collect  # type: ignore[method-assign]

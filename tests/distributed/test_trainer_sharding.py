@@ -47,7 +47,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_one_process(rollouts: Path, name: str, flags: str) -> Path:
     folder = rollouts.with_name(name)
-    run(rollouts, folder, flags, 1)
+    run(rollouts, folder, flags, world_size=1)
     return folder
 
 
@@ -105,7 +105,7 @@ def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path)
     for size in (1, 2):
         folder = tmp_path / f"EP{size}"
         flags = f"{STEPS}{EXPERTS}--expert-model-parallel-size {size}"
-        run(rollouts, folder, flags, size, prepare=_begin_alike)
+        run(rollouts, folder, flags, world_size=size, prepare=_begin_alike)
         found[size] = steps_of(folder)
     assert_same_steps(found[2], found[1])
 

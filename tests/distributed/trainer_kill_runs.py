@@ -10,10 +10,19 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from .kill_runs import LONGEST_DELAY, NUM_STEPS, WORLD_SIZE, Moment, main, send_signal
-from .quickstart_run import output_of, wait
+from .kill_runs import (
+    LAST_STEP,
+    LONGEST_DELAY,
+    NUM_STEPS,
+    WORLD_SIZE,
+    Moment,
+    main,
+    send_signal,
+    sent_file,
+)
+from .quickstart_run import output_of, wait, wait_for_steps
 from .rollout_rows import write_rollouts
-from .trainer_run import WHOLE_GROUPS, run, start, steps_of, wait_for_steps
+from .trainer_run import WHOLE_GROUPS, hold_at, run, start, steps_of
 
 FLAGS = WHOLE_GROUPS + f"--train-iters {NUM_STEPS} --save-interval 3 --exit-signal-handler "
 
@@ -25,10 +34,12 @@ def interrupt(rollouts: Path, folder: Path, moment: Moment) -> None:
             start(rollouts, folder, FLAGS, WORLD_SIZE, functools.partial(_fill_disk, moment))
         )
     else:
-        ranks = start(rollouts, folder, FLAGS, WORLD_SIZE)
+        sent = sent_file(folder)
+        prepare = functools.partial(hold_at, LAST_STEP, folder, sent)
+        ranks = start(rollouts, folder, FLAGS, WORLD_SIZE, prepare)
         try:
             wait_for_steps(ranks, folder, moment.step)
-            send_signal(ranks, moment)
+            send_signal(ranks, moment, sent)
         finally:
             codes = wait(ranks)
     said = output_of(folder).read_text()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .quickstart_run import TIMEOUT_SECONDS, output_of, start_script, wait
+from .quickstart_run import hold, output_of, start_script, wait, wait_until_ended
 from .rollout_rows import VOCABULARY
 
 MODEL = (
@@ -49,52 +48,35 @@ def start(
     return start_script(arguments, folder, world_size, prepare, "trainer.train")
 
 
-def run(
-    rollouts: Path | None,
-    folder: Path,
-    flags: str,
-    world_size: int = 2,
-    prepare: Callable[[int], None] | None = None,
-    model: str = MODEL,
-    base: str = FLAGS,
-) -> str:
-    """The output of a run that must succeed."""
-    codes = wait(start(rollouts, folder, flags, world_size, prepare, model, base))
+def run(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
+    """The output of a run that must succeed; `options` are those of `start`."""
+    codes = wait(start(rollouts, folder, flags, **options))
     output = output_of(folder).read_text()
     assert not any(codes), f"{codes}\n{output}"
     return output
 
 
-def end_of(
-    rollouts: Path | None,
-    folder: Path,
-    flags: str,
-    prepare: Callable[[int], None] | None = None,
-    model: str = MODEL,
-    base: str = FLAGS,
-) -> str:
+def end_of(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> str:
     """What a run said of which every rank must end by itself, with a message: nobody ends the others."""
-    ranks = start(rollouts, folder, flags, 2, prepare, model, base)
-    for rank in ranks:
-        rank.join(TIMEOUT_SECONDS)
+    ranks = start(rollouts, folder, flags, **options)
+    wait_until_ended(ranks)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     said = output_of(folder).read_text()
     assert "Traceback" not in said, said
     return said
 
 
-def wait_for_steps(ranks: list[BaseProcess], folder: Path, number: int) -> None:
-    """Returns once that many steps are logged.
+def hold_at(steps: int, folder: Path, sent: Path, rank: int) -> None:
+    """Have a rank wait after that many steps until the file `sent` says that a signal was sent."""
+    from megatron_pg.step import StepCollector
 
-    Raises:
-        RuntimeError: with what the run said, where a rank ended before, or none of it came in time.
-    """
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while len(steps_of(folder)) < number:
-        if time.monotonic() > deadline or not all(rank.is_alive() for rank in ranks):
-            said = output_of(folder).read_text()
-            raise RuntimeError(f"step {number} was not reached; the run said:\n{said}")
-        time.sleep(0.005)
+    collect = StepCollector.collect
+
+    def hold_and_collect(collector: StepCollector) -> Any:
+        hold(folder, steps, sent)
+        return collect(collector)
+
+    StepCollector.collect = hold_and_collect  # type: ignore[method-assign]
 
 
 def copy_after_step(step: int, folder: Path, copy: Path) -> Path:

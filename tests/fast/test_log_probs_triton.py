@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron_pg.head import from_logits, vocabulary_shard
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from tests import progress
 from tests.fast import test_log_probs as shared
 from tests.fast.log_probs_oracle import peaked_logits, reference
 from tests.fast.test_log_probs_parallel import MASK, TEMPERATURE, VOCAB_SIZE, WIDTH, inputs
@@ -35,14 +35,8 @@ if INTERPRETED:
 def test_under_the_interpreter() -> None:
     files = Path(__file__).parent.glob("test_*_triton.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    finished = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    finished = progress.run(command, env=environment, cwd=Path(__file__).parents[2])
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
     assert " passed" in finished.stdout
 

@@ -15,7 +15,7 @@ from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
 from megatron_pg.megatron import output_layer
 from megatron_pg.megatron.policy_step import PolicyStep
-from megatron_pg.step.batch import pack
+from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.lanes import in_both_lanes
@@ -128,6 +128,21 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int)
     torch.testing.assert_close(weight.main_grad, of_the_head + of_prediction)
 
 
+def step_of_one_micro_batch(
+    config: PolicyLossConfig, samples: list[Sample]
+) -> tuple[PolicyStep, PackedBatch, torch.Tensor, torch.Tensor]:
+    """A step on one rank, its batch, and random hidden states and weights of an output layer, float64."""
+    batch = pack(samples)
+    groups = SimpleNamespace(
+        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
+    )
+    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=1, groups=groups)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
+    weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
+    return step, batch, hidden, weight
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
@@ -142,17 +157,10 @@ def test_metrics_are_filled_in_by_backward(
     config = PolicyLossConfig(
         policy_loss=policy_loss, pg_metrics=pg_metrics, check_aggregation=True
     )
-    batch, totals = pack(samples), step_totals(samples)
-    groups = SimpleNamespace(
-        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
-    )
-    step = PolicyStep(config, totals=totals, num_microbatches=1, groups=groups)
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
-    weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
+    step, batch, hidden, weight = step_of_one_micro_batch(config, samples)
     layer = SimpleNamespace(weight=weight)
     logits = torch.nn.functional.linear(hidden[:, 0], layer.weight)
-    expected_loss, expected = policy_loss_function(config, batch, logits, totals=totals)
+    expected_loss, expected = policy_loss_function(config, batch, logits, totals=step.totals)
 
     def run() -> tuple[torch.Tensor, MicroBatchMetrics]:
         fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
@@ -232,16 +240,9 @@ def test_settings_through_the_fused_head_equal_plain_logits(
         sample([5, 6, 7], [-2.0, -1.5], -0.5, [3.0, 0.25]),
     ]
     config = PolicyLossConfig(**FUSED[name])
-    batch, totals = pack(samples), step_totals(samples)
-    groups = SimpleNamespace(
-        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
-    )
-    step = PolicyStep(config, totals=totals, num_microbatches=1, groups=groups)
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
-    weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
+    step, batch, hidden, weight = step_of_one_micro_batch(config, samples)
     logits = torch.nn.functional.linear(hidden[:, 0], weight)
-    expected, metrics = policy_loss_function(config, batch, logits, totals=totals)
+    expected, metrics = policy_loss_function(config, batch, logits, totals=step.totals)
     if "rejected_fraction" in metrics and name != "tis_geometric":
         numerator, denominator = metrics["rejected_fraction"].tolist()
         assert 0 < numerator < denominator

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.progress import communicate
+
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("megatron.core")
@@ -26,11 +28,16 @@ FLAGS = (
 )
 
 
-def start(run_dir: Path, *flags: str) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, *flags: str) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [sys.executable, *launcher, "examples/train_grpo.py", *FLAGS.split(), str(run_dir)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([*command, *flags], cwd=ROOT, env=environment)
+    return subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, text=True)
+
+
+def status_of(process: subprocess.Popen[str]) -> int:
+    communicate(process)
+    return process.returncode
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -40,15 +47,15 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_answers_after_a_stop_are_those_without_one(tmp_path: Path) -> None:
     """Sampled by a CUDA generator: one that began anew would answer otherwise."""
-    assert start(tmp_path / "whole").wait(timeout=300) == 0
+    assert status_of(start(tmp_path / "whole")) == 0
     stopped = start(tmp_path / "stopped")
     while len(steps_of(tmp_path / "stopped")) < 2:
         assert stopped.poll() is None
         time.sleep(0.01)
     stopped.terminate()
-    stopped.wait(timeout=120)
+    status_of(stopped)
     assert len(steps_of(tmp_path / "stopped")) < 12
-    assert start(tmp_path / "stopped", "--resume").wait(timeout=300) == 0
+    assert status_of(start(tmp_path / "stopped", "--resume")) == 0
     whole, resumed = steps_of(tmp_path / "whole"), steps_of(tmp_path / "stopped")
     for expected, found in zip(whole, resumed, strict=True):
         assert found["response_length"] == expected["response_length"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
+
+from tests import progress
 
 ROOT = Path(__file__).parents[2]
 UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info", "runs")
@@ -25,7 +26,7 @@ FILES = "setup.py pyproject.toml MANIFEST.in README.md LICENSE CHANGELOG.md CITA
 
 def run(*command: str | Path, cwd: Path) -> str:
     """What a command that must succeed prints."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = progress.run(command, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 transformers = pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
         "MODEL": os.environ.get("MODEL", str(tmp_path / "weights")),
         "PYTHON": sys.executable,
     }
-    subprocess.run(
+    done = progress.run(
         [
             "bash",
             "examples/launch/smollm2.sh",
@@ -38,9 +39,8 @@ def test_two_steps_on_a_cpu(tmp_path: Path) -> None:
         ],
         cwd=ROOT,
         env=environment,
-        check=True,
-        timeout=1200,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     steps = lines(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:

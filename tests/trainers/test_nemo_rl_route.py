@@ -13,7 +13,6 @@ import importlib.machinery
 import math
 import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import progress
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = Path(os.environ.get("TRAINERS", "/nonexistent")) / "NeMo-RL"
@@ -177,7 +178,7 @@ def differences() -> dict[str, float]:
 )
 def test_the_loss_object_under_their_own_loss() -> None:
     command = [sys.executable, "-m", "tests.trainers.test_nemo_rl_route"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = progress.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = dict(line.split() for line in done.stdout.splitlines())
     assert set(found) == set(WEIGHTS) and all(float(each) < 1e-6 for each in found.values())

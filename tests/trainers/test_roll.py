@@ -121,7 +121,7 @@ def difference(found: Tensor, reference: Tensor) -> float:
 
 @functools.cache
 def two_ranks() -> list[list[Tensor]]:
-    return run_ranks(gradients, 2, a_step(), cases(2) + cases(1), timeout=400.0)
+    return run_ranks(gradients, 2, a_step(), cases(2) + cases(1))
 
 
 @functools.cache

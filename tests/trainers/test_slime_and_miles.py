@@ -47,7 +47,7 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
 def found(trainer: Trainer) -> dict[Case, Steps]:
     results: dict[Case, Steps] = {}
     for world in (1, 2):
-        of_ranks = run_ranks(trainer.all_cases, world, timeout=600.0)
+        of_ranks = run_ranks(trainer.all_cases, world)
         for case in of_ranks[0]:
             results[case] = sum_over_ranks([of_rank[case] for of_rank in of_ranks])
     return results

@@ -110,7 +110,7 @@ def difference(found: Tensor | str, reference: Tensor) -> float:
 @functools.cache
 def two_ranks() -> list[list[Tensor | str]]:
     """By rank, the gradients of all cases that take two processes."""
-    return run_ranks(gradients, 2, step_of(STEP), cases(2) + cases(1), timeout=400.0)
+    return run_ranks(gradients, 2, step_of(STEP), cases(2) + cases(1))
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def test_the_floor():
     tokens = [len(sample.tokens) for sample in step]
     factor = sum(tokens) / (2 * sum(n // 2 for n in tokens))
     assert tokens == [5, 6, 7] and factor == 18 / 16
-    for (found,) in run_ranks(gradients, 2, step, [case], timeout=400.0):
+    for (found,) in run_ranks(gradients, 2, step, [case]):
         assert difference(found, factor * expected(case, step)) <= TOLERANCE
 
 

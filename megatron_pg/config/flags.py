@@ -7,16 +7,12 @@ import ast
 import functools
 import inspect
 import itertools
-import os
-import re
-import sys
 import textwrap
 from dataclasses import MISSING
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from megatron_pg.config.fields import Field, fields_of, flag_of
-from megatron_pg.config.refusal import is_to_speak
-from megatron_pg.config.rows import TABLES, did_you_mean
+from megatron_pg.config.rows import TABLES
 
 Settings = TypeVar("Settings")
 
@@ -54,7 +50,6 @@ def add_args(
             if field.name in unset:
                 keywords["default"] = None
             group.add_argument(field.flag, **keywords)
-        _name_the_nearest_flag(parser)
     return parser
 
 
@@ -136,30 +131,3 @@ def _word(field: Field, text: str) -> str:
     if text in choices or not hint:
         return text  # argparse itself lists the words
     raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}{hint}")
-
-
-def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser refuse in one line that names the nearest flag that it has, said by one rank, as --help is by one
-    of each node.
-
-    Megatron's usage is 700 lines long, and every rank would print it.
-    """
-    if getattr(parser.error, "names_the_nearest", False):
-        return
-    write = parser._print_message
-
-    def error(message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            for flag in re.findall(r"(?<!\S)--[\w-]+", message):
-                message += did_you_mean(flag, parser._option_string_actions)
-        if is_to_speak():
-            write(f"{parser.prog}: error: {message}\n", sys.stderr)
-        parser.exit(2)
-
-    def write_once(message: str, file: Any = None) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            write(message, file)
-
-    error.names_the_nearest = True  # type: ignore[attr-defined]
-    parser.error = error  # type: ignore[method-assign]
-    parser._print_message = write_once  # type: ignore[method-assign]

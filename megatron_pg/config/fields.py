@@ -7,8 +7,8 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_pg.config.rows import TABLES, did_you_mean
 
@@ -118,6 +118,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+Settings = TypeVar("Settings")
 _FIELDS: dict[type[Any], dict[str, Field]] = {}
 
 
@@ -152,26 +153,26 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     )
 
 
-def check_fields(settings: type[Any], values: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Checks every value by itself.
+def check_fields(settings: type[Settings], values: Mapping[str, Any]) -> tuple[list[str], Settings]:
+    """Check every value by itself.
 
     Args:
         settings: the dataclass.
         values: by field name; a field without one has its default.
 
     Returns:
-        The violations, and the values as attributes with a default in the place of each that is wrong, so that what
-        else is wrong can be found in the same look.
+        The violations, and the dataclass with a default for each value that is wrong: made without `__post_init__`, so
+        that one look finds what is wrong with the others too.
     """
-    violations, sound = [], {}
+    violations, sound = [], object.__new__(settings)
     for field in fields_of(settings).values():
         value = values.get(field.name, field.default)
         violation = field.violation(None if value is dataclasses.MISSING else value)
         if violation is not None:
             violations.append(violation)
             value = field.default
-        sound[field.name] = value
-    return violations, SimpleNamespace(**sound)
+        vars(sound)[field.name] = value
+    return violations, sound
 
 
 def refuse(violations: Sequence[str], *, error: type[Exception] = ValueError) -> None:

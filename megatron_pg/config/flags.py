@@ -9,12 +9,10 @@ import inspect
 import itertools
 import textwrap
 from dataclasses import MISSING
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_pg.config.fields import Field, fields_of, flag_of
+from megatron_pg.config.fields import Field, Settings, fields_of, flag_of
 from megatron_pg.config.rows import TABLES
-
-Settings = TypeVar("Settings")
 
 
 def add_args(
@@ -69,23 +67,24 @@ def read_args(settings: type[Settings], args: argparse.Namespace) -> Settings:
 
 
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """The docstring under each field, on one line.
+    """Return the docstring under each field, on one line.
 
-    Python does not keep these, so they are read from the source; without it (a package of compiled files only) there
-    are none, and the flags have no help text.
+    Python does not keep these, so they are read from the source. A package of compiled files only has none, and its
+    flags have no help text.
     """
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
-    except OSError:
-        return {}
     texts = {}
-    for pair in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else []):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                texts[name] = " ".join(text.split())
+    for base in settings.__mro__[:-1]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except OSError:
+            continue
+        for pair in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
     return texts
 
 

@@ -23,7 +23,7 @@ def add_args(
     description: str = "",
     unset: tuple[str, ...] = (),
 ) -> argparse.ArgumentParser:
-    """Adds one flag for each field of a settings dataclass, in a group of their own.
+    """Add one flag for each field of a settings dataclass, in a group of their own, and change nothing else.
 
     The docstring under a field is the flag's help text. A flag that the parser has already (Megatron's
     `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it is: its value lands in the same attribute.
@@ -52,16 +52,15 @@ def add_args(
 
 
 def read_args(settings: type[Settings], args: argparse.Namespace) -> Settings:
-    """The dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
+    """Make the dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
 
     Raises:
-        ValueError: what the dataclass refuses, such as None for a field that must be given.
+        ValueError: the dataclass refuses a value, such as None for a field that must be given.
     """
-    found = vars(args)
-    values = {}
+    arguments, values = vars(args), {}
     for field in fields_of(settings).values():
-        if field.name in found or field.default is MISSING:
-            value = found.get(field.name)
+        if field.name in arguments or field.default is MISSING:
+            value = arguments.get(field.name)
             values[field.name] = tuple(value or ()) if field.type is tuple else value
     return settings(**values)
 
@@ -89,10 +88,10 @@ def field_docstrings(settings: type[Any]) -> dict[str, str]:
 
 
 def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Whether the parser has the flag of a field already, whoever defined it.
+    """Return whether the parser has the flag of a field already, whoever defined it.
 
     Raises:
-        ValueError: it has, and the flag stores to another attribute.
+        ValueError: the flag stores to another attribute.
     """
     flag = flag_of(name)
     action = parser._option_string_actions.get(flag)
@@ -105,7 +104,7 @@ def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
 
 
 def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
-    """What `add_argument` is told about a flag."""
+    """Return the arguments of `add_argument` for a flag."""
     if field.name in TABLES:
         rows = TABLES[field.name].values()
         text = " ".join([text, *(f"{row.name}: {row.help}." for row in rows)])

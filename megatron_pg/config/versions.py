@@ -1,4 +1,4 @@
-"""What the package needs to know about the installed Megatron-Core version, in one place.
+"""Facts about the installed Megatron-Core version, in one place.
 
 Every difference between versions is a named predicate here; no other file compares version numbers.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 OLDEST_SUPPORTED = (0, 15)
@@ -22,10 +20,9 @@ class UnsupportedMegatronError(ImportError):
 
 @cache
 def megatron_core_version() -> tuple[int, int, int]:
-    """Version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
+    """Return the version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
-    The version is read from `megatron.core.package_info` and not from the installed metadata:
-    a Megatron-LM checkout on PYTHONPATH has no metadata and would be shadowed by an old wheel's.
+    Package metadata is not asked: a Megatron-LM checkout on PYTHONPATH has none, and an old wheel's would stand for it.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -41,7 +38,7 @@ def megatron_core_version() -> tuple[int, int, int]:
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """The numbers (major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+    """Return (major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
 
     Raises:
         UnsupportedMegatronError: `text` does not start with two numbers.
@@ -56,41 +53,40 @@ def parse_version(text: str) -> tuple[int, int, int]:
 
 
 def require_supported_version() -> None:
-    """Refuses a Megatron-Core that is not supported; call it once at start.
+    """Refuse a Megatron-Core that is not supported; call it once at start.
 
     Raises:
         UnsupportedMegatronError: it is missing or outside the supported range.
     """
-    found = megatron_core_version()
-    if not OLDEST_SUPPORTED <= found[:2] < FIRST_UNSUPPORTED:
+    version = megatron_core_version()
+    if not OLDEST_SUPPORTED <= version[:2] < FIRST_UNSUPPORTED:
         raise UnsupportedMegatronError(
-            f"megatron-core {'.'.join(map(str, found))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
+            f"megatron-core {'.'.join(map(str, version))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
             "version in that range."
         )
 
 
 def per_token_moe_under_context_parallel_is_right() -> bool:
-    """Whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+    """Return whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
 
-    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by
-    `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by the local tokens alone,
-    which leaves 1 / CP of the intended gradient.
+    transformer/moe/router.py of 0.19.2 multiplies the loss by `num_local_tokens * tp_cp_group.size()`. 0.15.3 to 0.18.2
+    multiply by the local tokens alone, which leaves 1 / CP of the intended gradient.
     """
     return megatron_core_version() >= (0, 19)
 
 
 def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
-    """Whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
+    """Return whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
 
-    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale
-    by the context-parallel size, which data parallelism divides by again; 0.15.3 does not, which
-    leaves 1 / CP of the intended gradient. The policy gradient is right in both.
+    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the
+    context-parallel size, by which data parallelism divides again. 0.15.3 does not, which leaves 1 / CP of the intended
+    gradient. The policy gradient is right in both.
     """
     return megatron_core_version() >= (0, 16)
 
 
 def derives_multi_token_labels() -> bool:
-    """Whether multi-token prediction is trained without labels, and has a loss scale of its own.
+    """Return whether multi-token prediction is trained without labels, and has a loss scale of its own.
 
     `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes the labels of the input, and
     model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
@@ -100,7 +96,7 @@ def derives_multi_token_labels() -> bool:
 
 
 def follows_own_group() -> bool:
-    """Whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
+    """Return whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 
     `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
     and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
@@ -111,105 +107,24 @@ def follows_own_group() -> bool:
 
 
 def has_hybrid_model() -> bool:
-    """Whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), the successor that 0.19 names for GPTModel."""
+    """Return whether there is a `HybridModel` (0.18.2, 0.19.2), which 0.19 names as the successor of GPTModel."""
     megatron_core_version()
     return importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 
 def needs_kept_pipeline_outputs() -> bool:
-    """Whether interleaved PP needs `deallocate_pipeline_outputs=False`.
+    """Return whether interleaved pipelines need `deallocate_pipeline_outputs=False`.
 
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous
-    send is still reading it; 0.18.2 waits for `send_next_wait_handle` first.
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send still reads it;
+    0.18.2 waits for `send_next_wait_handle` first.
     """
     return megatron_core_version() < (0, 18)
 
 
 def has_megatron_training() -> bool:
-    """Whether `megatron.training` (parser, arguments, train step) is importable.
+    """Return whether `megatron.training` (parser, arguments, train step) is importable.
 
-    Asked of the installation and not of the version: the wheels of 0.17.1 to 0.19.2 carry it, those
-    of 0.15.3 and 0.16.1 do not, and a Megatron-LM checkout always does.
+    The wheels of 0.17.1 to 0.19.2 and every Megatron-LM checkout have it; those of 0.15.3 and 0.16.1 do not.
     """
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None
-
-
-@dataclass(frozen=True)
-class KnownMistake:
-    """What some versions of Megatron-Core get wrong, beside the policy's gradient or under it."""
-
-    first: tuple[int, int]
-    fixed: tuple[int, int]
-    """The first version without it; `FIRST_UNSUPPORTED` where none is known."""
-    what: str
-    reference: str
-    """Of github.com/NVIDIA/Megatron-LM, or the file that it was read in."""
-
-    def __str__(self) -> str:
-        major, minor = self.fixed
-        until = "" if self.fixed == FIRST_UNSUPPORTED else f", right from {major}.{minor}"
-        return f"{self.what} ({self.reference}{until})"
-
-
-KNOWN_MISTAKES = (
-    KnownMistake(
-        (0, 15),
-        (0, 16),
-        "the auxiliary loss of experts counts 1/CP of its coefficient under context parallelism",
-        "pull request 2217",
-    ),
-    KnownMistake(
-        (0, 15),
-        (0, 17),
-        "multi-token prediction without labels fails in the forward pass",
-        "labels.clone() in models/gpt/gpt_model.py",
-    ),
-    KnownMistake(
-        (0, 15),
-        (0, 18),
-        "interleaved pipelines free activations that are still being sent, unless deallocate_pipeline_outputs is off",
-        "pull request 4047",
-    ),
-    KnownMistake(
-        (0, 15),
-        (0, 19),
-        "in per-token mode the auxiliary and z losses of experts count 1/(TP CP) of their coefficients where tokens are split",
-        "issue 1652, pull request 5047",
-    ),
-    KnownMistake(
-        (0, 17),
-        (0, 19),
-        "multi-token prediction without labels is not trained, and nothing says so",
-        "pull request 3457",
-    ),
-    KnownMistake(
-        (0, 17),
-        FIRST_UNSUPPORTED,
-        "rotary positions under hybrid context parallelism are those of the model's group and not of the micro-batch's "
-        "(refused by PolicyStep)",
-        "Attention.forward in transformer/attention.py",
-    ),
-    KnownMistake(
-        (0, 19),
-        FIRST_UNSUPPORTED,
-        "multi-token prediction is a mean over the tokens of one context-parallel rank, prompts and padding included, and "
-        "counts 1/CP of them (PolicyStep makes it the mean over the step's active tokens)",
-        "pull requests 3959 and 7498",
-    ),
-    KnownMistake(
-        (0, 19),
-        FIRST_UNSUPPORTED,
-        "in per-token mode multi-token prediction counts by each rank's tokens before its shift over those after it "
-        "(refused by PolicyStep)",
-        "issue 2417, pull request 3159",
-    ),
-)
-"""From the oldest; read in the source of 0.15.3 to 0.19.2, and measured where `check` can."""
-
-
-def mistakes_of(version: tuple[int, int, int]) -> Iterator[KnownMistake]:
-    """What is known to be wrong in a version."""
-    for mistake in KNOWN_MISTAKES:
-        if mistake.first <= version[:2] < mistake.fixed:
-            yield mistake

@@ -85,25 +85,20 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
     field = fields_of(AggregationSettings)["loss_aggregation_divisor"]
     if violation := replace(field, name="pg_loss_divisor").violation(divisor):
         return [violation]
-    violations = []
-    if chosen not in (None, "constant"):
-        violations.append(
-            f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant; found --loss-aggregation "
-            f"{chosen}: drop one of the two"
-        )
-    if other not in (None, divisor):
-        violations.append(
-            f"--pg-loss-divisor {divisor:g} and --loss-aggregation-divisor {other} are two different divisors: give one"
-        )
-    if values.get("custom_pg_loss_reducer_function_path") is None:
+    path = values.get("custom_pg_loss_reducer_function_path")
+    if path is None:
         values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
-    else:
-        violations.append(
-            "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore --pg-loss-divisor "
-            f"{divisor:g}: drop one of the two"
-        )
-        values["loss_aggregation"] = AggregationSettings.loss_aggregation
-    return violations
+    contradictions = {
+        f"--loss-aggregation {chosen}": chosen not in (None, "constant"),
+        f"--loss-aggregation-divisor {other}": other not in (None, divisor),
+        f"--custom-pg-loss-reducer-function-path {path}": path is not None,
+    }
+    return [
+        f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant --loss-aggregation-divisor {divisor:g}; "
+        f"found {setting}: drop one of the two"
+        for setting, is_given in contradictions.items()
+        if is_given
+    ]
 
 
 def settle_per_token_mode(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +120,9 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@functools.cache
+_FIELDS: dict[type[Any], dict[str, Field]] = {}
+
+
 def fields_of(settings: type[Any]) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
@@ -129,9 +130,11 @@ def fields_of(settings: type[Any]) -> dict[str, Field]:
     `Annotated[float, Interval(...)]` or `Annotated[int, COUNT]`, a tuple of words, or an import path (str); `| None`
     allows None.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    fields = [field for field in dataclasses.fields(settings) if field.init]
-    return {field.name: _field(field, hints[field.name]) for field in fields}
+    if settings not in _FIELDS:
+        hints = get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.init]
+        _FIELDS[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
+    return _FIELDS[settings]
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:

@@ -15,25 +15,16 @@ from typing import Any
 from megatron_pg.config.aggregation import AggregationSettings
 from megatron_pg.config.fields import check_fields, fields_of, flag_of, refuse
 from megatron_pg.config.flags import read_args
-from megatron_pg.config.mismatch import MAX_LOG_RATIO, MismatchSettings
-from megatron_pg.config.model import CpPartitionMode, ModelSettings, ReportSettings
+from megatron_pg.config.mismatch import MAX_LOG_RATIO as MAX_LOG_RATIO
+from megatron_pg.config.mismatch import MismatchSettings
+from megatron_pg.config.model import CpPartitionMode as CpPartitionMode
+from megatron_pg.config.model import ModelSettings, ReportSettings
 from megatron_pg.config.objective import (
     DistillationSettings,
     ObjectiveSettings,
     RegularizerSettings,
 )
 from megatron_pg.config.rows import ANCHOR, TABLES
-
-__all__ = [
-    "LOG_PROB_FIELDS",
-    "MAX_LOG_RATIO",
-    "OPTIONAL_SAMPLE_FIELDS",
-    "CpPartitionMode",
-    "PolicyLossConfig",
-    "anchor_of",
-    "required_inputs",
-    "violations_of",
-]
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens", "loss_weights")

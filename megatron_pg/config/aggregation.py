@@ -21,18 +21,18 @@ class AggregationSettings:
 
     loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
     """L of the constant aggregation 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2).
-    Above 0. Needed by constant, refused with every other aggregation."""
+    Above 0. Needed by constant."""
 
     loss_weight_denominator: Literal["mask", "weights"] = "mask"
     """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every
     term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
-    sum m u, so that a weight of 0 is as good as a masked token; needs samples with weights (1 where others have none)."""
+    sum m u, so that a weight of 0 is as good as a masked token; needs samples with weights (1 where
+    others have none)."""
 
     calculate_per_token_loss: bool = False
     """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
     count of the step. The mode is a scale and no objective: token_mean turns it on by itself,
-    sample_mean with it becomes token_mean, constant and prompt_mean refuse it. A mode that the
-    trainer forces on the model's config is honoured with every aggregation."""
+    sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
 
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->

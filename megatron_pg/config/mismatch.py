@@ -29,8 +29,7 @@ class MismatchSettings:
 
     use_tis: bool = False
     """Truncated importance sampling against the mismatch of rollout engine and trainer: multiply
-    the per-token loss by the weight chosen with tis_level and tis_mode. Needs the log-probs of the
-    rollout engine (rollout_log_probs)."""
+    the per-token loss by the weight of tis_level and tis_mode. Needs rollout_log_probs."""
 
     custom_tis_function_path: str | None = None
     """Import path of f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask). Takes the place
@@ -53,24 +52,20 @@ class MismatchSettings:
 
     use_geometric_rejection: bool = False
     """Keep a sequence only if exp(mean_t d), d = old_log_prob - rollout_log_prob, lies between
-    geometric_rejection_low and geometric_rejection_high. Needs the log-probs of the rollout engine
-    (rollout_log_probs)."""
+    geometric_rejection_low and geometric_rejection_high. Needs rollout_log_probs."""
 
     geometric_rejection_low: Annotated[float, _LOWER_BOUND] = 0.999
-    """Smallest exp(mean_t d) that is kept. At least 0, at most e^20 and geometric_rejection_high; 0
-    leaves the bound open."""
+    """Smallest exp(mean_t d) that is kept. At most e^20; 0 leaves the bound open."""
 
     geometric_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 1.001
     """Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open."""
 
     use_sequence_rejection: bool = False
     """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between
-    sequence_rejection_low and sequence_rejection_high. Needs the log-probs of the rollout engine
-    (rollout_log_probs)."""
+    sequence_rejection_low and sequence_rejection_high. Needs rollout_log_probs."""
 
     sequence_rejection_low: Annotated[float, _LOWER_BOUND] = 0.5
-    """Smallest exp(sum_t d) that is kept. At least 0, at most e^20 and sequence_rejection_high; 0
-    leaves the bound open."""
+    """Smallest exp(sum_t d) that is kept. At most e^20; 0 leaves the bound open."""
 
     sequence_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 2.0
     """Largest exp(sum_t d) that is kept. At least e^-20; inf leaves the bound open."""

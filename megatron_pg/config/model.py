@@ -32,18 +32,18 @@ class ModelSettings:
     replay_sampling_set: bool = False
     """Log-probs and entropy of the distribution renormalised to the set that each token was sampled
     from (top-p, top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets
-    (kept_tokens) of every sample, and old, reference and rollout log-probs over the same sets; a KL
-    term is then that of the two renormalised distributions."""
+    (kept_tokens) of every sample, and all log-probs of the samples over the same sets. A KL term is
+    that of the two renormalised distributions."""
 
     fused_lm_head: bool = False
-    """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without the
-    logits of all tokens in memory. Needs a model whose output layer is Megatron's
-    ColumnParallelLinear, and a step built with PolicyStep and the model. Not with bshd."""
+    """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
+    the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
+    PolicyStep with the model. Not with bshd."""
 
     fp32_lm_head: bool = False
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head
-    or, without it, in the model's own output layer: Megatron's ColumnParallelLinear, and a step built
-    with PolicyStep."""
+    or in the model's own output layer. Needs Megatron's ColumnParallelLinear there, and
+    PolicyStep."""
 
     @property
     def changes_output_layer(self) -> bool:
@@ -72,9 +72,9 @@ class ReportSettings:
     cost of a pass over the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
 
     check_aggregation: bool = False
-    """Stop with an error, instead of one warning, when the aggregation checksum of a step (sums of
-    weights, plain and by what each sample is, over their values from the totals) is not 1: a sample
-    was duplicated, dropped, mis-sliced or exchanged for another."""
+    """Stop with an error, instead of one warning, when the aggregation checksum of a step is not 1
+    (sums of weights over their values from the totals): a sample was duplicated, dropped,
+    mis-sliced or exchanged for another."""
 
     def conflicts(self: Any) -> Iterator[str]:
         """Yield what leaves --kept-set-mass without sets, without logits or without a report."""

@@ -24,15 +24,15 @@ class ObjectiveSettings:
     ratio_anchor: Literal["old", "rollout"] = "old"
     """Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the
     policy that the step starts from. rollout: rollout_log_probs, of the engine that sampled; then r
-    carries staleness and mismatch, the clip bounds them too, and old_log_probs are not read. Not
-    with use_tis."""
+    carries staleness and mismatch, the clip bounds both, and old_log_probs are not read. Not with
+    use_tis."""
 
     eps_clip: Annotated[float, Interval(0, 1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
 
     eps_clip_high: Annotated[float | None, Interval(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_high (clip-higher, arXiv:2503.14476). Above
-    0. Unset: equal to eps_clip."""
+    0. Unset: eps_clip."""
 
     eps_clip_c: Annotated[float | None, Interval(1)] = None
     """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the per-token loss is at most
@@ -54,7 +54,7 @@ class ObjectiveSettings:
     Above 0, at most 1. Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
 
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
-    """The same for a token with A > 0 whose probability rose. Unset: equal to dppo_delta."""
+    """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
 
     def conflicts(self: Any) -> Iterator[str]:
         """Yield what is wrong with the ratio's denominator beside other settings."""
@@ -82,11 +82,11 @@ class RegularizerSettings:
     """Aggregation of the KL and entropy terms. sample_mean: the sample mean, whatever
     loss_aggregation is. loss: the aggregation of the policy loss, so that the whole loss is
     aggregate(pg + beta kl - c H), over the tokens before any rejection; grad_divisor then divides
-    all of it. Needs kl_loss_coef or entropy_coef."""
+    all of it."""
 
     kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight beta of the KL term: loss = pg + beta * kl, the mean of regularizer_aggregation. At
-    least 0. Above 0 it needs the log-probs of the reference model (ref_log_probs)."""
+    least 0. Above 0 it needs ref_log_probs, of the reference model."""
 
     kl_loss_type: str = "k3"
     """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""

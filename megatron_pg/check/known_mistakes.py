@@ -1,4 +1,4 @@
-"""Mistakes of some versions of Megatron-Core, beside the policy's gradient or under it."""
+"""Mistakes of some versions of Megatron-Core, which the check's report names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_pg.config.versions import FIRST_UNSUPPORTED
 
 @dataclass(frozen=True)
 class KnownMistake:
-    """A mistake that some versions have."""
+    """A mistake of some versions of Megatron-Core, in the policy's gradient or beside it."""
 
     first: tuple[int, int]
     fixed: tuple[int, int]
@@ -59,8 +59,8 @@ KNOWN_MISTAKES = (
     KnownMistake(
         (0, 17),
         FIRST_UNSUPPORTED,
-        "rotary positions under hybrid context parallelism are those of the model's group and not of the micro-batch's "
-        "(refused by PolicyStep)",
+        "rotary positions under hybrid context parallelism follow the model's group and not the micro-batch's (refused by "
+        "PolicyStep)",
         "Attention.forward in transformer/attention.py",
     ),
     KnownMistake(
@@ -73,7 +73,7 @@ KNOWN_MISTAKES = (
     KnownMistake(
         (0, 19),
         FIRST_UNSUPPORTED,
-        "in per-token mode multi-token prediction counts by each rank's tokens before its shift over those after it "
+        "in per-token mode multi-token prediction is multiplied by a rank's tokens before the shift over its tokens after it "
         "(refused by PolicyStep)",
         "issue 2417, pull request 3159",
     ),
@@ -82,7 +82,7 @@ KNOWN_MISTAKES = (
 
 
 def mistakes_in(version: tuple[int, int, int]) -> Iterator[KnownMistake]:
-    """Yield the known mistakes of a version."""
+    """List the known mistakes of a version."""
     for mistake in KNOWN_MISTAKES:
         if mistake.first <= version[:2] < mistake.fixed:
             yield mistake

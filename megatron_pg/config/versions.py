@@ -1,7 +1,4 @@
-"""Facts about the installed Megatron-Core version, in one place.
-
-Every difference between versions is a named predicate here; no other file compares version numbers.
-"""
+"""Differences between versions of Megatron-Core. No other file compares version numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ class UnsupportedMegatronError(ImportError):
 def megatron_core_version() -> tuple[int, int, int]:
     """Return the version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
-    Package metadata is not asked: a Megatron-LM checkout on PYTHONPATH has none, and an old wheel's would stand for it.
+    It is read from `megatron.core.package_info`: a Megatron-LM checkout on PYTHONPATH has no installed metadata, and an old
+    wheel's would be taken for its own.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -38,7 +36,7 @@ def megatron_core_version() -> tuple[int, int, int]:
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """Return (major, minor, patch) of a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
+    """Read (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
 
     Raises:
         UnsupportedMegatronError: `text` does not start with two numbers.
@@ -67,28 +65,28 @@ def require_supported_version() -> None:
 
 
 def per_token_moe_under_context_parallel_is_right() -> bool:
-    """Return whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
+    """Tell whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
 
-    transformer/moe/router.py of 0.19.2 multiplies the loss by `num_local_tokens * tp_cp_group.size()`. 0.15.3 to 0.18.2
-    multiply by the local tokens alone, which leaves 1 / CP of the intended gradient.
+    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by `num_local_tokens * tp_cp_group.size()`; 0.15.3 to
+    0.18.2 multiply by the local tokens alone, which leaves 1 / CP of the intended gradient.
     """
     return megatron_core_version() >= (0, 19)
 
 
 def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
-    """Return whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
+    """Tell whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
 
-    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the
-    context-parallel size, by which data parallelism divides again. 0.15.3 does not, which leaves 1 / CP of the intended
-    gradient. The policy gradient is right in both.
+    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the context-parallel
+    size, by which data parallelism divides again; 0.15.3 does not multiply, which leaves 1 / CP of the intended gradient. The
+    policy gradient is right in both.
     """
     return megatron_core_version() >= (0, 16)
 
 
 def derives_multi_token_labels() -> bool:
-    """Return whether multi-token prediction is trained without labels, and has a loss scale of its own.
+    """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 
-    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes the labels of the input, and
+    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes labels from the input, and
     model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
     and 0.16.1 fail.
     """
@@ -96,7 +94,7 @@ def derives_multi_token_labels() -> bool:
 
 
 def follows_own_group() -> bool:
-    """Return whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
+    """Tell whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 
     `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
     and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
@@ -107,24 +105,25 @@ def follows_own_group() -> bool:
 
 
 def has_hybrid_model() -> bool:
-    """Return whether there is a `HybridModel` (0.18.2, 0.19.2), which 0.19 names as the successor of GPTModel."""
+    """Tell whether there is a `HybridModel` (models/hybrid of 0.18.2 and 0.19.2), which 0.19 names as GPTModel's successor."""
     megatron_core_version()
     return importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 
 def needs_kept_pipeline_outputs() -> bool:
-    """Return whether interleaved pipelines need `deallocate_pipeline_outputs=False`.
+    """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send still reads it;
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it;
     0.18.2 waits for `send_next_wait_handle` first.
     """
     return megatron_core_version() < (0, 18)
 
 
 def has_megatron_training() -> bool:
-    """Return whether `megatron.training` (parser, arguments, train step) is importable.
+    """Tell whether `megatron.training` (parser, arguments, train step) is importable.
 
-    The wheels of 0.17.1 to 0.19.2 and every Megatron-LM checkout have it; those of 0.15.3 and 0.16.1 do not.
+    The installation decides and not the version: the wheels of 0.17.1 to 0.19.2 have it, those of 0.15.3 and 0.16.1 do not,
+    and a Megatron-LM checkout always does.
     """
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None

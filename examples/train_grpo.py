@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
-from megatron_pg.config.refusal import is_to_speak
+from megatron_pg.config.program import ProgramParser, exit_refused
 from megatron_pg.critic import add_value_head
 from megatron_pg.megatron import (
     ParallelGroups,
@@ -78,7 +78,7 @@ NUMBERS = {
 
 def parse_arguments() -> argparse.Namespace:
     """The flags; a refusal names the flag, what was found and what to do."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = ProgramParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     for name, (default, meaning) in (SIZES | NUMBERS).items():
         add(f"--{name}", type=type(default), default=default, help=f"{meaning} ({default})")
@@ -362,7 +362,7 @@ def main() -> None:
             print(f"remark: {remark}", flush=True)
         log = agreed(lambda: Log(args, run.progress) if lock else None)
     except (ValueError, NotImplementedError) as error:
-        sys.exit(f"error: {error}" if is_to_speak() else 1)
+        exit_refused(f"error: {error}")
     try:
         train(run, log)
     except DamagedFile as error:  # the teacher's

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import megatron_pg
+from megatron_pg import check, explain, migrate
+from megatron_pg.config.program import ProgramParser
+from megatron_pg.integrations import verl_report
 
 EPILOG = """\
 commands:
@@ -24,8 +27,16 @@ examples:
 """
 
 
+COMMANDS = {
+    "explain": explain.main,
+    "check": check.main,
+    "migrate": migrate.main,
+    "integrations": verl_report.main,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
         arguments: the command line; None takes that of the process.
@@ -33,34 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["explain"]:
-        from megatron_pg.explain import main as explain
-
-        return explain(given[1:])
-    if given[:1] == ["check"]:  # only this command needs Megatron
-        from megatron_pg.check import main as check
-
-        return check(given[1:])
-    if given[:1] == ["migrate"]:
-        from megatron_pg.migrate import main as migrate
-
-        return migrate(given[1:])
-    if given[:1] == ["integrations"]:
-        from megatron_pg.integrations.verl_report import main as integrations
-
-        return integrations(given[1:])
-    parser = build_parser()
-    if not given:
-        parser.print_help()
-        return 2
-    parser.parse_args(given)
-    return 0
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The top of the command line; each command parses what follows its name."""
-    parser = argparse.ArgumentParser(
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    parser = ProgramParser(
         prog="megatron-pg",
         description="The policy-gradient loss for RL on Megatron-Core, normalised right at any parallelism.",
         epilog=EPILOG,
@@ -69,6 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"megatron-pg {megatron_pg.__version__}"
     )
-    commands = ["explain", "check", "migrate", "integrations"]
-    parser.add_argument("command", choices=commands, help="see below")
-    return parser
+    parser.add_argument("command", choices=list(COMMANDS), help="see below")
+    if not words:
+        parser.print_help()
+        return 2
+    parser.parse_args(words)
+    return 0

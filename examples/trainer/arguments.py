@@ -20,6 +20,7 @@ from megatron.training.checkpointing import load_args_from_checkpoint
 
 from megatron_pg.config import add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import add_planning_args, validate_planning_args
+from megatron_pg.config.program import ProgramParser
 from megatron_pg.step.advantages import METHODS
 
 from .hugging_face_config import megatron_arguments_of, read_config
@@ -78,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.__class__ = ProgramParser  # Megatron makes it, for this program alone
     add_policy_loss_args(parser)
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument

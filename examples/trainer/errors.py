@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pg.config.refusal import is_to_speak
+from megatron_pg.config.program import exit_refused
 from megatron_pg.step.agreement import OtherRankError, gather
 
 REMEDY = "pip install -r examples/trainer/requirements.txt"
@@ -82,7 +82,9 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        sys.exit(f"error: {error}" if isinstance(error, RankError) or is_to_speak() else 1)
+        if isinstance(error, RankError):
+            sys.exit(f"error: {error}")
+        exit_refused(f"error: {error}")
 
 
 def _in_a_line(error: BaseException) -> str:

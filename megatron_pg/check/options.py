@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from megatron_pg.config.custom import custom_function_violations
 from megatron_pg.config.fields import COUNT, check_fields, refuse
 from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
+from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
 
 LEAN_PERIOD = 16
@@ -156,7 +156,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
         SystemExit: of argparse, for unknown flags and --help.
         ValueError: flags that cannot be served here or do not go together, all of them in one error.
     """
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         prog="megatron-pg check",
         allow_abbrev=False,
         description=(

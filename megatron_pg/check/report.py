@@ -15,8 +15,9 @@ import torch
 from megatron_pg.check.cases import not_checked
 from megatron_pg.check.compare import Row
 from megatron_pg.check.diagnosis import diagnoses
+from megatron_pg.check.known_mistakes import mistakes_in
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
-from megatron_pg.config.versions import megatron_core_version, mistakes_of
+from megatron_pg.config.versions import megatron_core_version
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
@@ -29,7 +30,7 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
             "versions": versions(),
             "accelerations": accelerations(options),
             "not_checked": not_checked(options),
-            "known_mistakes": [str(mistake) for mistake in mistakes_of(megatron_core_version())],
+            "known_mistakes": [str(mistake) for mistake in mistakes_in(megatron_core_version())],
             "rows": [
                 {
                     name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -60,7 +61,7 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         lines += _lines(row, words)
     failed = sum(not row.passed for row in rows)
     left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
-    known = mistakes_of(megatron_core_version())
+    known = mistakes_in(megatron_core_version())
     left_out += [f"known of this megatron-core: {mistake}" for mistake in known]
     verdict = "PASS: every gradient is the unsharded one" if not failed else f"FAIL: {failed} rows"
     return "\n".join([*lines, "", *left_out, f"{verdict} ({len(rows)} rows)"])

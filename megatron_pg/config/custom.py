@@ -14,12 +14,11 @@ from megatron_pg.config.fields import flag_of
 
 
 class CustomFunction(NamedTuple):
-    """How a function of the user's own is called."""
+    """Arguments that a function of the user's own is called with."""
 
     positional: tuple[str, ...]
-    """The arguments that it is given by position."""
     keywords: tuple[str, ...] = ()
-    """Arguments that it is given by keyword, each if its signature names it."""
+    """Arguments by keyword, each only if the signature names it."""
 
 
 # A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
@@ -32,17 +31,17 @@ CUSTOM_FUNCTIONS = {
         keywords=("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
     ),
 }
-"""By the setting that has the import path; its docstring in `PolicyLossConfig` says what the function returns."""
+"""Functions by the setting that has the import path, whose docstring in `PolicyLossConfig` says what they return."""
 
 
 @functools.cache
 def load_custom_function(field: str, path: str) -> Callable[..., Any]:
-    """The function that a setting of `CUSTOM_FUNCTIONS` names; see `load_function`. Once for each path."""
+    """Load the function that a setting of `CUSTOM_FUNCTIONS` names, once for each path; see `load_function`."""
     return load_function(path, flag=flag_of(field), **CUSTOM_FUNCTIONS[field]._asdict())
 
 
 def custom_function_violations(settings: Any) -> Iterator[str]:
-    """What is wrong with the functions that the settings name."""
+    """Yield what is wrong with the functions that the settings name."""
     for field in CUSTOM_FUNCTIONS:
         if path := getattr(settings, field, None):
             try:
@@ -54,20 +53,19 @@ def custom_function_violations(settings: Any) -> Iterator[str]:
 def load_function(
     path: str, *, flag: str, positional: Sequence[str], keywords: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Imports the function that a flag names, and checks that it can be called as it will be.
+    """Import the function that a flag names, and check that it takes its arguments (`CustomFunction`).
 
     Args:
         path: `pkg.mod.fn` or `pkg.mod:fn`.
         flag: the flag that gave the path, for error messages.
-        positional: names of the arguments that it will be called with, by position.
-        keywords: names of arguments that it will be given by keyword if its signature names them.
+        positional: names of the arguments by position.
+        keywords: names of the arguments by keyword.
 
     Raises:
         ValueError: the path is malformed, the import fails (its error is the cause), the module has no such attribute,
             it is not callable, or its signature does not take these arguments.
     """
-    separator = ":" if ":" in path else "."
-    module_name, _, function_name = path.rpartition(separator)
+    module_name, _, function_name = path.rpartition(":" if ":" in path else ".")
     if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
     try:
@@ -85,8 +83,37 @@ def load_function(
             f"no attribute {function_name!r}"
         )
     function: Callable[..., Any] = getattr(module, function_name)
-    _check_signature(function, f"{flag} {path}", positional, keywords)
+    expected = f"({', '.join(positional)})"
+    if not callable(function):
+        kind = type(function).__name__
+        raise ValueError(
+            f"{flag} {path}: expected a function of {expected}; found {function!r} of type {kind}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function of {expected}"
+        ) from error
+    try:
+        signature.bind(*positional, **dict.fromkeys(named_keywords(function, keywords)))
+    except TypeError as error:
+        raise ValueError(
+            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; found the signature "
+            f"{signature}"
+        ) from error
     return function
+
+
+def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
+    """Return those `keywords` that the function's signature names; `**kwargs` names none.
+
+    Raises:
+        ValueError: The function has no signature to inspect.
+    """
+    parameters = inspect.signature(function).parameters
+    named = {p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY}
+    return tuple(name for name in keywords if name in named)
 
 
 def check_returned(
@@ -97,21 +124,22 @@ def check_returned(
     *,
     differentiable_in: torch.Tensor | None = None,
 ) -> None:
-    """Refuses what a user's function returned if it is no tensor of that shape, or has lost its gradient. Reads no values.
+    """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values are not read.
 
     Megatron's schedules pass over a loss without a gradient, so that training would go on and learn nothing.
 
     Args:
-        where: the flag and the path, and what of several results it is.
-        meaning: what the tensor has to hold, for the error message.
-        differentiable_in: what the function was given and has to pass a gradient to, where that has one.
+        where: the flag and the path, and the name of the result where there are several.
+        meaning: the tensor's contents, for the error message.
+        differentiable_in: the argument that must get a gradient, where it has one.
     """
     is_tensor = isinstance(value, torch.Tensor)
     if not is_tensor or value.shape != torch.Size(shape):
-        kind = type(value).__name__
-        found = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {kind}"
+        kind = (
+            f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        )
         raise ValueError(
-            f"{where} returned {found}, expected a tensor of shape {list(shape)}: {meaning}"
+            f"{where} returned {kind}, expected a tensor of shape {list(shape)}: {meaning}"
         )
     has_gradient = differentiable_in is not None and differentiable_in.requires_grad
     if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
@@ -120,41 +148,3 @@ def check_returned(
             "argument, without detach(), .data, .item() or torch.no_grad(); where there is no token, return "
             "argument.sum() * 0 and not a new zero"
         )
-
-
-def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """The ones of `keywords` that the function's signature names; `**kwargs` names none.
-
-    Raises:
-        ValueError: The function has no signature to inspect.
-    """
-    positional_only = inspect.Parameter.POSITIONAL_ONLY
-    parameters = inspect.signature(function).parameters
-    named = [name for name in keywords if name in parameters]
-    return tuple(name for name in named if parameters[name].kind is not positional_only)
-
-
-def _check_signature(
-    function: Callable[..., Any], where: str, positional: Sequence[str], keywords: Sequence[str]
-) -> None:
-    """Refuses what is no function, or one that a call with these arguments would not bind to."""
-    expected = f"({', '.join(positional)})"
-    if not callable(function):
-        kind = type(function).__name__
-        raise ValueError(
-            f"{where}: expected a function of {expected}; found {function!r} of type {kind}"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{where}: its signature cannot be read ({error}); wrap it in a Python function of "
-            f"{expected}"
-        ) from error
-    try:
-        signature.bind(*positional, **{name: None for name in named_keywords(function, keywords)})
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: cannot be called with the positional arguments {expected}: {error}; found "
-            f"the signature {signature}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Values of the fields of a settings dataclass: what each may be, and what is wrong with those that are given."""
+"""Fields of a settings dataclass: the values that each may have, and the faults of those that are given."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_pg.config.rows import TABLES, did_you_mean
 
@@ -22,9 +22,10 @@ class Interval:
     closed: bool = False
     metavar: str = "X"
     or_infinite: bool = False
-    """Whether infinity is one too: a bound that is open."""
+    """Infinity is one of the numbers: a bound that is open."""
 
     def contains(self, value: Any) -> bool:
+        """Return whether a value is a number of the interval."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         number: Any = value  # compared as it is: an integer may be beyond every float
@@ -38,7 +39,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Parsed:
-    """How the text of a flag becomes a value, where a word or a number is not all that it may be."""
+    """A parser of the flag's text, for a field that takes more than a word or a number."""
 
     parse: Callable[[str], Any]
     """Raises `argparse.ArgumentTypeError`, saying what was expected."""
@@ -46,13 +47,15 @@ class Parsed:
 
 
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""The smallest and the largest positive number of float32, in which the loss is computed, without those of fewer digits."""
+"""The smallest normal and the largest positive number of float32, in which the loss is computed."""
 
 COUNT = Interval(1, closed=True, metavar="N")
 """An integer from 1 on."""
 
 PYTHON_ONLY = "python only"
-"""Marks a field without a flag."""
+"""Mark of a field without a flag."""
+
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,18 @@ class Field:
     name: str
     default: Any
     type: Any
-    """The type of a value: bool, int, float, str or tuple."""
+    """Type of a value: bool, int, float, str or tuple."""
     words: tuple[str, ...] | None
-    """The words of a `Literal`."""
+    """Words of a `Literal`."""
     interval: Interval | None
     parsed: Parsed | None
     is_optional: bool
-    """Whether None is a value."""
+    """None is a value."""
     has_flag: bool
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The words that it may be, of a `Literal` or of a table of rows."""
+        """Words that it may be, of a `Literal` or of a table of rows."""
         return tuple(TABLES[self.name]) if self.name in TABLES else self.words
 
     @property
@@ -82,23 +85,22 @@ class Field:
         return flag_of(self.name) if self.has_flag else self.name
 
     def violation(self, value: Any) -> str | None:
-        """What is wrong with a value by itself, None where nothing is."""
-        valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
+        """Return what is wrong with a value by itself, None where nothing is."""
         if value is None and self.is_optional:
             return None
         if self.choices is not None:
-            valid = value in self.choices
-            expected = "one of " + ", ".join(self.choices)
+            valid, expected = value in self.choices, "one of " + ", ".join(self.choices)
         elif self.type is bool:
             valid, expected = isinstance(value, bool), "True or False"
         elif self.type is tuple:
             valid = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
             expected = "a sequence of words"
-        elif self.interval is not None:
+        elif self.interval is None:
+            valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
+        else:
             valid = self.interval.contains(value)
             kind = "a number or inf" if self.interval.or_infinite else "a finite number"
-            kind = "an integer" if self.type is int else kind
-            expected = f"{kind} {self.interval}"
+            expected = f"{'an integer' if self.type is int else kind} {self.interval}"
             if self.type is int:
                 valid = valid and isinstance(value, numbers.Integral)
             elif valid and not (FLOAT32[0] <= abs(value) <= FLOAT32[1] or value in (0, math.inf)):
@@ -108,13 +110,13 @@ class Field:
         return f"{self.flag} must be {expected}; found {value!r}{self.did_you_mean(value)}"
 
     def did_you_mean(self, value: Any) -> str:
-        """The end of a refusal of a word, with the nearest right one; "" where none is near."""
+        """Return a hint at the nearest right word, "" where none is near."""
         table = TABLES.get(self.name)
         return did_you_mean(value, self.choices or (), table.also_known_as if table else {})
 
 
 def flag_of(name: str) -> str:
-    """The flag that stores to an attribute."""
+    """Return the flag that stores to an attribute."""
     return "--" + name.replace("_", "-")
 
 
@@ -122,7 +124,7 @@ _FIELDS: dict[type[Any], dict[str, Field]] = {}
 
 
 def fields_of(settings: type[Any]) -> dict[str, Field]:
-    """The fields of a settings dataclass, by name and in order.
+    """Return the fields of a settings dataclass, by name and in order.
 
     An annotation says what a field may be: bool, `Literal` words, a word of the table of that name (`TABLES`),
     `Annotated[float, Interval(...)]` or `Annotated[int, COUNT]`, a tuple of words, or an import path (str); `| None`
@@ -152,30 +154,30 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     )
 
 
-def check_fields(settings: type[Any], values: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Checks every value by itself.
+def check_fields(settings: type[Settings], values: Mapping[str, Any]) -> tuple[list[str], Settings]:
+    """Check every value by itself.
 
     Args:
         settings: the dataclass.
         values: by field name; a field without one has its default.
 
     Returns:
-        The violations, and the values as attributes with a default in the place of each that is wrong, so that what
-        else is wrong can be found in the same look.
+        The violations, and the dataclass with a default for each value that is wrong: made without `__post_init__`, so
+        that one look finds what is wrong with the others too.
     """
-    violations, sound = [], {}
+    violations, sound = [], object.__new__(settings)
     for field in fields_of(settings).values():
         value = values.get(field.name, field.default)
         violation = field.violation(None if value is dataclasses.MISSING else value)
         if violation is not None:
             violations.append(violation)
             value = field.default
-        sound[field.name] = value
-    return violations, SimpleNamespace(**sound)
+        vars(sound)[field.name] = value
+    return violations, sound
 
 
 def refuse(violations: Sequence[str], *, error: type[Exception] = ValueError) -> None:
-    """Raises one error with every violation; returns where there is none."""
+    """Raise one error with every violation; return where there is none."""
     if len(violations) == 1:
         raise error(violations[0])
     if violations:

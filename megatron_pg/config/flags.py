@@ -7,18 +7,12 @@ import ast
 import functools
 import inspect
 import itertools
-import os
-import re
-import sys
 import textwrap
 from dataclasses import MISSING
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from megatron_pg.config.fields import Field, fields_of, flag_of
-from megatron_pg.config.refusal import is_to_speak
-from megatron_pg.config.rows import TABLES, did_you_mean
-
-Settings = TypeVar("Settings")
+from megatron_pg.config.fields import Field, Settings, fields_of, flag_of
+from megatron_pg.config.rows import TABLES
 
 
 def add_args(
@@ -29,7 +23,7 @@ def add_args(
     description: str = "",
     unset: tuple[str, ...] = (),
 ) -> argparse.ArgumentParser:
-    """Adds one flag for each field of a settings dataclass, in a group of their own.
+    """Add one flag for each field of a settings dataclass, in a group of their own, and change nothing else.
 
     The docstring under a field is the flag's help text. A flag that the parser has already (Megatron's
     `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it is: its value lands in the same attribute.
@@ -54,51 +48,50 @@ def add_args(
             if field.name in unset:
                 keywords["default"] = None
             group.add_argument(field.flag, **keywords)
-        _name_the_nearest_flag(parser)
     return parser
 
 
 def read_args(settings: type[Settings], args: argparse.Namespace) -> Settings:
-    """The dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
+    """Make the dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
 
     Raises:
-        ValueError: what the dataclass refuses, such as None for a field that must be given.
+        ValueError: the dataclass refuses a value, such as None for a field that must be given.
     """
-    found = vars(args)
-    values = {}
+    arguments, values = vars(args), {}
     for field in fields_of(settings).values():
-        if field.name in found or field.default is MISSING:
-            value = found.get(field.name)
+        if field.name in arguments or field.default is MISSING:
+            value = arguments.get(field.name)
             values[field.name] = tuple(value or ()) if field.type is tuple else value
     return settings(**values)
 
 
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """The docstring under each field, on one line.
+    """Return the docstring under each field, on one line.
 
-    Python does not keep these, so they are read from the source; without it (a package of compiled files only) there
-    are none, and the flags have no help text.
+    Python does not keep these, so they are read from the source. A package of compiled files only has none, and its
+    flags have no help text.
     """
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
-    except OSError:
-        return {}
     texts = {}
-    for pair in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else []):
-        match pair:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                texts[name] = " ".join(text.split())
+    for base in settings.__mro__[:-1]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except OSError:
+            continue
+        for pair in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
     return texts
 
 
 def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Whether the parser has the flag of a field already, whoever defined it.
+    """Return whether the parser has the flag of a field already, whoever defined it.
 
     Raises:
-        ValueError: it has, and the flag stores to another attribute.
+        ValueError: the flag stores to another attribute.
     """
     flag = flag_of(name)
     action = parser._option_string_actions.get(flag)
@@ -111,7 +104,7 @@ def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
 
 
 def _argparse_keywords(field: Field, text: str) -> dict[str, Any]:
-    """What `add_argument` is told about a flag."""
+    """Return the arguments of `add_argument` for a flag."""
     if field.name in TABLES:
         rows = TABLES[field.name].values()
         text = " ".join([text, *(f"{row.name}: {row.help}." for row in rows)])
@@ -136,30 +129,3 @@ def _word(field: Field, text: str) -> str:
     if text in choices or not hint:
         return text  # argparse itself lists the words
     raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}{hint}")
-
-
-def _name_the_nearest_flag(parser: argparse.ArgumentParser) -> None:
-    """Lets the parser refuse in one line that names the nearest flag that it has, said by one rank, as --help is by one
-    of each node.
-
-    Megatron's usage is 700 lines long, and every rank would print it.
-    """
-    if getattr(parser.error, "names_the_nearest", False):
-        return
-    write = parser._print_message
-
-    def error(message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            for flag in re.findall(r"(?<!\S)--[\w-]+", message):
-                message += did_you_mean(flag, parser._option_string_actions)
-        if is_to_speak():
-            write(f"{parser.prog}: error: {message}\n", sys.stderr)
-        parser.exit(2)
-
-    def write_once(message: str, file: Any = None) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            write(message, file)
-
-    error.names_the_nearest = True  # type: ignore[attr-defined]
-    parser.error = error  # type: ignore[method-assign]
-    parser._print_message = write_once  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""`PlanningConfig`: what a step holds, and how it is cut into micro-batches."""
+"""`PlanningConfig`: the contents of a step, and its cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron_pg.config.fields import COUNT, check_fields, fields_of, flag_of, refuse
+from megatron_pg.config.fields import COUNT, check_fields, flag_of, refuse
 from megatron_pg.config.flags import add_args, read_args
 
 OversizedSamples = Literal["error", "own_microbatch"]
@@ -18,10 +18,10 @@ DistinctIds = Literal["rank", "file"]
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """What a step holds, and how it is cut into micro-batches. The docstring under a field is its flag's help text.
+    """Settings of a step's contents and of its micro-batches. The docstring under a field is its flag's help text.
 
     Raises:
-        ValueError: values out of range or that contradict each other, all of them in one error; flags are named.
+        ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
     """
 
     max_tokens_per_microbatch: Annotated[int, COUNT]
@@ -29,12 +29,12 @@ class PlanningConfig:
     them. Needed."""
 
     oversized_samples: OversizedSamples = "error"
-    """What becomes of a sample longer than --max-tokens-per-microbatch. error: stop and name it. own_microbatch: give it
+    """Treatment of a sample longer than --max-tokens-per-microbatch. error: stop and name it. own_microbatch: give it
     a micro-batch of its own."""
 
     balance: Balance = "time"
-    """What is evened out between micro-batches, within --max-tokens-per-microbatch. time: a l + b l^2 of each sequence of
-    l tokens, with a and b from the model's shape. tokens: their number."""
+    """Quantity to even out between micro-batches, within --max-tokens-per-microbatch. time: a l + b l^2 of each sequence
+    of l tokens, with a and b from the model's shape. tokens: their number."""
 
     ragged_microbatches: bool = False
     """Let data-parallel ranks run different numbers of micro-batches, where those with fewer would run empty ones.
@@ -44,7 +44,7 @@ class PlanningConfig:
     """Documents (rollouts) of a step, over all data-parallel ranks. Unset: the training script says what a step holds."""
 
     docs_per_step_mode: DocsPerStepMode = "at_least"
-    """at_least: a step keeps what was pulled beyond --docs-per-step. exact: it is carried into the next step."""
+    """Treatment of what was pulled beyond --docs-per-step. at_least: the step keeps it. exact: the next step gets it."""
 
     keep_prompt_groups: bool = False
     """End steps between prompt groups; a step then may hold a part of a group more than --docs-per-step. Without it a
@@ -55,11 +55,11 @@ class PlanningConfig:
     name."""
 
     on_bad_row: OnBadRow = "error"
-    """What becomes of a row of --rollout-files that is no sample. error: stop and say what was expected. skip: pass it;
+    """Treatment of a row of --rollout-files that is no sample. error: stop and say what was expected. skip: pass it;
     such rows are counted."""
 
     allow_different_prompts_in_group: bool = False
-    """Let the samples of a prompt group have different prompts, as an environment gives them that varies the prompt. Without it
+    """Let the samples of a prompt group have different prompts, from an environment that varies the prompt. Without it
     such a group is an error: two ranks or files that number their groups alike would look the same."""
 
     allow_different_group_sizes: bool = False
@@ -67,8 +67,8 @@ class PlanningConfig:
     rollouts make them. Without it such a step is an error: its end may have cut a group."""
 
     distinct_ids: DistinctIds | None = None
-    """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0. rank: ids of
-    two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
+    """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0. rank:
+    ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
 
     def __post_init__(self) -> None:
         violations, sound = check_fields(type(self), vars(self))
@@ -84,8 +84,7 @@ class PlanningConfig:
                 "fall apart; choose file, where each file numbers its own, or drop it"
             )
         for name in ("docs_per_step_mode", "keep_prompt_groups"):
-            is_given = getattr(sound, name) != fields_of(type(self))[name].default
-            if is_given and self.docs_per_step is None:
+            if self.docs_per_step is None and getattr(sound, name) != getattr(PlanningConfig, name):
                 violations.append(
                     f"{flag_of(name)} says where a step of --docs-per-step ends: give --docs-per-step, or drop it"
                 )
@@ -93,7 +92,7 @@ class PlanningConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PlanningConfig:
-        """The config from parsed arguments; a flag that the parser did not define keeps its default.
+        """Make the config from parsed arguments; a flag that the parser did not define keeps its default.
 
         Raises:
             ValueError: a value is out of range, or `--max-tokens-per-microbatch` is missing.
@@ -102,21 +101,17 @@ class PlanningConfig:
 
 
 def add_planning_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of planning, in a group of their own; usable as Megatron's `extra_args_provider`.
+    """Add the flags of planning, in a group of their own; usable as Megatron's `extra_args_provider`.
 
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    return add_args(
-        parser,
-        PlanningConfig,
-        title="planning",
-        description="What a step holds, and its micro-batches.",
-    )
+    about = "What a step holds, and its micro-batches."
+    return add_args(parser, PlanningConfig, title="planning", description=about)
 
 
 def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:
-    """Checks the flags of planning against each other and against the trainer's own; changes nothing.
+    """Check the flags of planning against each other and against the trainer's own; change nothing.
 
     Raises:
         ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism.

@@ -17,6 +17,7 @@ from megatron_pg.config import (
 )
 from megatron_pg.config.fields import fields_of, refuse
 from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.program import ProgramParser
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.show import plot, print_report
 from megatron_pg.explain.step import ExplainOptions, explained_step
@@ -96,7 +97,7 @@ def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Itera
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser: lengths, parallelism, output, and the flags of a launch line that decide what is explained."""
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         prog="megatron-pg explain",
         usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",
         description="Which objective am I really optimizing? The weight of a token under each aggregation.",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
+from megatron_pg.config.model import layout_violation
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
-from megatron_pg.config.validation import layout_violation
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.loss.corrections import drops_tokens
 from megatron_pg.loss.sequence import add_over_group

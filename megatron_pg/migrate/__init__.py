@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.migrate.read import read_file, read_line
 from megatron_pg.migrate.report import lines
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of what comes before `--`."""
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         prog="megatron-pg migrate",
         usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
         description="What a launch line of slime, miles, verl or NeMo-RL computes, where that is off and by how much, and the "

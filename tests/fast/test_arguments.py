@@ -11,7 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
+from megatron_pg import add_critic_args
+from megatron_pg.config import (
+    PolicyLossConfig,
+    add_planning_args,
+    add_policy_loss_args,
+    validate_policy_loss_args,
+)
 from megatron_pg.config.fields import fields_of
 from megatron_pg.config.flags import field_docstrings
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
@@ -654,6 +660,29 @@ def test_a_flag_that_the_parser_has_is_left_as_it_is():
     assert add_policy_loss_args(add_policy_loss_args(parser)) is parser
     assert parser.parse_args([]).eps_clip == 0.3
     assert parser.format_help().count("policy loss:") == 1
+
+
+class UsersParser(argparse.ArgumentParser):
+    """A parser whose owner raises where argparse ends the process."""
+
+    def error(self, message: str) -> None:
+        raise LookupError(message)
+
+
+@pytest.mark.parametrize("add", [add_policy_loss_args, add_planning_args, add_critic_args])
+def test_a_guest_in_a_parser_adds_arguments_and_changes_nothing_else(add, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    parser = add(UsersParser())
+    with pytest.raises(LookupError, match="^unrecognized arguments: --lr 1$"):
+        parser.parse_args(["--lr", "1"])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "usage: " in capsys.readouterr().out
+    assert vars(parser).keys() == vars(UsersParser()).keys()
+    with pytest.raises(SystemExit):
+        add(argparse.ArgumentParser(prog="theirs")).parse_args(["--lr", "1"])
+    said = capsys.readouterr().err
+    assert said.startswith("usage: theirs") and "did you mean" not in said
 
 
 def test_a_flag_of_the_same_name_and_another_meaning_is_refused():

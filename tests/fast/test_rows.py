@@ -17,6 +17,7 @@ from megatron_pg import (
     step_totals,
     validate_policy_loss_args,
 )
+from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
@@ -180,12 +181,24 @@ def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> 
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_the_parser_names_the_nearest_flag(capsys, monkeypatch) -> None:
-    """In one line, on the first rank of a node."""
-    for rank, lines in (("0", 1), ("1", 0)):
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("--loss-agregation token_mean", "; did you mean --loss-aggregation?"),
+        ("--lr 1", ""),  # it has no flag but --help near it
+    ],
+)
+def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, capsys) -> None:
+    parser = add_policy_loss_args(ProgramParser(prog="ours"))
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(line.split())
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"ours: error: unrecognized arguments: {line}{hint}\n"
+
+
+def test_a_parser_of_ours_prints_its_help_once_on_a_node(capsys, monkeypatch) -> None:
+    for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as end:
-            parsed("--loss-agregation token_mean")
-        said = capsys.readouterr().err
-        assert end.value.code == 2 and said.count("\n") == lines
-        assert ("did you mean --loss-aggregation?" in said) == (rank == "0")
+        with pytest.raises(SystemExit):
+            add_policy_loss_args(ProgramParser()).parse_args(["--help"])
+        assert ("--eps-clip" in capsys.readouterr().out) == (rank == "0")

@@ -11,12 +11,11 @@ import pytest
 
 import megatron_pg.critic
 import megatron_pg.megatron
+from megatron_pg.check.known_mistakes import KNOWN_MISTAKES, mistakes_in
 from megatron_pg.config import versions
 from megatron_pg.config.versions import (
-    KNOWN_MISTAKES,
     SUPPORTED_RANGE,
     UnsupportedMegatronError,
-    mistakes_of,
     parse_version,
     require_supported_version,
 )
@@ -101,7 +100,7 @@ def test_every_page_says_the_same_range() -> None:
 
 def test_known_mistakes_of_a_version() -> None:
     said = {
-        version: " ".join(map(str, mistakes_of(version)))
+        version: " ".join(map(str, mistakes_in(version)))
         for version in ((0, 15, 3), (0, 18, 2), (0, 19, 2))
     }
     assert "auxiliary loss" in said[0, 15, 3] and "right from 0.16" in said[0, 15, 3]

@@ -1,0 +1,150 @@
+"""Aggregation of the per-token losses: its settings, and their agreement with Megatron's per-token mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, fields_of, flag_of
+from megatron_pg.config.rows import TABLES
+
+AUXILIARY_LOAD_BALANCING = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
+
+
+@dataclass(frozen=True)
+class AggregationSettings:
+    """Settings of how per-token losses become one number, and of its scale."""
+
+    loss_aggregation: str = "sample_mean"
+    """Aggregation of the per-token losses x of a step to one number; all totals are of the whole step."""
+
+    loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
+    """L of the constant aggregation 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2).
+    Above 0. Needed by constant."""
+
+    loss_weight_denominator: Literal["mask", "weights"] = "mask"
+    """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every
+    term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
+    sum m u, so that a weight of 0 is as good as a masked token; needs samples with weights (1 where
+    others have none)."""
+
+    calculate_per_token_loss: bool = False
+    """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
+    count of the step. The mode is a scale and no objective: token_mean turns it on by itself,
+    sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
+
+    custom_pg_loss_reducer_function_path: str | None = None
+    """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
+    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank,
+    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. The masks
+    are those that corrections leave. Takes the place of loss_aggregation; the outer count is N
+    rollouts, T active tokens in per-token mode."""
+
+    divide_gradient_twice: bool = False
+    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity
+    with a script that returns the mean over M documents to an engine that divides by M again
+    (DeepSpeed). Not with grad_divisor."""
+
+    grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
+    """Python API only. The reported policy loss is inner sum / outer count, the differentiated one
+    inner sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its
+    step. The same of the whole loss under regularizer_aggregation loss. Above 0. None: the outer
+    count for both."""
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield what is wrong between these settings."""
+        replaces = "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore"
+        if self.custom_pg_loss_reducer_function_path is not None:
+            if self.loss_aggregation_divisor is not None or self.loss_aggregation == "constant":
+                yield (
+                    f"{replaces} --loss-aggregation-divisor (found {self.loss_aggregation_divisor}) and --loss-aggregation "
+                    "constant: drop the divisor or the path"
+                )
+            if self.loss_weight_denominator == "weights":
+                yield f"{replaces} --loss-weight-denominator weights: drop one of the two"
+        if self.divide_gradient_twice and self.grad_divisor is not None:
+            yield (
+                f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {self.grad_divisor:g}: give one "
+                "of the two"
+            )
+
+
+def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
+    """Write the aggregation that is meant into the values of a config, and return the violations.
+
+    Args:
+        values: changed in place; an aggregation of None was not chosen.
+        divisor: `--pg-loss-divisor`, or None.
+    """
+    chosen, other = values.get("loss_aggregation"), values.get("loss_aggregation_divisor")
+    if chosen is None:
+        values["loss_aggregation"] = AggregationSettings.loss_aggregation
+    if divisor is None:
+        return []
+    field = fields_of(AggregationSettings)["loss_aggregation_divisor"]
+    if violation := replace(field, name="pg_loss_divisor").violation(divisor):
+        return [violation]
+    path = values.get("custom_pg_loss_reducer_function_path")
+    if path is None:
+        values.update(loss_aggregation="constant", loss_aggregation_divisor=divisor)
+    contradictions = {
+        f"--loss-aggregation {chosen}": chosen not in (None, "constant"),
+        f"--loss-aggregation-divisor {other}": other not in (None, divisor),
+        f"--custom-pg-loss-reducer-function-path {path}": path is not None,
+    }
+    return [
+        f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant --loss-aggregation-divisor {divisor:g}; "
+        f"found {setting}: drop one of the two"
+        for setting, is_given in contradictions.items()
+        if is_given
+    ]
+
+
+def settle_per_token_mode(
+    config: AggregationSettings, trainer: Mapping[str, Any]
+) -> tuple[bool, str, list[str]]:
+    """Return whether per-token mode is on, the aggregation that its row leaves beside it, and violations.
+
+    A mode that the trainer forces on the model's config later is not the flag and is not seen here.
+
+    Args:
+        config: the settings, each valid by itself.
+        trainer: the trainer's arguments by Megatron's names (`megatron/training/arguments.py` of 0.19).
+    """
+    chosen = config.loss_aggregation
+    table = TABLES["loss_aggregation"]
+    is_custom, counterpart = table.is_replaced(config), table[chosen].under_per_token_flag
+    exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
+    obstacle = next((name for name in exclusive if trainer.get(name)), None)
+    if not config.calculate_per_token_loss:
+        # Per-token mode is how Megatron runs a token mean, but the gradient is the same without it and the losses inside
+        # the model keep their scale.
+        is_token_mean = counterpart == chosen and not is_custom
+        return is_token_mean and not (obstacle or _scales_inner_losses(trainer)), chosen, []
+    violations = []
+    if counterpart is None:
+        violations.append(
+            f"--calculate-per-token-loss asks for the token mean and --loss-aggregation {chosen} for another objective: "
+            "drop --calculate-per-token-loss, or choose --loss-aggregation token_mean"
+        )
+    if obstacle:
+        violations.append(
+            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose "
+            "--loss-aggregation token_mean, whose gradient is the same without it"
+        )
+    return True, chosen if is_custom else counterpart, violations
+
+
+def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
+    """Return whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
+    coefficients, kinds = (
+        value if isinstance(value, (list, tuple)) else [value]
+        for value in (
+            trainer.get("moe_aux_loss_coeff"),
+            trainer.get("moe_router_load_balancing_type", "aux_loss"),
+        )
+    )
+    balances = any(coefficients) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
+    has_expert_loss = balances or trainer.get("moe_z_loss_coeff")
+    return bool(trainer.get("mtp_num_layers") or (trainer.get("num_experts") and has_expert_loss))

@@ -1,0 +1,121 @@
+"""The model's side of the loss: settings of the layout of its input, of its output layer, and of what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from megatron_pg.config.fields import Interval
+
+CpPartitionMode = Literal["zigzag", "contiguous"]
+"""Cut of a pack of sequences over a context-parallel group, by the names of Megatron's `TransformerConfig`; see
+`TokenWindow`."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Settings of the layout of the model's input, and of how log-probs and entropy come from its output."""
+
+    qkv_format: Literal["thd", "bshd"] = "thd"
+    """Layout of the model's input. thd: sequences packed back to back. bshd: one padded row a
+    sequence, refused under context parallelism."""
+
+    cp_partition_mode: CpPartitionMode = "zigzag"
+    """Tokens of a pack that a context-parallel rank holds, as the model's attention has them. zigzag:
+    of every sequence the chunks r and 2 CP - 1 - r. contiguous: one slice of the whole pack."""
+
+    rollout_temperature: Annotated[float, Interval(0)] = 1.0
+    """Temperature t at which the rollout engine sampled and scored: log-probs and entropy are those
+    of logits / t. Above 0."""
+
+    replay_sampling_set: bool = False
+    """Log-probs and entropy of the distribution renormalised to the set that each token was sampled
+    from (top-p, top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets
+    (kept_tokens) of every sample, and all log-probs of the samples over the same sets. A KL term is
+    that of the two renormalised distributions."""
+
+    fused_lm_head: bool = False
+    """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
+    the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
+    PolicyStep with the model. Not with bshd."""
+
+    fp32_lm_head: bool = False
+    """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head
+    or in the model's own output layer. Needs Megatron's ColumnParallelLinear there, and
+    PolicyStep."""
+
+    @property
+    def changes_output_layer(self) -> bool:
+        """The model's own output layer gives float32 logits. The fused head has its own product."""
+        return self.fp32_lm_head and not self.fused_lm_head
+
+    def conflicts(self: Any) -> Iterator[str]:
+        """Yield what is wrong between head and layout."""
+        if self.fused_lm_head and self.qkv_format != "thd":
+            yield (
+                f"--fused-lm-head takes packed sequences; found --qkv-format {self.qkv_format}: use --qkv-format thd, or "
+                "drop --fused-lm-head"
+            )
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """Settings of what a step reports and checks."""
+
+    pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
+    """Metrics of a step. none: no metrics beyond the loss. basic: ratios, clip fractions,
+    advantages and token counts. with_entropy: basic and the entropy."""
+
+    kept_set_mass: bool = False
+    """Report kept_set_mass, the probability that the policy in training gives the kept sets, at the
+    cost of a pass over the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
+
+    check_aggregation: bool = False
+    """Stop with an error, instead of one warning, when the aggregation checksum of a step is not 1
+    (sums of weights over their values from the totals): a sample was duplicated, dropped,
+    mis-sliced or exchanged for another."""
+
+    def conflicts(self: Any) -> Iterator[str]:
+        """Yield what leaves --kept-set-mass without sets, without logits or without a report."""
+        if not self.kept_set_mass:
+            return
+        if not self.replay_sampling_set:
+            yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
+        if self.fused_lm_head:
+            yield "--kept-set-mass takes the logits of all tokens, which --fused-lm-head does not make: drop one of the two"
+        if self.pg_metrics == "none":
+            yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
+
+
+def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
+    """Return what is wrong with a layout that has no token window, None where nothing is."""
+    if qkv_format != "bshd" or context_parallel_size <= 1:
+        return None
+    return (
+        f"--qkv-format bshd with --context-parallel-size {context_parallel_size}: BSHD chunks every sequence by the padded "
+        "maximum length of the micro-batch, which the loss is not told; use --qkv-format thd"
+    )
+
+
+def output_layer_violations(flag: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings of Megatron that a product in the place of the output layer's does not serve.
+
+    Args:
+        flag: the flag that asks for the product.
+        settings: Megatron's arguments, or a model's config, by name.
+    """
+    violations = []
+    if flag == "--fused-lm-head" and settings.get("use_mup"):
+        violations.append(f"{flag} does not scale logits as --use-mup does: drop one of the two")
+    if settings.get("defer_embedding_wgrad_compute"):
+        violations.append(
+            f"{flag} computes the gradient of the output layer's weight in backward, which "
+            "--defer-embedding-wgrad-compute puts off: drop one of the two"
+        )
+    if (settings.get("gtp_weight_remat_size") or 1) > 1:
+        violations.append(
+            f"{flag} takes the weight of the output layer as tensor parallelism cuts it, and "
+            "--tensor-parallel-num-weight-shards cuts it further: drop one of the two"
+        )
+    return violations

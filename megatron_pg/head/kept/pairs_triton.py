@@ -1,7 +1,7 @@
-"""The Triton kernels of a sparse output layer: logits of pairs, and the two products of their gradient.
+"""The products of the sparse layer as Triton kernels, with the functions and signatures of `pairs_torch`.
 
-A program owns a few pairs, a tile of one row, or tiles of columns of the weight, and sums in an order that depends on
-neither the other rows nor on timing: the gradients are the same bit for bit. Row offsets are int64.
+A program owns a few pairs, a tile of one row, or tiles of columns of the weight. It sums in an order that depends neither
+on the other rows nor on timing, so the gradients are the same bit for bit. Row offsets are int64.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -9,8 +9,12 @@ neither the other rows nor on timing: the gradients are the same bit for bit. Ro
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.head.kept.sets import KeptPairs
 
 
 @triton.jit
@@ -18,7 +22,7 @@ def logits_kernel(
     hidden, hidden_stride, weight, weight_stride, rows, columns, is_here, out, pairs, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the logits of PAIRS pairs; minus infinity for a column that another rank holds, which is not read."""
+    """Write the logits of PAIRS pairs; minus infinity for a column of another rank, which is not read."""
     places = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = places < pairs
     here = tl.load(is_here + places, mask=inside, other=0) != 0
@@ -41,9 +45,9 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the places [begin, end) of coefficient times a tile of a row of `source`; rows of coefficient 0 are not read.
+    """Sum coefficient times a tile of a row of `source` over the places [begin, end); rows of coefficient 0 are not read.
 
-    `order` says which pair is at a place; None: the pairs themselves.
+    `order` has the pair at each place; None: the pairs themselves.
     """
     total = tl.zeros([TILE], tl.float32)
     for first in range(begin, end, PAIRS):
@@ -66,7 +70,7 @@ def hidden_gradient_kernel(
     coefficients, offsets, columns, weight, weight_stride, out, out_stride, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes TILE elements of the gradient of one row of hidden states."""
+    """Write TILE elements of the gradient of one row of hidden states."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -83,10 +87,10 @@ def weight_gradient_kernel(
     coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds TILE elements of the gradient of every column of the weight to `out`.
+    """Add TILE elements of the gradient of every column of the weight to `out`.
 
-    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), `ends`
-    where the places of the same column end. The first place of a column has all of them summed, by one program.
+    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), and
+    `ends` has the end of each column's places. One program sums all places of a column, at the first of them.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -101,3 +105,50 @@ def weight_gradient_kernel(
             at = out + key.to(tl.int64) * out_stride + lanes
             total += tl.load(at, mask=lanes_inside, other=0.0).to(tl.float32)
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
+
+
+# The pairs, and the elements of a hidden state, that a program takes at a time.
+_LOGITS_TILE = (8, 256)
+_HIDDEN_TILE = (8, 512)
+_WEIGHT_TILE = (8, 1024)
+_WEIGHT_PROGRAMS = 1056
+"""Programs that share the columns of the weight: 8 for each multiprocessor of an H200."""
+
+
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
+    """Read the kept columns once; see `pairs_torch.pair_logits`."""
+    count, size = len(pairs.rows), hidden.shape[1]
+    logits = pairs.temperature.new_empty(count)
+    per_program, tile = _LOGITS_TILE
+    if count:
+        logits_kernel[(triton.cdiv(count, per_program),)](
+            hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
+            logits, count, size, PAIRS=per_program, TILE=tile,
+        )  # fmt: skip
+    return logits
+
+
+def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
+    """Read the kept columns once; see `pairs_torch.write_hidden_gradient`."""
+    tokens, size = out.shape
+    per_step, tile = _HIDDEN_TILE
+    if tokens:
+        hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
+            gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
+            PAIRS=per_step, TILE=tile,
+        )  # fmt: skip
+
+
+def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
+    """Sort the pairs by column and sum each column in one program; see `pairs_torch.add_weight_gradient`."""
+    count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
+    per_step, tile = _WEIGHT_TILE
+    if count == 0:
+        return
+    keys = torch.where(pairs.is_here, pairs.columns, columns).int()
+    keys, order = torch.sort(keys, stable=True)
+    ends = torch.searchsorted(keys, keys, right=True)
+    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
+        gradient, order, keys, ends, pairs.rows, hidden, hidden.stride(0), out, out.stride(0),
+        count, columns, size, PAIRS=per_step, TILE=tile, num_warps=8,
+    )  # fmt: skip

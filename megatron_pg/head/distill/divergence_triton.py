@@ -1,4 +1,4 @@
-"""The Triton kernels of the divergence from a teacher's logits: sums of each row, and the gradient.
+"""The divergence's passes over two models' logits as Triton kernels, with the functions and signatures of `divergence`.
 
 A program owns one row and walks over it in tiles, so a row's arithmetic does not depend on the others. Row offsets are int64.
 """
@@ -8,8 +8,12 @@ A program owns one row and walks over it in tiles, so a row's arithmetic does no
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megatron_pg.head.distill.divergence import LogitPair
 
 FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
@@ -18,7 +22,7 @@ SMALLEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
-    """Log-probabilities of a tile, held above a number that is finite; SMALLEST outside of the row."""
+    """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of the row."""
     logits = tl.load(base + lanes, mask=mask, other=0.0).to(tl.float32)
     log_p = (logits - maximum) / temperature - log_sum
     # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
@@ -27,7 +31,7 @@ def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
 
 @triton.jit
 def _terms(log_p, log_q, beta, KIND: tl.constexpr):
-    """What each column adds to the divergence, and g; as `Divergence.terms`."""
+    """Return each column's part of the divergence, and g, as `Divergence.terms` does."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     if KIND == FORWARD_KL:
         value = tl.where(q == 0.0, 0.0, q * (log_q - log_p))
@@ -50,7 +54,7 @@ def sums_kernel(
     row_mask, temperature, out, columns, beta,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums [tokens, 2] of one row's columns."""
+    """Write the sums [tokens, 2] of one row's columns."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
@@ -81,7 +85,7 @@ def gradient_kernel(
     moment, incoming, temperature, out, out_stride, columns, width, beta,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one row; `out` may be the teacher's logits. Padding columns, and rows of no gradient, get 0."""
+    """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may be the teacher's logits."""
     row = tl.program_id(0).to(tl.int64)
     coefficient = tl.load(incoming + row).to(tl.float32)
     if coefficient != 0.0:
@@ -105,3 +109,46 @@ def gradient_kernel(
             lanes = first + tl.arange(0, TILE)
             zeros = tl.zeros([TILE], out.dtype.element_ty)
             tl.store(out + row * out_stride + lanes, zeros, mask=lanes < width)
+
+
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
+_TILE, _WARPS = 4096, 8
+
+
+def local_sums(pair: LogitPair) -> Tensor:
+    """Read both once; see `divergence.local_sums`."""
+    student = pair.student
+    sums = pair.student_statistics.maximum.new_zeros(len(student.logits), 2)
+    mask = student.row_mask
+    if len(sums):
+        sums_kernel[(len(sums),)](
+            *_inputs(pair),
+            None if mask is None else mask.contiguous(), student.temperature, sums,
+            student.shard.columns, pair.divergence.beta,
+            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
+        )  # fmt: skip
+    return sums
+
+
+def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
+    """Read both once and write once; see `divergence.write_gradient`."""
+    if len(out):
+        gradient_kernel[(len(out),)](
+            *_inputs(pair),
+            moment.contiguous(), incoming.to(torch.float32).contiguous(), pair.student.temperature,
+            out, out.stride(0), pair.student.shard.columns, out.shape[1], pair.divergence.beta,
+            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def _inputs(pair: LogitPair) -> list[Tensor | int]:
+    """Return the kernels' arguments of both models."""
+    models = (
+        (pair.student.logits, pair.student_statistics),
+        (pair.teacher.logits, pair.teacher_statistics),
+    )
+    arguments: list[Tensor | int] = []
+    for logits, statistics in models:
+        vectors = statistics.maximum.contiguous(), statistics.log_sum.contiguous()
+        arguments += [logits, logits.stride(0), *vectors]
+    return arguments

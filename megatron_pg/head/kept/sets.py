@@ -1,0 +1,147 @@
+"""Log-probabilities and entropy over the set of tokens that each token was sampled from.
+
+With K the kept ids of a row, the target among them, and t the temperature: `log p_K(y) = z_y / t - logsumexp_{k in K}
+z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
+the order of the rows. Under tensor parallelism a rank counts the pairs of its own columns, and one all-gather of
+`[tokens, 4]` statistics makes the row's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
+
+
+def check_rows(kept: Ragged, matrix: Tensor) -> None:
+    """Raise ValueError unless the sets are int64 and one for each row of a matrix."""
+    if len(kept) != len(matrix) or kept.values.dtype != torch.int64:
+        raise ValueError(
+            f"kept must be {len(matrix)} sets of int64 ids, one for each token, found {len(kept)} of {kept.values.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class KeptPairs:
+    """The pairs of a call, on its device."""
+
+    rows: Tensor
+    """The row of each pair, [pairs] int64, ascending."""
+    columns: Tensor
+    """The local column of each pair, [pairs] int64; 0 where another rank holds it."""
+    is_here: Tensor
+    """True where this rank holds the column, [pairs] bool."""
+    is_target: Tensor
+    """True where the column is the row's target, [pairs] bool."""
+    offsets: Tensor
+    """The place where each row's pairs begin, [tokens + 1] int64."""
+    temperature: Tensor
+    """The temperature, one element in the dtype of the statistics."""
+    shard: VocabularyShard
+
+    @classmethod
+    def build(
+        cls, kept: Ragged, targets: Tensor, shard: VocabularyShard, temperature: Tensor
+    ) -> KeptPairs:
+        """Pair the rows [tokens] with their global ids; a row without pairs has no set. No host synchronisation."""
+        rows = kept.row_of_element()
+        local, is_here = _local_columns(kept, shard)
+        return cls(
+            rows=rows,
+            columns=torch.where(is_here, local, 0),
+            is_here=is_here,
+            is_target=kept.values == targets[rows],
+            offsets=to_device(kept.offsets, targets.device),
+            temperature=temperature,
+            shard=shard,
+        )
+
+    def logits_in(self, logits: Tensor) -> Tensor:
+        """Return the logits [pairs], in the dtype of the statistics, out of those of all columns [tokens, v/tp]."""
+        values = logits[self.rows, self.columns].to(self.temperature.dtype)
+        return torch.where(self.is_here, values, -math.inf)
+
+    def local_statistics(self, logits: Tensor) -> Tensor:
+        """Compute the statistics [tokens, 4] of this shard's part of each row's set; `rows_torch` has those of a row.
+
+        Args:
+            logits: [pairs] in the dtype of the statistics, minus infinity where another rank holds the column.
+        """
+        maximum = self._reduce("max", logits)
+        largest = torch.where(maximum == -math.inf, 0.0, maximum)[self.rows]
+        exponents = (logits - largest) / self.temperature
+        exponentials = exponents.exp()
+        products = torch.where(exponentials == 0, 0.0, exponentials * exponents)
+        target = self._reduce("max", torch.where(self.is_target, logits, -math.inf))
+        sums = self._reduce("sum", exponentials), self._reduce("sum", products)
+        return torch.stack([maximum, *sums, target], dim=1)
+
+    def add_gradient(
+        self,
+        logits: Tensor,
+        statistics: RowStatistics,
+        incoming: Incoming,
+        row_mask: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
+        gradient = kept_gradient(logits, self, statistics, incoming)
+        if row_mask is not None:
+            gradient = torch.where(row_mask[self.rows], gradient, 0.0)
+        out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
+
+    def _reduce(self, reduction: str, values: Tensor) -> Tensor:
+        """Return the sum or the maximum [tokens] of each row's values [pairs]; without pairs 0 and minus infinity."""
+        return torch.segment_reduce(values, reduction, offsets=self.offsets, unsafe=True)
+
+
+def kept_gradient(
+    logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: Incoming
+) -> Tensor:
+    """Compute the gradient [pairs] of the pairs' logits, by the formula of `rows_torch.write_gradient` over the set.
+
+    It is 0 where another rank holds the column, and in rows whose incoming gradients are 0.
+    """
+    exponents = (logits - statistics.maximum[pairs.rows]) / pairs.temperature
+    log_p = exponents - statistics.log_sum[pairs.rows]
+    p = log_p.exp()
+    gradient, live = torch.zeros_like(p), torch.zeros_like(pairs.is_here)
+    to_log_probs, to_entropy = (
+        None if vector is None else vector.to(p.dtype)[pairs.rows] for vector in incoming
+    )
+    if to_log_probs is not None:
+        gradient, live = to_log_probs * (pairs.is_target.to(p.dtype) - p), to_log_probs != 0
+    if to_entropy is not None:
+        surprise = torch.where(p == 0, 0.0, p * (log_p + statistics.entropy[pairs.rows]))
+        gradient, live = gradient - to_entropy * surprise, live | (to_entropy != 0)
+    return torch.where(live & pairs.is_here, gradient / pairs.temperature, 0.0)
+
+
+def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard) -> None:
+    """Fill the logits [rows, v/tp] of some rows with minus infinity outside of their sets, in place.
+
+    Rows without a set stay.
+    """
+    kept = sets.slice(rows)
+    if not kept.values.numel():
+        return
+    row, (local, is_here) = kept.row_of_element(), _local_columns(kept, shard)
+    offsets = to_device(kept.offsets, logits.device)
+    places = torch.where(is_here, local, -1).double()
+    last = torch.segment_reduce(places, "max", offsets=offsets, initial=-1.0, unsafe=True).long()
+    # A pair of another rank writes the row's last pair of this rank once more, or minus infinity at column 0.
+    columns = torch.where(is_here, local, last[row])
+    values = torch.where(columns < 0, -math.inf, logits[row, columns.clamp(min=0)])
+    logits.masked_fill_(to_device(kept.sizes > 0, logits.device)[:, None], -math.inf)
+    logits[row, columns.clamp(min=0)] = values.to(logits.dtype)
+
+
+def _local_columns(kept: Ragged, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Return the ids [elements] as columns of this shard, and True where they are inside it."""
+    local = kept.values - shard.start
+    return local, (local >= 0) & (local < shard.columns)

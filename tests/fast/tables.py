@@ -17,10 +17,16 @@ from megatron_pg.loss.metric_table import DERIVED
 DOCS = Path(__file__).parents[2] / "docs"
 Lines = list[tuple[str, ...]]
 """The cells of a table's lines, its head first."""
+FORMULAS = {
+    AGGREGATIONS.field: "aggregation-loss-aggregation",
+    OBJECTIVES.field: "policy-objectives-policy-loss",
+    KL_ESTIMATES.field: "divergence-and-entropy",
+}
+"""The section of docs/objectives.md that has the formulas of a field's choices."""
 
 
 def flags(add_args: Any, config: type[Any]) -> Lines:
-    """One line a flag: its words or type, its default, and the text of `--help`."""
+    """One line a flag: its words or type, its default, and the text of `--help`, with a link in place of formulas."""
     lines: Lines = [("flag", "default", "meaning")]
     for action in add_args(argparse.ArgumentParser(add_help=False))._actions:
         default = getattr(config, action.dest, None)
@@ -29,6 +35,8 @@ def flags(add_args: Any, config: type[Any]) -> Lines:
         words = "" if is_switch else " " + (action.metavar or f"{{{', '.join(action.choices)}}}")
         shown = "off" if is_switch else f"`{default}`" if default not in (None, ()) else "none"
         text = (action.help or "").replace("%%", "%").split(" (default: ")[0]
+        if section := FORMULAS.get(action.dest):
+            text = f"{text.partition('. ')[0]}. [Formulas](objectives.md#{section})."
         lines.append((f"`{action.option_strings[0]}{words}`", shown, text))
     return lines
 

@@ -128,7 +128,7 @@ def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
 def _sums(vectors: NDArray[Any], counts: Integers, lengths: Integers, table: Table) -> NDArray[Any]:
     """Computes `sum_i t_i x_i` of a table t for vectors x of these counts that lie end to end, modulo 2^64 where t is of
     integers; for the parts of vectors whose lengths are given, where these are more than the vectors."""
-    of_positions = table(_table_size(int(counts.max())))
+    of_positions = table(_table_size(max(counts.tolist())))
     products = np.concatenate([of_positions[:count] for count in counts.tolist()])
     products *= vectors
     filled = lengths > 0  # reduceat has no empty sum

@@ -121,7 +121,7 @@ def reduce_padded(
             rollout_id=rollout_id,
             allow_different_group_sizes=True,  # the rows are the whole step
         )
-    if totals.rollout_active_tokens and rollout_id is None:
+    if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -66,19 +68,6 @@ class BareSample:
     active_coefficients: float | None = field(default=None, init=False)
 
 
-@dataclass(frozen=True)
-class ActiveCounts:
-    """What the three counts of active tokens, rollouts and prompt groups become where a token counts its loss weight, or that
-    times its coefficient."""
-
-    num_active_rollouts: float
-    """The sum over rollouts of what their tokens count, over the rollout's denominator."""
-    num_active_prompt_groups: float
-    """The same over prompt groups."""
-    num_active_tokens: float
-    """The sum of what the tokens count."""
-
-
 class SampleCount(NamedTuple):
     """What one data-parallel rank tells the others of one of its samples: its ids and counts, by the names of `Sample`."""
 
@@ -100,8 +89,7 @@ SampleCounts = list[SampleCount]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks. Built by `step_totals`; equal on every rank
-    but for the two mappings, which hold the ids of this rank's samples."""
+    """Counts of one optimizer step over all data-parallel ranks, equal on every rank. Built by `step_totals`."""
 
     num_rollouts: int
     """N: rollouts, those without an active token included."""
@@ -109,10 +97,6 @@ class StepTotals:
     """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
     num_active_tokens: float
     """T: active tokens, a whole number."""
-    num_active_rollouts: int
-    """Rollouts with at least one active token."""
-    num_active_prompt_groups: int | None
-    """Prompt groups with at least one active token."""
     rollout_active_tokens: Mapping[int, float]
     """D by `rollout_id`."""
     group_active_tokens: Mapping[int, float]
@@ -120,22 +104,48 @@ class StepTotals:
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
-    weight_sums: ActiveCounts | None = None
-    """The active counts where a token counts its loss weight; None where no sample has any."""
-    by_loss_weight: StepTotals | None = field(default=None, repr=False)
-    """The same totals with D, G and T counted in loss weights, for `--loss-weight-denominator weights`; None where no sample
-    has any."""
     counts_loss_weights: bool = False
-    """Whether these are the totals that count loss weights."""
+    """True where D, G and T are sums of loss weights."""
     allows_different_group_sizes: bool = field(default=False, compare=False)
-    """Whether prompt groups may differ in size: the caller said so, or gave the size and all have it."""
-    by_identity: tuple[ActiveCounts, ActiveCounts] | None = field(default=None, compare=False)
-    """The active counts by the coefficients of samples, and by those times the coefficient of each one's data-parallel rank,
-    which the checksum expects; None where the identity of some sample is not known."""
+    """True where prompt groups may differ in size: the caller said so, or gave the size and all have it."""
     data_parallel_rank: int = field(default=0, compare=False)
-    """The rank that these samples were counted on."""
+    """The rank that counted these totals."""
     counts: tuple[SampleCounts, ...] = field(default=(), compare=False, repr=False)
-    """What was counted, by data-parallel rank: it names samples where the checksum is not 1."""
+    """The counted samples, by data-parallel rank."""
+    _expected_sums: dict[Hashable, list[float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def expected_sums(
+        self, divisors_of: Callable[[Sequence[CountedSample]], Tensor], key: Hashable
+    ) -> list[float]:
+        """Compute three sums over the samples of all ranks, each sample's part over its divisor.
+
+        Args:
+            divisors_of: the function (samples) -> [samples] float64.
+            key: stands for the divisors; the sums are computed once for each key.
+
+        Returns:
+            The sums of active tokens (of loss weights, where samples have them), of `active_coefficients`, and of these times
+            the coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
+        """
+        if key not in self._expected_sums:
+            samples = list(itertools.chain(*self.counts))
+            sizes = _float64([_loss_weight(sample) for sample in samples])
+            columns = [sizes, sizes, sizes]
+            if self.knows_identities:
+                lengths = torch.tensor(list(map(len, self.counts)), dtype=torch.int64)
+                ranks = _float64([coefficient_of_rank(rank) for rank in range(len(lengths))])
+                identities = _float64([sample.active_coefficients for sample in samples])
+                columns[1:] = identities, identities * ranks.repeat_interleave(lengths)
+            sums = (torch.stack(columns) / divisors_of(samples)).sum(1)
+            self._expected_sums[key] = sums.tolist()
+        return self._expected_sums[key]
+
+    @functools.cached_property
+    def knows_identities(self) -> bool:
+        """True where every counted sample has its tokens, and so an identity."""
+        return all(count.active_coefficients is not None for count in itertools.chain(*self.counts))
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
@@ -188,12 +198,23 @@ class StepTotals:
         """
         if denominator == "mask" or not self.num_rollouts:
             return self
-        if self.by_loss_weight is None:
+        if all(count.loss_weight is None for count in itertools.chain(*self.counts)):
             raise ValueError(
                 "--loss-weight-denominator weights, and no sample of the step has loss_weights: give Sample(loss_weights=...), or "
                 "drop the flag"
             )
-        return self.by_loss_weight
+        return self._in_loss_weights
+
+    @functools.cached_property
+    def _in_loss_weights(self) -> StepTotals:
+        return _totals(
+            self.counts,
+            _loss_weight,
+            num_tokens=self.num_tokens,
+            counts_loss_weights=True,
+            allows_different_group_sizes=self.allows_different_group_sizes,
+            data_parallel_rank=self.data_parallel_rank,
+        )
 
     def _size_of(self, sample: CountedSample) -> float:
         return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens
@@ -299,58 +320,34 @@ def totals_of_counts(
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
     )
-    totals = replace(
-        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False),
+    return _totals(
+        everyone,
+        operator.attrgetter("num_active_tokens"),
+        num_tokens=num_tokens,
         allows_different_group_sizes=allow_different_group_sizes or samples_per_group is not None,
+        data_parallel_rank=data_parallel_rank,
     )
-    if totals.weight_sums is None:
-        return totals
-    weighted = replace(
-        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True),
-        allows_different_group_sizes=totals.allows_different_group_sizes,
-    )
-    return replace(totals, by_loss_weight=weighted)
 
 
 def _totals(
-    everyone: Sequence[SampleCounts],
-    data_parallel_rank: int,
-    num_tokens: int | None,
-    *,
-    in_loss_weights: bool,
+    counts: Sequence[SampleCounts], size_of: Callable[[SampleCount], float], **others: Any
 ) -> StepTotals:
-    """The totals whose D, G and T count active tokens, or their loss weights."""
+    """Adds up the sizes of samples over their rollouts and prompt groups."""
     groups: Counter[int | None] = Counter()
-    rollouts: Counter[object] = Counter()
-    for rank, of_rank in enumerate(everyone):
-        for number, count in enumerate(of_rank):
-            size: Any = _loss_weight(count) if in_loss_weights else count.num_active_tokens
+    rollouts: Counter[Any] = Counter()
+    for rank, rank_counts in enumerate(counts):
+        for number, count in enumerate(rank_counts):
+            size: Any = size_of(count)
             groups[count.group_index] += size
             rollouts[_rollout_of(count, rank, number)] += size
-    is_grouped = None not in groups
-    mine = everyone[data_parallel_rank]
-    own_rollouts, own_groups = (
-        {each.rollout_id for each in mine},
-        {each.group_index for each in mine},
-    )
-    has_weights = any(count.loss_weight is not None for of_rank in everyone for count in of_rank)
-    of_weights = _active_counts(everyone, rollouts, groups, _loss_weight) if has_weights else None
     return StepTotals(
         num_rollouts=len(rollouts),
-        num_prompt_groups=len(groups) if is_grouped else None,
+        num_prompt_groups=None if None in groups else len(groups),
         num_active_tokens=groups.total(),
-        num_active_rollouts=sum(map(bool, rollouts.values())),
-        num_active_prompt_groups=sum(map(bool, groups.values())) if is_grouped else None,
-        rollout_active_tokens={id_: rollouts[id_] for id_ in own_rollouts if id_ is not None},
-        group_active_tokens={id_: groups[id_] for id_ in own_groups if id_ is not None},
-        num_tokens=num_tokens,
-        weight_sums=of_weights and of_weights[0],
-        counts_loss_weights=in_loss_weights,
-        by_identity=_active_counts(
-            everyone, rollouts, groups, lambda count: count.active_coefficients
-        ),
-        data_parallel_rank=data_parallel_rank,
-        counts=tuple(everyone),
+        rollout_active_tokens={id_: n for id_, n in rollouts.items() if not isinstance(id_, tuple)},
+        group_active_tokens={id_: n for id_, n in groups.items() if id_ is not None},
+        counts=tuple(counts),
+        **others,
     )
 
 
@@ -360,28 +357,3 @@ def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
 
 
 _float64 = functools.partial(torch.tensor, dtype=torch.float64)
-
-
-def _active_counts(
-    everyone: Sequence[SampleCounts],
-    rollouts: Mapping[object, float],
-    groups: Mapping[int | None, float],
-    value_of: Callable[[SampleCount], float | None],
-) -> tuple[ActiveCounts, ActiveCounts] | None:
-    """The active counts where a sample's tokens count that value: without and with the coefficient of the data-parallel
-    rank. None where some value is not known."""
-    sums = torch.zeros(2, 3, dtype=torch.float64)
-    for rank, of_rank in enumerate(everyone):
-        values = [value_of(count) for count in of_rank]
-        if None in values:
-            return None
-        ids = [_rollout_of(count, rank, number) for number, count in enumerate(of_rank)]
-        divisors = (
-            [rollouts[each] or 1 for each in ids],
-            [groups[count.group_index] or 1 for count in of_rank],
-            [1] * len(of_rank),
-        )
-        of_this_rank = (_float64(values) / _float64(divisors)).sum(1)
-        sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])
-    plain, by_rank = (ActiveCounts(*row) for row in sums.tolist())
-    return plain, by_rank

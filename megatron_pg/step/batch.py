@@ -15,7 +15,7 @@ from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample, check_samples
-from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.token_window import Layout, TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
@@ -169,13 +169,10 @@ def pack(
             "under torch.no_grad()"
         )
     check_samples("pack", samples)
-    window = TokenWindow.build(
+    window = TokenWindow.cut(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        pad_to_multiple=pad_to_multiple,
-        cp_partition_mode=cp_partition_mode,
+        Layout(cp_rank, cp_size, cp_partition_mode, pad_to_multiple),
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {

@@ -14,7 +14,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.sample import Sample, check_samples
-from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
+from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 Ordered = TypeVar("Ordered")
@@ -89,13 +89,13 @@ def plan_step(
         ValueError: an argument that is no list of samples, a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
             stand for two things or a prompt group of another size (see `step_totals`).
     """
-    multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
+    layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
-        capacity = _capacity(max_tokens_per_microbatch, multiple)
+        lengths = [layout.padded_length(sample.total_length) for sample in samples]
+        capacity = _capacity(max_tokens_per_microbatch, layout.least_tokens)
         for sample, length in zip(samples, lengths, strict=True):
             if length > capacity and oversized == "error":
                 raise ValueError(
@@ -113,7 +113,7 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(packed_length(load, multiple) for load in loads)
+        return microbatches, tuple(map(layout.packed_length, loads))
 
     (microbatches, tokens), everyone = compute_and_gather(
         plan_rank,
@@ -125,11 +125,11 @@ def plan_step(
     num_added, added_by_all = most - len(microbatches), most * len(numbers) - sum(numbers)
     if ragged:
         num_added = added_by_all = 0
-    num_tokens = sum(tokens_of_ranks) + multiple * added_by_all
+    num_tokens = sum(tokens_of_ranks) + layout.least_tokens * added_by_all
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * num_added),
-        microbatch_tokens=pipeline_order(tokens + (multiple,) * num_added),
+        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * num_added),
         totals=totals_of_counts(
             counts,
             rank,
@@ -175,7 +175,8 @@ def assign_to_data_parallel_ranks(
     Raises:
         ValueError: `data_parallel_size` is below 1.
     """
-    lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
+    layout = Layout(cp_size=cp_size, mode=cp_partition_mode)
+    lengths = [layout.padded_length(sample.total_length) for sample in samples]
     bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]
 

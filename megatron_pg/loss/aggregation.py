@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.step.totals import CountedSample, StepTotals
+from megatron_pg.step.ids import CountedSample
+from megatron_pg.step.totals import StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)

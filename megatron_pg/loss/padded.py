@@ -13,7 +13,6 @@ by the number of micro-batches needs that factor too (see docs/migrating.md).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +62,7 @@ def padded_totals(
         _check_mask(mask)
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
         counted = _counted_rows(counts, group_index, rollout_id)
-        return [dataclasses.replace(row, id_source=id_source) for row in counted]
+        return [row._replace(id_source=id_source) for row in counted]
 
     _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)

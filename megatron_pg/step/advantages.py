@@ -16,14 +16,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from megatron_pg.step.identity import hash_of
-from megatron_pg.step.ids import SampleIds, check_ids
+from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import BareSample
 from megatron_pg.step.values import refuse_values
 
 STD_EPSILON = 1e-6
@@ -166,9 +166,11 @@ def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Seq
             f"prompts has {len(prompts)} prompts for {len(group_indices)} rewards: give one each"
         )
     hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
-    names = [f"rewards[{number}]" for number in range(len(hashes))]
-    nothing, source = repeat(None), repeat("of those passed")
-    check_ids([list(map(SampleIds, group_indices, nothing, hashes, source, names))])
+    counted = [
+        BareSample(0, group, None, f"rewards[{number}]", prompt, "of those passed")
+        for number, (group, prompt) in enumerate(zip(group_indices, hashes, strict=True))
+    ]
+    check_ids([counted])
 
 
 def _checked(

@@ -21,20 +21,8 @@ NUM_NAMED = 5
 """Prompt groups that a message names."""
 
 
-class SampleIds(NamedTuple):
-    """What one data-parallel rank tells the others of a sample, to know its group and its rollout again."""
-
-    group_index: int | None
-    rollout_id: int | None
-    prompt_hash: int | None
-    """None where the tokens are not known: then the prompt is not checked."""
-    id_source: str | None
-    """See `Sample.id_source`."""
-    name: str
-
-
-class HasIds(Protocol):
-    """A sample with ids."""
+class CountedSample(Protocol):
+    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens."""
 
     @property
     def group_index(self) -> int | None:
@@ -54,7 +42,27 @@ class HasIds(Protocol):
 
     @property
     def name(self) -> str:
-        """How error messages call the sample."""
+        """Name of the sample in error messages."""
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Response tokens that the loss mask keeps."""
+
+    @property
+    def loss_weight(self) -> float | None:
+        """Sum of the loss weights over the active tokens; None where each counts 1."""
+
+    @property
+    def identity(self) -> int | None:
+        """Hash of everything that tells the sample from others; None without tokens."""
+
+    @property
+    def hashed_fields(self) -> tuple[str, ...]:
+        """Fields of values in the hash, such as advantages."""
+
+    @property
+    def active_coefficients(self) -> float | None:
+        """Sum over the active tokens of their loss weights times the coefficients of sample and position; None without tokens."""
 
 
 class _Place(NamedTuple):
@@ -62,7 +70,7 @@ class _Place(NamedTuple):
 
     rank: int
     number: int
-    ids: HasIds
+    ids: CountedSample
 
     @property
     def source(self) -> str | int:
@@ -73,15 +81,8 @@ class _Place(NamedTuple):
         return f"{self.ids.name} ({where})"
 
 
-def ids_of(samples: Iterable[HasIds]) -> list[SampleIds]:
-    """The ids of one rank's samples."""
-    return [
-        SampleIds(s.group_index, s.rollout_id, s.prompt_hash, s.id_source, s.name) for s in samples
-    ]
-
-
 def check_ids(
-    everyone: Sequence[Sequence[HasIds]],
+    everyone: Sequence[Sequence[CountedSample]],
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,

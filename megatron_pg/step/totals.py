@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,44 +16,18 @@ from torch import Tensor
 
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
-from megatron_pg.step.ids import HasIds, check_ids
+from megatron_pg.step.ids import CountedSample, check_ids
 from megatron_pg.step.sample import Sample
-
-
-class CountedSample(HasIds, Protocol):
-    """What the totals of a step and the aggregations ask of a sample: its counts, ids and hashes, not its tokens."""
-
-    @property
-    def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps."""
-
-    @property
-    def loss_weight(self) -> float | None:
-        """The sum of the loss weights over the active tokens; None where each counts 1."""
-
-    @property
-    def identity(self) -> int | None:
-        """A hash of what the sample is; None where that is not known."""
-
-    @property
-    def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values, such as advantages, that the hash has."""
-
-    @property
-    def active_coefficients(self) -> float | None:
-        """What its active tokens count in the sums that tell samples apart, times their loss weights; None where that is not
-        known."""
-
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
 
 
-@dataclass(frozen=True)
-class BareSample:
-    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens.
+class BareSample(NamedTuple):
+    """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    Without tokens there is nothing to tell it from another by: a step of such samples has a checksum of weights alone, and
-    its prompts are not compared unless a `prompt_hash` is given.
+    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
+    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
+    where there is a `prompt_hash`.
     """
 
     num_active_tokens: int
@@ -63,28 +37,13 @@ class BareSample:
     prompt_hash: int | None = None
     id_source: str | None = None
     loss_weight: float | None = None
-    identity: int | None = field(default=None, init=False)
-    hashed_fields: tuple[str, ...] = field(default=(), init=False)
-    active_coefficients: float | None = field(default=None, init=False)
+    identity: int | None = None
+    hashed_fields: tuple[str, ...] = ()
+    active_coefficients: float | None = None
 
 
-class SampleCount(NamedTuple):
-    """What one data-parallel rank tells the others of one of its samples: its ids and counts, by the names of `Sample`."""
-
-    group_index: int | None
-    rollout_id: int | None
-    prompt_hash: int | None
-    id_source: str | None
-    name: str
-    num_active_tokens: int
-    loss_weight: float | None
-    identity: int | None
-    hashed_fields: tuple[str, ...]
-    active_coefficients: float | None
-
-
-SampleCounts = list[SampleCount]
-"""What one data-parallel rank tells the others: ids, active tokens and hashes of each of its samples."""
+SampleCounts = list[BareSample]
+"""The counts of one data-parallel rank's samples."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +179,7 @@ class StepTotals:
         return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens
 
 
-def _loss_weight(sample: CountedSample | SampleCount) -> float:
+def _loss_weight(sample: CountedSample | BareSample) -> float:
     """What the tokens of a sample weigh: its active tokens, where it has no loss weights."""
     return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
 
@@ -282,23 +241,9 @@ def step_totals(
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """The ids, counts and hashes of one rank's samples."""
+    """Collect the counts, ids and hashes of one rank's samples."""
     store_hashes([sample for sample in samples if isinstance(sample, Sample)])
-    return [
-        SampleCount(
-            sample.group_index,
-            sample.rollout_id,
-            sample.prompt_hash,
-            sample.id_source,
-            sample.name,
-            sample.num_active_tokens,
-            sample.loss_weight,
-            sample.identity,
-            sample.hashed_fields,
-            sample.active_coefficients,
-        )
-        for sample in samples
-    ]
+    return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
 
 def totals_of_counts(
@@ -330,7 +275,7 @@ def totals_of_counts(
 
 
 def _totals(
-    counts: Sequence[SampleCounts], size_of: Callable[[SampleCount], float], **others: Any
+    counts: Sequence[SampleCounts], size_of: Callable[[BareSample], float], **others: Any
 ) -> StepTotals:
     """Adds up the sizes of samples over their rollouts and prompt groups."""
     groups: Counter[int | None] = Counter()
@@ -351,7 +296,7 @@ def _totals(
     )
 
 
-def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
+def _rollout_of(count: BareSample, rank: int, number: int) -> object:
     """The rollout of a sample: by its id, or the sample itself."""
     return (rank, number) if count.rollout_id is None else count.rollout_id
 

@@ -40,7 +40,7 @@ def plan_hybrid_cp_step(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepPlan:
-    """Packs the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and counts the step.
+    """Pack the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and count the step.
 
     Where a sample takes its cost over the number of its ranks, the slowest rank takes at most 5 % longer than the mean
     one; within that, samples lie on few ranks. Every rank of the group must call it, once a step, in place of
@@ -77,10 +77,10 @@ def plan_hybrid_cp_step(
         return micro_batches_of_rank(lengths, layout, max_tokens_per_rank, cost)
 
     planned, hashes = compute_and_gather(plan_rank, lambda _: [s.identity for s in samples], group)
-    for other, found in enumerate(hashes):
-        if found != hashes[0]:
+    for other, identities in enumerate(hashes):
+        if identities != hashes[0]:
             raise ValueError(
-                f"rank {other} of the data-parallel group with context parallelism has {len(found)} samples and rank 0 "
+                f"rank {other} of the data-parallel group with context parallelism has {len(identities)} samples and rank 0 "
                 f"{len(hashes[0])}, or others: every rank plans all samples of the step, in one order"
             )
     microbatches, tokens, sizes = zip(*planned, strict=True)

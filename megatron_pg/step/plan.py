@@ -22,7 +22,7 @@ Ordered = TypeVar("Ordered")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by `plan_step` and `plan_hybrid_cp_step`."""
+    """The step of one data-parallel rank. Built by `plan_step` and `plan_hybrid_cp_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending; micro-batches in the order in which they are run
@@ -58,7 +58,7 @@ def plan_step(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepPlan:
-    """Packs the samples of one optimizer step into micro-batches and counts the step.
+    """Pack the samples of one optimizer step into micro-batches and count the step.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
@@ -86,8 +86,8 @@ def plan_step(
         allow_different_group_sizes: see `step_totals`.
 
     Raises:
-        ValueError: an argument that is no list of samples, a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
-            stand for two things or a prompt group of another size (see `step_totals`).
+        ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all
+            ranks where one has it; ids that stand for two things or a prompt group of another size (see `step_totals`).
     """
     layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
@@ -143,8 +143,11 @@ def plan_step(
 
 
 def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
-    """Micro-batches with the cheap ones at both ends: a pipeline fills with the first and drains with the last, while its
-    stages wait. The dearest of all ranks are run at the same place, as experts need it."""
+    """Order micro-batches so that the cheap ones stand at both ends.
+
+    A pipeline fills with the first and drains with the last while its stages wait. All ranks run their dearest at the same
+    place, as experts need it.
+    """
     return dearest_first[::2][::-1] + dearest_first[1::2]
 
 
@@ -156,7 +159,7 @@ def assign_to_data_parallel_ranks(
     cp_partition_mode: CpPartitionMode = "zigzag",
     cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Splits samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
+    """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
@@ -182,7 +185,7 @@ def assign_to_data_parallel_ranks(
 
 
 def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
-    """The padded tokens of samples that a micro-batch takes, so that it keeps the budget once it is padded itself."""
+    """Compute the padded tokens of samples that leave room for the padding of the micro-batch itself."""
     if max_tokens_per_microbatch < multiple:
         raise ValueError(
             f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {multiple}, the multiple "

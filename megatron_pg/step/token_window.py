@@ -1,4 +1,4 @@
-"""Which tokens of a packed micro-batch live on which context-parallel rank. All offset arithmetic is here.
+"""The tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
 
 Sequences are packed end to end (THD), and a context-parallel group of `c > 1` ranks cuts the pack in one of two ways
 (`CpPartitionMode`, Megatron's name and values); at `c = 1` they are the same and nothing is padded:
@@ -153,7 +153,7 @@ class TokenWindow:
         return self.logit_rows.numel()
 
     def in_responses(self, values: Tensor) -> Tensor:
-        """Values [..., window] of this rank at their places among all response tokens of the micro-batch.
+        """Put values [..., window] of this rank at their places among all response tokens of the micro-batch.
 
         Returns:
             [..., sum of the response lengths], 0 where another rank scores: summed over the context-parallel group,
@@ -163,9 +163,9 @@ class TokenWindow:
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
-        """Cuts the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
+        """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
 
-        A sample of more is a part of its own. The same on every rank of the group: lengths of whole samples decide.
+        A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
 
         Args:
             loss_mask: [sum of the response lengths] bool, on the host.
@@ -181,8 +181,8 @@ class TokenWindow:
         active = samples[loss_mask].bincount(minlength=self.num_samples)
         # A contiguous slice may hold a sample whole.
         chunks = self.layout.num_chunks
-        of_a_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
-        ends = torch.minimum(active, of_a_rank).cumsum(0)
+        on_one_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
+        ends = torch.minimum(active, on_one_rank).cumsum(0)
         borders, before = [0], 0
         while borders[-1] < self.num_samples:
             fit = int(torch.searchsorted(ends, before + size, right=True))
@@ -201,7 +201,7 @@ class TokenWindow:
         pad_to_multiple: int = 1,
         cp_partition_mode: CpPartitionMode = "zigzag",
     ) -> TokenWindow:
-        """Computes the window of one rank. Host arithmetic on int64 tensors, no communication.
+        """Compute the window of one rank, on the host and without communication.
 
         Args:
             total_lengths: prompt and response tokens of each sample; empty for an empty micro-batch.
@@ -236,8 +236,8 @@ class TokenWindow:
         totals, responses, padded = np.array(segments, dtype=np.int64).T
         segment_ids, position_ids = _positions(layout, padded)
         starts = [np.cumsum(totals) - totals, np.cumsum(responses) - responses]
-        of_segments = np.stack([totals, totals - responses, *starts])
-        total, prompt, token_start, response_start = of_segments.take(segment_ids, axis=1)
+        table = np.stack([totals, totals - responses, *starts])
+        total, prompt, token_start, response_start = table.take(segment_ids, axis=1)
         next_position = position_ids + 1
         is_scored = (next_position >= prompt) & (next_position < total)
         (logit_rows,) = is_scored.nonzero()

@@ -107,23 +107,25 @@ class StepTotals:
         return all(count.active_coefficients is not None for count in itertools.chain(*self.counts))
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
-        known = [
-            self._size_of(sample)
-            if sample.rollout_id is None
-            else _known(self.rollout_active_tokens, sample, "rollout_id")
-            for sample in samples
-        ]
-        return torch.tensor(known, dtype=torch.float64)
+        """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
+        own = _loss_weight if self.counts_loss_weights else _num_active_tokens
+        return _float64(
+            [
+                own(sample)
+                if sample.rollout_id is None
+                else _known(self.rollout_active_tokens, sample, "rollout_id")
+                for sample in samples
+            ]
+        )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
-        known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
-        return torch.tensor(known, dtype=torch.float64)
+        """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)] float64."""
+        groups = self.group_active_tokens
+        return _float64([_known(groups, sample, "group_index") for sample in samples])
 
     @property
     def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values that the identities of this rank's samples have."""
+        """The fields of values in the identities of this rank's samples."""
         mine = self.counts[self.data_parallel_rank] if self.counts else ()
         return mine[0].hashed_fields if mine else ()
 
@@ -133,15 +135,15 @@ class StepTotals:
         if self.allows_different_group_sizes or self.num_prompt_groups is None:
             return ""
         rollouts: dict[int | None, dict[object, str]] = {}
-        for rank, of_rank in enumerate(self.counts):
-            for number, count in enumerate(of_rank):
-                of_group = rollouts.setdefault(count.group_index, {})
-                of_group.setdefault(_rollout_of(count, rank, number), count.name)
+        for rank, counts in enumerate(self.counts):
+            for number, count in enumerate(counts):
+                group = rollouts.setdefault(count.group_index, {})
+                group.setdefault(_rollout_key(count, rank, number), count.name)
         sizes = Counter(map(len, rollouts.values()))
         if len(sizes) < 2:
             return ""
         usual = max(sizes, key=lambda size: (sizes[size], size))
-        odd, names = next(each for each in rollouts.items() if len(each[1]) != usual)
+        odd, names = next(item for item in rollouts.items() if len(item[1]) != usual)
         others = len(rollouts) - sizes[usual] - 1
         more = f"; {others} more differ" if others else ""
         return (
@@ -150,7 +152,7 @@ class StepTotals:
         )
 
     def counted_in(self, denominator: str) -> StepTotals:
-        """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
+        """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
 
         Raises:
             ValueError: no sample of the step has loss weights, and they are to be counted.
@@ -175,12 +177,9 @@ class StepTotals:
             data_parallel_rank=self.data_parallel_rank,
         )
 
-    def _size_of(self, sample: CountedSample) -> float:
-        return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens
-
 
 def _loss_weight(sample: CountedSample | BareSample) -> float:
-    """What the tokens of a sample weigh: its active tokens, where it has no loss weights."""
+    """Return the sum of the loss weights, or the active tokens of a sample without."""
     return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
 
 
@@ -207,14 +206,14 @@ def step_totals(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Counts the samples of one optimizer step over the data-parallel group.
+    """Count the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
     differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of ids, active
     tokens and hashes of each sample over the group; none where it is None or of size 1.
 
     Args:
-        samples: this data-parallel rank's samples of the step, over all its micro-batches.
+        samples: the samples of this data-parallel rank, over all its micro-batches of the step.
         data_parallel_group: the data-parallel group *without* context parallelism.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
@@ -255,7 +254,7 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
+    """Compute the totals of a step from the counts of every data-parallel rank.
 
     Raises:
         ValueError: see `step_totals`.
@@ -267,7 +266,7 @@ def totals_of_counts(
     )
     return _totals(
         everyone,
-        operator.attrgetter("num_active_tokens"),
+        _num_active_tokens,
         num_tokens=num_tokens,
         allows_different_group_sizes=allow_different_group_sizes or samples_per_group is not None,
         data_parallel_rank=data_parallel_rank,
@@ -277,14 +276,14 @@ def totals_of_counts(
 def _totals(
     counts: Sequence[SampleCounts], size_of: Callable[[BareSample], float], **others: Any
 ) -> StepTotals:
-    """Adds up the sizes of samples over their rollouts and prompt groups."""
+    """Add up the sizes of samples over their rollouts and prompt groups."""
     groups: Counter[int | None] = Counter()
     rollouts: Counter[Any] = Counter()
     for rank, rank_counts in enumerate(counts):
         for number, count in enumerate(rank_counts):
             size: Any = size_of(count)
             groups[count.group_index] += size
-            rollouts[_rollout_of(count, rank, number)] += size
+            rollouts[_rollout_key(count, rank, number)] += size
     return StepTotals(
         num_rollouts=len(rollouts),
         num_prompt_groups=None if None in groups else len(groups),
@@ -296,9 +295,10 @@ def _totals(
     )
 
 
-def _rollout_of(count: BareSample, rank: int, number: int) -> object:
-    """The rollout of a sample: by its id, or the sample itself."""
+def _rollout_key(count: BareSample, rank: int, number: int) -> object:
+    """Name the rollout of a sample: its id, or the place of a sample without one."""
     return (rank, number) if count.rollout_id is None else count.rollout_id
 
 
 _float64 = functools.partial(torch.tensor, dtype=torch.float64)
+_num_active_tokens: Callable[[CountedSample], int] = operator.attrgetter("num_active_tokens")

@@ -183,15 +183,15 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
         return summed_loss(rank_losses(config, step, logits, cut))
 
     assert difference(loss_of(cut), expected) < 1e-12
-    right = packing._of_window
+    right = packing._field_in_window
 
     def of_another_window(field: str, *given: Any) -> Tensor | None:
         values = right(field, *given)
         return values.flip(0) if field == "loss_weights" and values is not None else values
 
-    monkeypatch.setattr(packing, "_of_window", of_another_window)
+    monkeypatch.setattr(packing, "_field_in_window", of_another_window)
     assert difference(loss_of(cut), expected) > 1e-4
-    monkeypatch.setattr(packing, "_of_window", right)
+    monkeypatch.setattr(packing, "_field_in_window", right)
     totals = step_totals(package_samples(step), allow_different_group_sizes=True)
     of_mask = dataclasses.replace(totals)
     vars(of_mask)["_in_loss_weights"] = totals

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPSchedul
 from benchmarks.balance import COST, distributions
 from megatron_pg.step import plan_bins
 from megatron_pg.step.hybrid_context import micro_batches_of_rank
+from megatron_pg.step.token_window import Layout
 
 RANKS, BUDGET = 16, 8192
 Phases = list[list[list[tuple[tuple[int, ...], int]]]]
@@ -33,7 +34,7 @@ def planned(lengths: list[int]) -> Phases:
             [
                 (members, size)
                 for members, _, size in micro_batches_of_rank(
-                    lengths, rank, RANKS, BUDGET, "zigzag", COST
+                    lengths, Layout(rank, RANKS), BUDGET, COST
                 )
             ]
             for rank in range(RANKS)

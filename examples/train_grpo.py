@@ -46,7 +46,7 @@ from megatron_pg.megatron import (
 )
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.token_window import padded_length
+from megatron_pg.step.token_window import Layout
 
 SIZES = {
     "tensor-model-parallel-size": (1, "TP"),
@@ -130,7 +130,8 @@ class Run:
         self.device = torch.device(args.device)
         self.tasks = Tasks(args.num_training_tasks, args.num_held_out_tasks, args.seed)
         longest = self.tasks.longest_sequence(args.max_response_len)
-        least = padded_length(longest, args.context_parallel_size, args.cp_partition_mode)
+        layout = Layout(cp_size=args.context_parallel_size, mode=args.cp_partition_mode)
+        least = layout.padded_length(longest)
         if args.max_tokens_per_microbatch < least:
             raise ValueError(
                 f"--max-tokens-per-microbatch is {args.max_tokens_per_microbatch}: give {least} or more, what the longest "

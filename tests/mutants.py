@@ -76,12 +76,10 @@ class DropsMaskedRollouts(Package):
     """Leaves fully masked rollouts and groups out of N and P: filtering changes the scale."""
 
     def outer_count(self, step: Sequence[PlainSample], aggregation: str) -> float:
-        totals = self.totals(step)
-        if aggregation == "prompt_mean":
-            return float(max(totals.num_active_prompt_groups, 1))
         if aggregation == "token_mean":
             return super().outer_count(step, aggregation)
-        return float(max(totals.num_active_rollouts, 1))
+        kept = [sample for sample in step if any(sample.loss_mask)]
+        return super().outer_count(kept, aggregation)
 
 
 class SamplesForRollouts(Package):

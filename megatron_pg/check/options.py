@@ -16,6 +16,7 @@ from megatron_pg.config.flags import add_args, read_args
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
+from megatron_pg.loss.aggregation import AGGREGATIONS
 
 LEAN_PERIOD = 16
 """Of so many ids the first half lean one way and the others the other (`set_parameters`)."""
@@ -137,7 +138,7 @@ def config_of(
 ) -> PolicyLossConfig:
     """A KL and an entropy term beside the loss, whose outer counts differ from the policy-gradient term's."""
     values: dict[str, Any] = {"loss_aggregation": aggregation, "policy_loss": policy_loss}
-    if aggregation == "constant":
+    if aggregation != CUSTOM and AGGREGATIONS[aggregation].needs:
         values["loss_aggregation_divisor"] = DIVISOR
     if aggregation == CUSTOM:
         values = {field: getattr(options, field) for field in CUSTOM_PATHS} | {"pg_metrics": "none"}

@@ -29,6 +29,7 @@ from megatron_pg.check.options import (
 )
 from megatron_pg.check.samples import with_log_probs
 from megatron_pg.check.sharded_parameters import gradient_slices
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
@@ -273,12 +274,20 @@ def _reference_loss(
         surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
         sample_mean = 1 / (len(rollout_tokens) * max(rollout_tokens[sample.rollout_id], 1))
-        weight = {
+        weights = {
             "sample_mean": sample_mean,
             "prompt_mean": 1 / (len(group_tokens) * max(group_tokens[sample.group_index], 1)),
             "token_mean": 1 / max(rollout_tokens.total(), 1),
             "constant": 1 / (len(rollout_tokens) * DIVISOR),
-        }[aggregation]
+        }
+        weight = weights.get(aggregation) or _row_weight(aggregation, samples, sample)
         penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy
         terms.append((mask * (weight * surrogate + sample_mean * penalty)).sum())
     return sum(terms, torch.zeros_like(terms[0]))
+
+
+def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
+    """Compute the weight of a sample's tokens by the functions of the aggregation's row, which its author answers for."""
+    row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
+    divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
+    return 1 / (float(divisors[0]) * row.outer_count(totals))

@@ -105,14 +105,14 @@ def _aggregation_report(
     sample_mean = AGGREGATIONS["sample_mean"]
     outer_count = mode.outer_count(totals)
     weights = 1.0 / mode.divisors_of(totals, step.samples, divisor)
-    total = mode.total_weight(totals, divisor or 1.0)
+    total = mode.expected_sums(totals, divisor)[0]
     of_samples = weights * torch.tensor(sizes, dtype=torch.float64)
     shares: list[float] = (of_samples / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
             group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
-    reference = sample_mean.total_weight(totals) / sample_mean.outer_count(totals)
+    reference = sample_mean.expected_sums(totals)[0] / sample_mean.outer_count(totals)
     return {
         "formula": mode.formula,
         "divisor": divisor,

@@ -94,9 +94,8 @@ class ExplainOptions:
     """Draw the coefficient of a token against length."""
 
 
-@dataclass(frozen=True)
 class ExplainedSample(BareSample):
-    """What an aggregation asks of a sample, and what its row does not have."""
+    """A counted sample, with what is missing in its row of a rollout file."""
 
     missing_fields: tuple[str, ...] = ()
     """Fields of `Sample` that the flags ask for and the row of a file does not have."""
@@ -167,7 +166,7 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
             yield None
             continue
         missing = tuple(field for field in required if getattr(row, field) is None)
-        yield ExplainedSample(
+        sample = ExplainedSample(
             row.num_active_tokens,
             group_index=row.group_index,
             rollout_id=row.rollout_id,
@@ -175,9 +174,9 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
             prompt_hash=row.prompt_hash,
             id_source=row.id_source,
             loss_weight=row.loss_weight,
-            missing_fields=missing,
-            kept_set_sizes=_kept_set_sizes(row),
         )
+        sample.missing_fields, sample.kept_set_sizes = missing, _kept_set_sizes(row)
+        yield sample
 
 
 def _kept_set_sizes(sample: Sample) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ That is why the objective and its gradient do not depend on how the step is cut.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.rows import Row, Table
-from megatron_pg.step.totals import ActiveCounts, CountedSample, StepTotals
+from megatron_pg.step.ids import CountedSample
+from megatron_pg.step.totals import StepTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,6 @@ class Aggregation(Row):
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
     outer_count: Callable[[StepTotals], float]
     """The count that the inner sum is divided by, above 0."""
-    inner_weight: Callable[[StepTotals | ActiveCounts, float], float]
-    """What the weights of all the step's tokens add up to, from the totals alone and the divisor (1 without one); the
-    aggregation checksum compares it with the sum of the weights that were used. It reads the active counts alone, and
-    with `ActiveCounts` is the sum of the weights times each token's coefficient."""
     under_per_token_flag: str | None = None
     """What the flag `--calculate-per-token-loss` makes of it; None where it is another objective and refused."""
     defaults_to_own_tokens: bool = False
@@ -47,10 +45,6 @@ class Aggregation(Row):
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
         """The denominators [num_samples] float64, D or G of the step; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
-
-    def total_weight(self, totals: StepTotals, divisor: float = 1.0) -> float:
-        """What the weights of all the step's tokens add up to, loss weights included."""
-        return self.inner_weight(totals.weight_sums or totals, divisor)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
         """Divisor per sample, or one for all."""
@@ -64,6 +58,11 @@ class Aggregation(Row):
         """Divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)
         return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
+
+    def expected_sums(self, totals: StepTotals, divisor: float | None = None) -> list[float]:
+        """Compute what the weights of all the step's tokens add up to; see `StepTotals.expected_sums`."""
+        divisors_of = functools.partial(self.divisors_of, totals, divisor=divisor)
+        return totals.expected_sums(divisors_of, (self.name, divisor))
 
 
 AGGREGATIONS: Table[Aggregation] = Table(
@@ -107,7 +106,6 @@ AGGREGATIONS.add(
         about="D_i the active tokens of rollout i, N rollouts (GRPO, arXiv:2402.03300 eq. 3)",
         denominator=StepTotals.rollout_denominators,
         outer_count=lambda totals: max(totals.num_rollouts, 1),
-        inner_weight=lambda totals, divisor: totals.num_active_rollouts,
         under_per_token_flag="token_mean",
         defaults_to_own_tokens=True,
     ),
@@ -119,14 +117,12 @@ AGGREGATIONS.add(
         inputs=("group_index",),
         denominator=StepTotals.group_denominators,
         outer_count=_num_prompt_groups,
-        inner_weight=lambda totals, divisor: totals.num_active_prompt_groups or 0,
     ),
     Aggregation(
         name="token_mean",
         formula="1/max(T, 1) sum m x",
         about="T active tokens (most implementations of DAPO)",
         outer_count=lambda totals: totals.num_active_tokens or 1,
-        inner_weight=lambda totals, divisor: totals.num_active_tokens,
         under_per_token_flag="token_mean",
     ),
     Aggregation(
@@ -136,7 +132,6 @@ AGGREGATIONS.add(
         options=("loss_aggregation_divisor",),
         needs=("loss_aggregation_divisor",),
         outer_count=lambda totals: max(totals.num_rollouts, 1),
-        inner_weight=lambda totals, divisor: totals.num_active_tokens / divisor,
     ),
 )
 

@@ -82,7 +82,7 @@ def samples_at_fault(micro_batches: Iterable[object]) -> str:
         if batch is not None:
             of_windows.setdefault(batch.window.cp_rank, []).extend(batch.samples)
         totals = getattr(metrics, "totals", None) or totals
-    if totals is None or totals.by_identity is None:
+    if totals is None or not totals.knows_identities:
         return ""
     listed = [
         f"{kind}: {', '.join(names[:NUM_NAMED])}"

@@ -13,7 +13,6 @@ by the number of micro-batches needs that factor too (see docs/migrating.md).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +62,7 @@ def padded_totals(
         _check_mask(mask)
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
         counted = _counted_rows(counts, group_index, rollout_id)
-        return [dataclasses.replace(row, id_source=id_source) for row in counted]
+        return [row._replace(id_source=id_source) for row in counted]
 
     _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
@@ -121,7 +120,7 @@ def reduce_padded(
             rollout_id=rollout_id,
             allow_different_group_sizes=True,  # the rows are the whole step
         )
-    if totals.rollout_active_tokens and rollout_id is None:
+    if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )

@@ -18,7 +18,7 @@ from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggr
 from megatron_pg.loss.corrections import drops_tokens
 from megatron_pg.loss.sequence import add_over_group
 from megatron_pg.step.batch import PackedBatch, to_device
-from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.token_window import Layout, TokenWindow
 from megatron_pg.step.values import check_mask
 
 Reducer = Callable[[Tensor], Tensor]
@@ -76,16 +76,10 @@ def get_pg_loss_reducer(
             f"cp_size is {cp_size} and cp_rank is not given: every rank would take the window of rank 0"
         )
     mode = checked_aggregation(aggregation, divisor, qkv_format)
-    if layout := layout_violation(qkv_format, cp_size):
-        raise NotImplementedError(layout)
-    window = TokenWindow.build(
-        total_lengths,
-        response_lengths,
-        cp_rank=cp_rank or 0,
-        cp_size=cp_size,
-        cp_partition_mode=cp_partition_mode,
-        pad_to_multiple=pad_to_multiple,
-    )
+    if violation := layout_violation(qkv_format, cp_size):
+        raise NotImplementedError(violation)
+    layout = Layout(cp_rank or 0, cp_size, cp_partition_mode, pad_to_multiple)
+    window = TokenWindow.cut(total_lengths, response_lengths, layout)
     loss_masks = _checked_masks(window.response_lengths, loss_masks)
     if denominators is not None:
         denominators = _checked_denominators(denominators, mode, window)

@@ -115,7 +115,7 @@ def host_weights(
         "gradient_divisor": config.grad_divisor or outer_count,
         "share": share,
         "nothing": 0.0,
-        **_checksum_counts(mode, divisor or 1.0, counted, share),
+        **_checksum_counts(mode, divisor, counted, share),
     }
     loss_divisors = mode.divisors_of(counted, samples, divisor)
     divisors = {
@@ -125,7 +125,7 @@ def host_weights(
         "document": sample_mean.divisors_of(totals, samples),
         "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
     }
-    if counted.by_identity is not None:
+    if counted.knows_identities:
         divisors["identified"] = loss_divisors / coefficients_of(samples, counted.hashed_fields)
     table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)
     for row, name in enumerate(SAMPLE_WEIGHTS):
@@ -140,21 +140,15 @@ def position_coefficients(
 ) -> Tensor:
     """Return the numbers [window] float64 of the tokens' positions in the checksums; 1 where the totals know no identities."""
     counted = totals.counted_in(config.loss_weight_denominator)
-    return (
-        batch.coefficients
-        if counted.by_identity is not None
-        else torch.ones_like(batch.coefficients)
-    )
+    return batch.coefficients if counted.knows_identities else torch.ones_like(batch.coefficients)
 
 
 def _checksum_counts(
-    mode: Aggregation, divisor: float, totals: StepTotals, share: float
+    mode: Aggregation, divisor: float | None, totals: StepTotals, share: float
 ) -> dict[str, float]:
     """Compute the factors that make the three checksums 1 over the step, and their summand."""
-    expected, rank = [mode.total_weight(totals, divisor)] * 3, 1.0
-    if totals.by_identity is not None:
-        rank = coefficient_of_rank(totals.data_parallel_rank)
-        expected[1:] = [mode.inner_weight(counts, divisor) for counts in totals.by_identity]
+    expected = mode.expected_sums(totals, divisor)
+    rank = coefficient_of_rank(totals.data_parallel_rank) if totals.knows_identities else 1.0
     weights, identities, ranks = (1.0 / (total or 1.0) for total in expected)
     return {
         "checksum_scale": weights,

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.ids import NUM_IDS, SampleIds, check_ids, distinct_id, ids_of
+from megatron_pg.step.ids import NUM_IDS, check_ids, distinct_id
 from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
 from megatron_pg.step.side_channels import LARGEST_VOCABULARY, WrongSet, checked_kept_tokens
+from megatron_pg.step.totals import sample_counts
 from megatron_pg.step.values import LARGEST_LOG_PROB, LOG_PROB
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
@@ -285,12 +286,11 @@ def with_group_advantages(
     """
     _, shared = compute_and_gather(
         lambda: samples,
-        lambda mine: (list(map(_reward_and_group, mine)), ids_of(mine)),
+        lambda mine: (list(map(_reward_and_group, mine)), sample_counts(mine)),
         data_parallel_group,
     )
     everyone: list[list[tuple[float, int]]] = [pairs for pairs, _ in shared]
-    ids: list[list[SampleIds]] = [of_rank for _, of_rank in shared]
-    check_ids(ids, allow_different_prompts=allow_different_prompts)
+    check_ids([counts for _, counts in shared], allow_different_prompts=allow_different_prompts)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     pairs = [pair for part in everyone for pair in part]
     step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)

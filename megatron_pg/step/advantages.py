@@ -6,9 +6,8 @@ Per prompt group of n rewards, in float64, on the host, before the samples are b
     dr_grpo  reward - mean                                             arXiv:2503.20783
     rloo     reward - mean of the other n - 1                          arXiv:2402.14740
 
-Two cases that the formulas leave open are defined here: a group of one sample has no baseline, and a
-group of equal rewards no preference; both get advantages of exactly 0. They train nothing (apart
-from KL and entropy terms), so they are reported.
+A group of one sample has no baseline, and a group of equal rewards no preference. Both get advantages of exactly 0 and
+train nothing (apart from KL and entropy terms), so they are reported.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from megatron_pg.step.identity import hash_of
-from megatron_pg.step.ids import SampleIds, check_ids
+from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.totals import BareSample
 from megatron_pg.step.values import refuse_values
 
 STD_EPSILON = 1e-6
@@ -78,21 +77,20 @@ def group_advantages(
     method: str = "grpo",
     prompts: Sequence[Sequence[int] | Tensor] | None = None,
 ) -> GroupAdvantages:
-    """Compares every reward with those of its prompt group.
+    """Compare every reward with the rewards of its prompt group.
 
-    A group is compared with what is passed here: gather the rewards of all its samples first, where
-    they are spread over data-parallel ranks.
+    Gather the rewards of all samples of a group first, where data-parallel ranks share a group.
 
     Args:
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
         method: `grpo`, `dr_grpo` or `rloo`.
-        prompts: [samples] the token ids of each one's prompt. Where given, a group of different prompts is refused; None
-            where the environment varies the prompt within a group, or the ids are known to be unique.
+        prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass None where the
+            environment varies the prompt within a group, or where the ids are known to be unique.
 
     Raises:
-        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, rewards whose advantages float32 does not hold, ids
-            that are no integers, or an unknown method.
+        ValueError: sizes that differ, a group of different prompts, a reward that is not finite, rewards whose advantages
+            float32 does not hold, ids that are no integers, or an unknown method.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}")
@@ -103,7 +101,7 @@ def group_advantages(
     size = group_sizes[group].double()
 
     def group_sum(values: Tensor) -> Tensor:
-        """The sum over each group, [samples] -> [groups]."""
+        """Add up values [samples] over each group, [groups]."""
         return torch.zeros(groups.numel(), dtype=torch.float64).index_add_(0, group, values)
 
     centered = reward - group_sum(reward)[group] / size
@@ -135,11 +133,10 @@ def group_advantages(
 
 
 def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> list[Sample]:
-    """Masks every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476).
+    """Mask every token of the samples that were cut at the length limit (DAPO, arXiv:2503.14476).
 
-    Their rewards say nothing about what they would have become. Filter after the advantages: the
-    rewards stay in their group's baseline. A masked sample adds nothing to the sum and still counts
-    in N and P, so the scale does not depend on how many are filtered; it leaves T.
+    Filter after the advantages: the rewards stay in the baseline of their group. A masked sample adds nothing to the sum and
+    leaves T. It still counts in N and P, so that the scale does not depend on the number of masked samples.
 
     Args:
         samples: the samples of the step.
@@ -166,15 +163,17 @@ def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Seq
             f"prompts has {len(prompts)} prompts for {len(group_indices)} rewards: give one each"
         )
     hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
-    names = [f"rewards[{number}]" for number in range(len(hashes))]
-    nothing, source = repeat(None), repeat("of those passed")
-    check_ids([list(map(SampleIds, group_indices, nothing, hashes, source, names))])
+    counted = [
+        BareSample(0, group, None, f"rewards[{number}]", prompt, "of those passed")
+        for number, (group, prompt) in enumerate(zip(group_indices, hashes, strict=True))
+    ]
+    check_ids([counted])
 
 
 def _checked(
     rewards: Sequence[float] | Tensor, group_indices: Sequence[int] | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rewards [samples] float64 and the ids [samples] int64."""
+    """Convert to rewards [samples] float64 and ids [samples] int64."""
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
     # An absent float id is NaN, and all absent ones would be one group.

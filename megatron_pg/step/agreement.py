@@ -12,7 +12,7 @@ Shared = TypeVar("Shared")
 
 
 def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Every rank's picklable value, in rank order; every rank of the group must call it. None: this rank alone."""
+    """Gather a picklable value of every rank, in rank order; every rank of the group must call it. None: this rank alone."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -27,20 +27,20 @@ class OtherRankError(RuntimeError):
 def compute_and_gather(
     compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
-    """This rank's `compute()`, and `share()` of it from every rank, in rank order.
+    """Compute a value on this rank, and gather the shared part of it from every rank, in rank order.
 
-    Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, whatever
-    its kind, so that no rank is left waiting in the collective: a file may be unreadable on one node alone.
+    Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, so that no rank is
+    left waiting in the collective: a file may be unreadable on one node alone.
 
     Args:
-        compute: gives this rank's value.
-        share: gives the picklable part of it that the other ranks need.
+        compute: the function () -> this rank's value.
+        share: the function (value) -> the picklable part that other ranks need.
         group: the data-parallel group; None is this rank alone.
 
     Raises:
         ValueError: one was raised here, or on another rank, which the message then names.
         OtherRankError: a RuntimeError: another rank raised an error of another kind.
-        Exception: whatever was raised here, as it is.
+        Exception: an error that was raised here, as it is.
     """
     mine: Shared | Exception
     try:

@@ -15,7 +15,7 @@ from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
 from megatron_pg.step.identity import coefficients_of_positions
 from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample, check_samples
-from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.token_window import Layout, TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
@@ -28,7 +28,7 @@ RESPONSE_FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """What the model and the loss need of one micro-batch on one rank. Built by `pack`.
+    """Input of the model and the loss: one micro-batch on one rank. Built by `pack`.
 
     The model is fed `tokens[None]` and `position_ids[None]`, each `[1, local_tokens]`.
     """
@@ -92,7 +92,7 @@ class PackedBatch:
 
     @property
     def kept_tokens_of_rows(self) -> Ragged | None:
-        """The same sets as `kept_tokens`, for each local row, [local_tokens] rows on the host."""
+        """The sets of `kept_tokens` by local row, [local_tokens] rows on the host."""
         if self.kept_tokens is None:
             return None
         sizes = torch.zeros(self.window.local_tokens, dtype=torch.int64)
@@ -100,7 +100,7 @@ class PackedBatch:
         return Ragged(self.kept_tokens.values, offsets_of(sizes))
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same micro-batch with its tensors on `device`, as `to_device` moves them."""
+        """Move the tensors to `device` as `to_device` does."""
         tensors = {
             field.name: value
             for field in dataclasses.fields(self)
@@ -117,17 +117,17 @@ class PackedBatch:
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The tensors on `device`; from the host to CUDA in one copy through pinned memory, each at a multiple of 16 bytes."""
-    if torch.device(device).type != "cuda" or any(each.device.type != "cpu" for each in tensors):
-        return [to_device(each, device) for each in tensors]
+    """Move tensors; from the host to CUDA in one copy through pinned memory, each tensor at a multiple of 16 bytes."""
+    is_upload = torch.device(device).type == "cuda"
+    if not is_upload or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [to_device(tensor, device) for tensor in tensors]
     parts = []
-    for each in tensors:
-        of_bytes = _bytes_of(each)
-        parts += [of_bytes, _PADDING[: -of_bytes.numel() % 16]]
+    for content in map(_bytes_of, tensors):
+        parts += [content, _PADDING[: -content.numel() % 16]]
     sizes = [part.numel() for part in parts]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     pieces = torch.cat(parts, out=buffer).to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
-    return [piece.view(each.dtype) for piece, each in zip(pieces[::2], tensors, strict=True)]
+    return [piece.view(tensor.dtype) for piece, tensor in zip(pieces[::2], tensors, strict=True)]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def pack(
     pad_to_multiple: int = 1,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> PackedBatch:
-    """Packs samples into one THD micro-batch and takes this context-parallel rank's part of it. On the host.
+    """Pack samples into one THD micro-batch and take the part of this context-parallel rank, on the host.
 
     Args:
         samples: the samples of the micro-batch, the same on every rank of the context-parallel, tensor-parallel and
@@ -159,8 +159,8 @@ def pack(
         cp_partition_mode: which tokens of the pack this rank takes; that of the model's attention.
 
     Raises:
-        ValueError: an argument that is no list of samples; some samples carry log-probs or values that others of the micro-batch lack, naming one of each; or sizes that
-            are no integers or out of range.
+        ValueError: an argument that is no list of samples; a field that some samples have and others lack, naming one of
+            each; sizes that are no integers or out of range.
         RuntimeError: under `torch.inference_mode`.
     """
     if torch.is_inference_mode_enabled():
@@ -169,17 +169,15 @@ def pack(
             "under torch.no_grad()"
         )
     check_samples("pack", samples)
-    window = TokenWindow.build(
+    window = TokenWindow.cut(
         [sample.total_length for sample in samples],
         [sample.response_length for sample in samples],
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        pad_to_multiple=pad_to_multiple,
-        cp_partition_mode=cp_partition_mode,
+        Layout(cp_rank, cp_size, cp_partition_mode, pad_to_multiple),
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {
-        field: _of_window(field, dtype, samples, window) for field, dtype in RESPONSE_FIELDS.items()
+        field: _field_in_window(field, dtype, samples, window)
+        for field, dtype in RESPONSE_FIELDS.items()
     }
     loss_mask = response_fields["loss_mask"]
     beside = _beside_the_numbers(samples, window, loss_mask)
@@ -208,24 +206,23 @@ def pack(
 def _beside_the_numbers(
     samples: Sequence[Sample], window: TokenWindow, loss_mask: Tensor
 ) -> dict[str, Any]:
-    """The fields of a packed micro-batch that hold its kept sets and side channels; `largest_ids` are the largest id of the kept
-    sets and of the teacher's likeliest tokens, where there are any."""
+    """Collect kept sets and side channels by the fields of `PackedBatch`.
+
+    `largest_ids` lists the largest id of the kept sets and of the teacher's likeliest tokens, where there are any.
+    """
     names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
-    given: dict[str, Any] = {
-        name: [sample.side_channels.get(name) for sample in samples] for name in names
-    }
-    channels = {
-        name: _channel_of_window(f"side_channels[{name!r}]", parts, window)
-        for name, parts in given.items()
-        if not _all_lack(f"side_channels[{name!r}]", parts, samples)
-    }
+    channels = {}
+    for name in names:
+        parts: Any = [sample.side_channels.get(name) for sample in samples]
+        if not _all_lack(where := f"side_channels[{name!r}]", parts, samples):
+            channels[name] = _channel_in_window(where, parts, window)
     largest = []
     if isinstance(ids := channels.get("teacher_ids"), Tensor) and loss_mask.any():
         largest.append(int(ids[loss_mask].max()))
     sets: Any = [sample.kept_tokens for sample in samples]
     if _all_lack("kept_tokens", sets, samples):
         return {"side_channels": channels, "largest_ids": largest}
-    kept: Any = _channel_of_window("kept_tokens", sets, window)
+    kept: Any = _channel_in_window("kept_tokens", sets, window)
     kept = kept.only(loss_mask)
     return {
         "side_channels": channels,
@@ -236,17 +233,17 @@ def _beside_the_numbers(
 
 
 def coefficients_of_window(window: TokenWindow) -> Tensor:
-    """See `PackedBatch.coefficients`."""
+    """Compute `PackedBatch.coefficients`."""
     starts = torch.tensor([0, *window.response_lengths]).cumsum(0)
     positions = window.response_indices - starts.index_select(0, window.window_segment_ids)
     table = coefficients_of_positions(max(window.response_lengths, default=0))
     return table.index_select(0, positions)
 
 
-def _of_window(
+def _field_in_window(
     field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
 ) -> Tensor | None:
-    """The values [window] of a field of `RESPONSE_FIELDS`, or None where no sample of the micro-batch has it."""
+    """Take the values [window] of a field of `RESPONSE_FIELDS`; None where no sample has it."""
     responses = [getattr(sample, field) for sample in samples]
     if field == "loss_weights" and any(weights is not None for weights in responses):
         responses = [
@@ -266,7 +263,7 @@ def _of_window(
 
 
 def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -> bool:
-    """Whether no sample has a field, of which there is at least one; refuses that some have it and some do not."""
+    """Return True where there are samples and all lack a field; refuse a field that only some have."""
     lacks = [value is None for value in values]
     if any(lacks) and not all(lacks):
         without, with_them = lacks.index(True), lacks.index(False)
@@ -278,16 +275,16 @@ def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """The values [n] at the indices, with 0 where the index is -1."""
+    """Take the values [n] at the indices, and 0 where the index is -1."""
     # `index_select` takes a quarter of the time of an index in brackets, and no negative ones.
     padded = torch.cat([values.new_zeros(1), values])
     return padded.index_select(0, indices + 1)
 
 
-def _channel_of_window(
+def _channel_in_window(
     where: str, parts: Sequence[Tensor | Ragged], window: TokenWindow
 ) -> Tensor | Ragged:
-    """One channel of all samples of a micro-batch, as this rank's rows have it.
+    """Take the rows of this rank from one side channel of all samples.
 
     Returns:
         [window, ...] of a channel of response tokens; [local_tokens, ...] of one of all tokens, zeros or an empty row for

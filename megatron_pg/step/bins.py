@@ -28,7 +28,7 @@ def plan_bins(
     seed: int | None = None,
     cost: SampleCost = TOKENS,
 ) -> list[Indices]:
-    """Deals every sequence to one bin, no bin above the capacity.
+    """Deal every sequence to one bin, no bin above the capacity.
 
     The same arguments give the same bins. The lengths in each bin do not depend on the order of the sequences; which
     of several equally long ones goes where does.
@@ -82,7 +82,7 @@ def plan_bins(
 
 
 def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
-    """The first bin with room for each sequence, in the order given.
+    """Deal each sequence, in the given order, to the first bin with room.
 
     `room` is a binary tree over the bins whose inner nodes hold the largest room below them, so that a sequence
     takes time logarithmic in the number of bins. All bins but one are more than half full, which bounds their number.
@@ -112,10 +112,10 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
 def _longest_to_cheapest(
     sizes: Sequence[int], cost: SampleCost, num_bins: int, capacity: int
 ) -> list[int] | None:
-    """The bin of each sequence where each goes to the bin of least cost that has room; None where one has no place.
+    """Deal each sequence to the bin of least cost that has room; None where a sequence fits no bin.
 
-    The sizes fall, so that a bin without room waits until a sequence fits again, and then keeps in the running until it
-    is dealt one: time logarithmic in the number of bins for each sequence.
+    The sizes fall, so that a bin without room waits until a sequence fits again. A sequence takes time logarithmic in the
+    number of bins.
     """
     room = [capacity] * num_bins
     open_bins = [(0.0, number) for number in range(num_bins)]

@@ -21,25 +21,25 @@ from megatron_pg.step.sources import SampleSource
 from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]
-"""What is kept in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
+"""A thing that stays in one piece: ("prompt group", group_index), ("rollout_id", rollout_id) or ("sample", sequence)."""
 
 Ids = tuple[int | None, int | None]
 """The `group_index` and `rollout_id` of a sample."""
 
 
 class _Record(NamedTuple):
-    """What every rank knows of a pulled sample that is in no step yet."""
+    """A pulled sample that is in no step yet, as every rank knows it."""
 
     sequence: int
     """Its place in the order of the stream over all ranks."""
     rank: int
     """The data-parallel rank that holds it."""
     document: Key
-    """What N counts: its rollout, or the sample itself."""
+    """The document that N counts: its rollout, or the sample itself."""
     unit: Key
-    """What a step takes whole: its prompt group where groups are kept, or its document."""
+    """The part that a step takes whole: its prompt group where groups are kept, or its document."""
     boundary: Key
-    """What no end of a step may cut: its prompt group where anything minds, or its document."""
+    """The part that no end of a step may cut: its prompt group where the settings ask for whole groups, or its document."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class StepSamples(Generic[AnySample]):
     """The samples of one step."""
 
     samples: tuple[AnySample, ...]
-    """This rank's, in the order of the stream."""
+    """The samples of this rank, in the order of the stream."""
     num_documents: int
     """The count that was achieved, over all data-parallel ranks; N of the step."""
     num_skipped: int
@@ -56,7 +56,7 @@ class StepSamples(Generic[AnySample]):
 
 @dataclass(frozen=True, eq=False)
 class CollectorState(Generic[AnySample]):
-    """What a checkpoint keeps of one rank's `StepCollector`; picklable."""
+    """The state of one rank's `StepCollector` for a checkpoint; picklable."""
 
     source_position: Any
     num_slots: int
@@ -125,7 +125,7 @@ class StepCollector(Generic[AnySample]):
         self._num_pulls = 0
 
     def collect(self) -> StepSamples[AnySample] | None:
-        """The samples of the next step; the last one may hold fewer documents, and None says that none are left.
+        """Collect the samples of the next step. The last step may hold fewer documents. None: no samples are left.
 
         Every data-parallel rank must call it.
 
@@ -153,7 +153,7 @@ class StepCollector(Generic[AnySample]):
         )
 
     def state(self) -> CollectorState[AnySample]:
-        """This rank's state between two steps. A checkpoint keeps those of all data-parallel ranks."""
+        """Return this rank's state between two steps. A checkpoint keeps the states of all data-parallel ranks."""
         return CollectorState(
             source_position=self._source.position,
             num_slots=self._num_slots,
@@ -164,7 +164,7 @@ class StepCollector(Generic[AnySample]):
         )
 
     def load_states(self, states: Sequence[CollectorState[AnySample]]) -> None:
-        """Continues where the states of a checkpoint left off, on any number of ranks that the source allows.
+        """Continue where the states of a checkpoint left off, on any number of ranks that the source allows.
 
         Every data-parallel rank must call it: a source that cannot go on ends all of them.
 
@@ -213,7 +213,7 @@ class StepCollector(Generic[AnySample]):
         return _Record(sequence, rank, document, unit, group if self._minds_groups else document)
 
     def _choose(self) -> list[_Record] | None:
-        """The samples of the next step, none at the end of the stream; None while more have to be pulled."""
+        """Choose the samples of the next step: none at the end of the stream, None while more have to be pulled."""
         units: dict[Key, list[_Record]] = {}
         for record in self._pending:
             units.setdefault(record.unit, []).append(record)
@@ -232,7 +232,7 @@ class StepCollector(Generic[AnySample]):
         return chosen
 
     def _refuse_cut(self, left: Sequence[_Record], taken: Collection[Key]) -> None:
-        """A record left for a later step must not be of a group or rollout of which others are in one."""
+        """Refuse a record of a later step whose group or rollout is in an earlier step."""
         kind, identifier = next((r.boundary for r in left if r.boundary in taken), ("", 0))
         if kind:
             column, rule = "", ""
@@ -247,7 +247,7 @@ class StepCollector(Generic[AnySample]):
             )
 
     def _pull_window(self) -> None:
-        """Asks every rank for the same number of slots, and tells everyone what they hold. One exchange."""
+        """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
         # Of a folder that is not shared, or not yet, a rank sees other files: then row i is not the same row on all.
         start = None if self._num_pulls or not self._source.can_reshard else self._source.position
@@ -283,7 +283,7 @@ class StepCollector(Generic[AnySample]):
         self._latest = {rank: key for rank, key in latest.items() if rank not in ended}
 
     def _window_size(self) -> int:
-        """Slots to ask of every rank: what is missing, by the samples per document of those at hand."""
+        """Estimate the slots to pull on every rank, from the missing documents and the samples per document so far."""
         num_documents = len({record.document for record in self._pending})
         missing = self._docs_per_step - num_documents
         if missing > 0:

@@ -1,4 +1,4 @@
-"""What a sample costs in time: `a l + b l^2` of its length l, from the shape of the model."""
+"""The cost of a sample in time: `a l + b l^2` for its length l, from the shape of the model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SampleCost:
 
     @classmethod
     def of_model(cls, config: Any, vocab_size: int) -> SampleCost:
-        """The cost under a transformer of this shape.
+        """Derive the cost from the shape of a transformer.
 
-        Of a layer 2 operations a token for each weight that it meets, the experts that it is routed to among them, and
-        2 d for each earlier token that attention over d = heads * head size channels looks at, half of l on average,
-        for scores and for values; and the output layer.
+        A token takes 2 operations for each weight that it meets, in its experts and in the output layer too. Attention over
+        d = heads * head size channels takes 2 d operations for each earlier token, for scores and again for values. A token
+        has l / 2 earlier tokens on average.
 
         Args:
             config: Megatron's `TransformerConfig`, or its parsed arguments.
@@ -53,13 +53,13 @@ class SampleCost:
 
     @classmethod
     def balancing(cls, balance: Balance, config: Any, vocab_size: int) -> SampleCost:
-        """What `--balance` evens out, under the model of these settings (`of_model`)."""
+        """Derive the cost that `--balance` evens out; arguments as for `of_model`."""
         return cls.of_model(config, vocab_size) if balance == "time" else TOKENS
 
     def of_lengths(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """The cost [sequences] of sequences of these lengths."""
-        found = np.asarray(lengths, dtype=np.float64)
-        return found * (self.per_token + self.per_square * found)
+        """Compute the cost [sequences] of sequences of these lengths."""
+        sizes = np.asarray(lengths, dtype=np.float64)
+        return sizes * (self.per_token + self.per_square * sizes)
 
 
 TOKENS = SampleCost(1.0)

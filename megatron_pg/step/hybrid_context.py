@@ -21,7 +21,7 @@ from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.identity import store_hashes
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.sample import Sample, checked_integer
-from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
+from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import step_totals
 
 SLACK = 0.05
@@ -40,7 +40,7 @@ def plan_hybrid_cp_step(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepPlan:
-    """Packs the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and counts the step.
+    """Pack the samples of one optimizer step into micro-batches of 1, 2, 4, ... ranks, and count the step.
 
     Where a sample takes its cost over the number of its ranks, the slowest rank takes at most 5 % longer than the mean
     one; within that, samples lie on few ranks. Every rank of the group must call it, once a step, in place of
@@ -68,20 +68,19 @@ def plan_hybrid_cp_step(
     rank, num_ranks = (
         (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     )
+    layout = Layout(rank, num_ranks, cp_partition_mode)
 
     def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
-        _check_sizes(samples, num_ranks, max_tokens_per_rank, cp_partition_mode)
+        _check_sizes(samples, layout, max_tokens_per_rank)
         store_hashes(samples)
         lengths = [sample.total_length for sample in samples]
-        return micro_batches_of_rank(
-            lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
-        )
+        return micro_batches_of_rank(lengths, layout, max_tokens_per_rank, cost)
 
     planned, hashes = compute_and_gather(plan_rank, lambda _: [s.identity for s in samples], group)
-    for other, found in enumerate(hashes):
-        if found != hashes[0]:
+    for other, identities in enumerate(hashes):
+        if identities != hashes[0]:
             raise ValueError(
-                f"rank {other} of the data-parallel group with context parallelism has {len(found)} samples and rank 0 "
+                f"rank {other} of the data-parallel group with context parallelism has {len(identities)} samples and rank 0 "
                 f"{len(hashes[0])}, or others: every rank plans all samples of the step, in one order"
             )
     microbatches, tokens, sizes = zip(*planned, strict=True)
@@ -99,53 +98,46 @@ def plan_hybrid_cp_step(
 
 
 def micro_batches_of_rank(
-    lengths: Sequence[int],
-    rank: int,
-    num_ranks: int,
-    max_tokens_per_rank: int,
-    cp_partition_mode: CpPartitionMode,
-    cost: SampleCost,
+    lengths: Sequence[int], layout: Layout, max_tokens_per_rank: int, cost: SampleCost
 ) -> list[tuple[tuple[int, ...], int, int]]:
-    """The indices of the samples, the packed tokens and the ranks of each micro-batch of one rank; at least one."""
+    """Plan one rank of the layout, that of all ranks together.
+
+    Returns:
+        The indices of the samples, the packed tokens and the number of ranks of each micro-batch; at least one.
+    """
     microbatches = []
-    for size, members in _groups_of_rank(
-        lengths, rank, num_ranks, max_tokens_per_rank, cp_partition_mode, cost
-    ):
-        padded = [padded_length(lengths[i], size, cp_partition_mode) for i in members]
-        multiple = checked_multiple(size, 1, cp_partition_mode)
+    for size, members in _groups_of_rank(lengths, layout, max_tokens_per_rank, cost):
+        group = Layout(cp_size=size, mode=layout.mode)
+        padded = [group.padded_length(lengths[i]) for i in members]
         for chosen in plan_bins(padded, size * max_tokens_per_rank, cost=cost):
-            tokens = packed_length(sum(padded[i] for i in chosen), multiple)
+            tokens = group.packed_length(sum(padded[i] for i in chosen))
             microbatches.append((tuple(members[chosen].tolist()), tokens, size))
     return microbatches
 
 
 def _groups_of_rank(
-    lengths: Sequence[int],
-    rank: int,
-    num_ranks: int,
-    max_tokens_per_rank: int,
-    cp_partition_mode: CpPartitionMode,
-    cost: SampleCost,
+    lengths: Sequence[int], layout: Layout, max_tokens_per_rank: int, cost: SampleCost
 ) -> Iterator[tuple[int, Indices]]:
-    """The samples that a rank runs in its group of each size, by falling size.
+    """Yield the samples that a rank runs in its group of each size, by falling size.
 
-    At each size the ranks of a group reckon alike, from the samples that are left to it. Both halves run the samples that
-    are too long for one; then, one at a time while the dearer half would end later than both together by more than the
-    slack, the sample of it whose cost is nearest to the difference.
+    All ranks of a group compute the same, from the samples that are left to the group. Both halves of the group run the
+    samples that are too long for one half. While the dearer half would still end later than both together by more than the
+    slack, both halves also run the sample of the dearer half whose cost is nearest to the difference.
     """
-    found = np.array(lengths, dtype=np.int64)
-    costs, everything = cost.of_lengths(found), max(int(found.sum()), 1)
+    total_lengths, num_ranks = np.array(lengths, dtype=np.int64), layout.cp_size
+    costs, everything = cost.of_lengths(total_lengths), max(int(total_lengths.sum()), 1)
     # The ranks are halved log2(num_ranks) times, and each time the latest end may grow by the same factor.
     slack = (1 + SLACK) ** (1 / max(num_ranks.bit_length() - 1, 1)) - 1
-    mine, spent, size = np.arange(found.size), 0.0, num_ranks
+    mine, spent, size = np.arange(total_lengths.size), 0.0, num_ranks
     while size > 1:
         half = size // 2
-        on_half = [padded_length(each, half, cp_partition_mode) for each in found[mine].tolist()]
-        fits = np.array(on_half, dtype=np.int64) <= half * max_tokens_per_rank
+        group = Layout(cp_size=half, mode=layout.mode)
+        padded = list(map(group.padded_length, total_lengths[mine].tolist()))
+        fits = np.array(padded, dtype=np.int64) <= half * max_tokens_per_rank
         shared, mine = mine[~fits], mine[fits]
         end = spent + math.fsum(costs[[*shared, *mine]]) / size
         while True:
-            halves = plan_bins(found[mine], everything, multiple=2, cost=cost)
+            halves = plan_bins(total_lengths[mine], everything, multiple=2, cost=cost)
             dearer, cheaper = (costs[mine[members]] for members in halves)
             # fsum: the same on every machine.
             uneven = math.fsum(dearer) - math.fsum(cheaper)
@@ -156,26 +148,25 @@ def _groups_of_rank(
         if shared.size:
             yield size, shared
         spent += math.fsum(costs[shared]) / size
-        mine, size = mine[halves[rank // half % 2]], half
-    if mine.size or not found.size:
+        mine, size = mine[halves[layout.cp_rank // half % 2]], half
+    if mine.size or not total_lengths.size:
         yield 1, mine
 
 
-def _check_sizes(
-    samples: Sequence[Sample], num_ranks: int, max_tokens_per_rank: int, mode: CpPartitionMode
-) -> None:
+def _check_sizes(samples: Sequence[Sample], layout: Layout, max_tokens_per_rank: int) -> None:
+    num_ranks = layout.cp_size
     if num_ranks & (num_ranks - 1):
         raise ValueError(
             f"the data-parallel group with context parallelism has {num_ranks} ranks: hybrid context parallelism halves "
             "them again and again; expected 1, 2, 4, 8, ..."
         )
-    least = checked_multiple(num_ranks, 1, mode) // num_ranks
+    least = layout.least_tokens // num_ranks
     if checked_integer("max_tokens_per_rank", max_tokens_per_rank) < least:
         raise ValueError(
             f"max_tokens_per_rank is {max_tokens_per_rank}: expected at least {least}, which a sequence takes of each rank"
         )
     for sample in samples:
-        length = padded_length(sample.total_length, num_ranks, mode)
+        length = layout.padded_length(sample.total_length)
         if length > num_ranks * max_tokens_per_rank:
             raise ValueError(
                 f"{sample.name} takes {length} tokens with padding, more than {num_ranks} ranks of max_tokens_per_rank "

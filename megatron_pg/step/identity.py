@@ -22,14 +22,14 @@ from megatron_pg.head.ragged import Ragged
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Table = Callable[[int], NDArray[Any]]
-"""What each position counts, of a size that is asked for."""
+"""A function (size) -> the coefficients of that many positions."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: the step of splitmix64's counter."""
 MASK = 2**64 - 1
 GOLDEN_FRACTION = GOLDEN / 2**64
 CHUNK = 128
-"""Samples that are hashed at a time."""
+"""Samples that are hashed together."""
 VALUE_FIELDS = (
     "advantages",
     "old_log_probs",
@@ -38,12 +38,12 @@ VALUE_FIELDS = (
     "old_values",
     "returns",
 )
-"""The fields of a sample that a trainer may fill after the step is counted: those are hashed that it has by then."""
+"""Fields that a trainer may fill after the step is counted. Fields that are filled by then are hashed."""
 _NOT_KEPT = torch.zeros(1, dtype=torch.bool)
 
 
 class HashedSample(Protocol):
-    """What is hashed of a `Sample`, which has the shapes and the meaning."""
+    """The hashed fields of a `Sample`."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -60,63 +60,64 @@ class HashedSample(Protocol):
 
 
 def filled_fields(samples: Sequence[HashedSample]) -> tuple[str, ...]:
-    """The fields of `VALUE_FIELDS` that all samples have. Advantages count as given where one of them is not 0."""
-    found = [
+    """List the fields of `VALUE_FIELDS` that all samples have. Advantages of 0 alone are not filled."""
+    filled = [
         name
         for name in VALUE_FIELDS
         if not any(value is None for value in map(operator.attrgetter(name), samples))
     ]
-    chunks = (samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK))
-    if not any(torch.cat([each.advantages for each in chunk]).any() for chunk in chunks):
-        found.remove("advantages")
-    return tuple(found)
+    if not any(sample.advantages.any() for sample in samples):
+        filled.remove("advantages")
+    return tuple(filled)
 
 
 def store_hashes(samples: Sequence[HashedSample], fields: tuple[str, ...] | None = None) -> None:
-    """Stores `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
+    """Store `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
 
-    The tokens of many samples are one vector, as a call for each sample takes longer than its tokens do.
+    The tokens of many samples are one vector: a call for each sample takes longer than its arithmetic.
 
     Args:
-        samples: those that are hashed already with the same fields are passed over.
-        fields: the fields of `VALUE_FIELDS` that the identity has; None is `filled_fields(samples)`.
+        samples: samples that are hashed with the same fields already keep their hashes.
+        fields: fields of `VALUE_FIELDS` in the identity; None is `filled_fields(samples)`.
     """
     fields = filled_fields(samples) if fields is None else fields
-    samples = [each for each in samples if vars(each).get("hashed_fields") != fields]
+    samples = [sample for sample in samples if vars(sample).get("hashed_fields") != fields]
     for start in range(0, len(samples), CHUNK):
         chunk = samples[start : start + CHUNK]
-        tokens, masks = [each.tokens for each in chunk], [each.loss_mask for each in chunk]
-        totals = np.array([each.numel() for each in tokens])
-        responses = np.array([each.response_length for each in chunk])
+        tokens, masks = [s.tokens for s in chunk], [s.loss_mask for s in chunk]
+        totals = np.array([vector.numel() for vector in tokens])
+        responses = np.array([sample.response_length for sample in chunk])
         prompts = totals - responses
         lengths = np.stack([prompts, responses], axis=1).reshape(-1)
         parts = _sums(torch.cat(tokens).numpy(), totals, lengths, _keys)
-        of_prompts, of_responses = parts.reshape(-1, 2).T
-        active, of_masks, of_positions = _sums_of_kept(masks, _ones, _keys, _position_coefficients)
-        weights = {n: w for n, each in enumerate(chunk) if (w := each.loss_weights) is not None}
+        prompt_sums, response_sums = parts.reshape(-1, 2).T
+        active, mask_sums, position_sums = _sums_of_kept(
+            masks, _ones, _keys, _position_coefficients
+        )
+        weights = {n: s.loss_weights for n, s in enumerate(chunk) if s.loss_weights is not None}
         if weights:
             counts, together = responses[list(weights)], torch.cat(list(weights.values())).numpy()
-            of_positions[list(weights)] = _sums(together, counts, counts, _position_coefficients)
-        hashed = _token_part(of_prompts + of_responses, totals) + _mask_part(of_masks, responses)
+            position_sums[list(weights)] = _sums(together, counts, counts, _position_coefficients)
+        hashed = _token_part(prompt_sums + response_sums, totals) + _mask_part(mask_sums, responses)
         identities = mixed(hashed + _value_part(chunk, responses, fields))
-        for n, each in enumerate(chunk):
-            if each.loss_weights is not None or each.kept_tokens is not None:
-                identities[n] = _with_other_parts(int(identities[n]), each)
-        of_tokens = coefficient_of(identities) * of_positions
-        columns = (identities, mixed(_token_part(of_prompts, prompts)), of_tokens, active)
+        for n, sample in enumerate(chunk):
+            if sample.loss_weights is not None or sample.kept_tokens is not None:
+                identities[n] = _with_other_parts(int(identities[n]), sample)
+        coefficients = coefficient_of(identities) * position_sums
+        columns = (identities, mixed(_token_part(prompt_sums, prompts)), coefficients, active)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        for each, (identity, prompt_hash, coefficients, count) in zip(chunk, rows, strict=True):
-            vars(each).update(
+        for sample, (identity, prompt_hash, total, count) in zip(chunk, rows, strict=True):
+            vars(sample).update(
                 identity=identity,
                 prompt_hash=prompt_hash,
-                active_coefficients=coefficients,
+                active_coefficients=total,
                 num_active_tokens=count,
                 hashed_fields=fields,
             )
 
 
 def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
-    """The hash, 64 bits, of token ids [tokens] int64 on the host, and of the loss mask [response] bool of the last of them."""
+    """Hash token ids [tokens] int64 on the host, and the loss mask [response] bool of the last of them, to 64 bits."""
     counts = np.array([tokens.numel()])
     hashed = _token_part(_sums(tokens.numpy(), counts, counts, _keys), counts)
     if loss_mask is not None:
@@ -126,10 +127,16 @@ def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
 
 
 def _sums(vectors: NDArray[Any], counts: Integers, lengths: Integers, table: Table) -> NDArray[Any]:
-    """Computes `sum_i t_i x_i` of a table t for vectors x of these counts that lie end to end, modulo 2^64 where t is of
-    integers; for the parts of vectors whose lengths are given, where these are more than the vectors."""
-    of_positions = table(_table_size(int(counts.max())))
-    products = np.concatenate([of_positions[:count] for count in counts.tolist()])
+    """Compute `sum_i t_i x_i` of a table t over each part of vectors x that lie end to end; of integers, modulo 2^64.
+
+    Args:
+        vectors: the vectors x.
+        counts: the number of elements of each vector.
+        lengths: the lengths of the parts: `counts`, or finer.
+        table: the function (size) -> the first t_i.
+    """
+    factors = table(_table_size(max(counts.tolist())))
+    products = np.concatenate([factors[:count] for count in counts.tolist()])
     products *= vectors
     filled = lengths > 0  # reduceat has no empty sum
     starts = (np.cumsum(lengths) - lengths)[filled]
@@ -140,7 +147,7 @@ def _sums(vectors: NDArray[Any], counts: Integers, lengths: Integers, table: Tab
 
 
 def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]:
-    """Of each table its sum over the tokens that each mask keeps: by runs of them, of which most masks have one."""
+    """Add up each table over the tokens that each mask keeps, run by run: most masks have one run."""
     separated = (part for mask in masks for part in (mask, _NOT_KEPT))
     kept = torch.cat([_NOT_KEPT, *separated]).numpy()
     edges = np.flatnonzero(kept[1:] != kept[:-1])  # first, end, first, end ...
@@ -148,25 +155,25 @@ def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]
     mask_of_run = np.searchsorted(ends_of_masks, edges[::2], side="right")
     starts = np.concatenate([[0], ends_of_masks])
     first, end = edges[::2] - starts[mask_of_run], edges[1::2] - starts[mask_of_run]
-    found = []
+    totals = []
     for table in tables:
         up_to = _running_sums(table, _table_size(int(end.max(initial=0))))
         sums = np.zeros(len(masks), dtype=up_to.dtype)
         np.add.at(sums, mask_of_run, up_to[end] - up_to[first])
-        found.append(sums)
-    return found
+        totals.append(sums)
+    return totals
 
 
 def _value_part(
     samples: Sequence[HashedSample], responses: Integers, fields: Sequence[str]
 ) -> Words:
-    """Adds up, over the fields, the sums of the bits of the response tokens, each field's times a number of its own."""
+    """Add up the hashes of the fields' bits, each times a number of the field."""
     total = np.zeros(len(samples), dtype=np.uint64)
     for name in fields:
-        found = (getattr(each, name) for each in samples)
+        columns = (getattr(sample, name) for sample in samples)
         values = [
             torch.zeros(length) if value is None else value
-            for value, length in zip(found, responses.tolist(), strict=True)
+            for value, length in zip(columns, responses.tolist(), strict=True)
         ]
         sums = _sums(torch.cat(values).numpy().view(np.int32), responses, responses, _keys)
         total += _FACTORS[name] * sums.view(np.uint64)
@@ -183,12 +190,12 @@ def _mask_part(sums: Integers, counts: Integers) -> Words:
 
 
 def _with_other_parts(number: int, sample: HashedSample) -> int:
-    """The hash of tokens and mask, and of the loss weights and kept sets of a sample that has them."""
+    """Extend the hash of tokens and mask by the loss weights and kept sets of a sample."""
     vectors: list[tuple[Integers, int]] = []
     if sample.loss_weights is not None:
         vectors.append((sample.loss_weights.numpy().view(np.int32).astype(np.int64), 1))
     if (kept := sample.kept_tokens) is not None:
-        vectors += [(each.numpy(), 1 + each.numel()) for each in (kept.values, kept.offsets)]
+        vectors += [(ids.numpy(), 1 + ids.numel()) for ids in (kept.values, kept.offsets)]
     for vector, count in vectors:
         total = int(np.dot(_keys(_table_size(vector.size))[: vector.size], vector))
         word = np.array([(number + total + GOLDEN * count) & MASK], dtype=np.uint64)
@@ -197,8 +204,10 @@ def _with_other_parts(number: int, sample: HashedSample) -> int:
 
 
 def mixed(numbers: Words) -> Words:
-    """A bijection of 64-bit integers whose output looks random: the finalizer of splitmix64 (Steele, Lea and Flood,
-    doi:10.1145/2660193.2660195)."""
+    """Map 64-bit integers one to one to ones that look random.
+
+    The finalizer of splitmix64 (Steele, Lea and Flood, doi:10.1145/2660193.2660195).
+    """
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
@@ -208,33 +217,33 @@ _FACTORS = {
     name: mixed(np.array([number], dtype=np.uint64)) | np.uint64(1)
     for number, name in enumerate(VALUE_FIELDS, start=1)
 }
-"""The number that the bits of each field are multiplied by: odd."""
+"""The odd factor of each field's bits."""
 
 
 def coefficients_of(samples: Sequence[HashedSample], fields: tuple[str, ...]) -> Tensor:
-    """The numbers [len(samples)] float64 that samples count by their identities with these fields of `VALUE_FIELDS`."""
+    """Compute the coefficients [len(samples)] float64 of samples whose identities have these fields."""
     store_hashes(samples, fields)
     identities = np.array([vars(sample)["identity"] for sample in samples], dtype=np.uint64)
     return torch.as_tensor(coefficient_of(identities), dtype=torch.float64)
 
 
 def coefficient_of(identity: Any) -> Any:
-    """The number, or numbers, that the tokens of a sample count in the sum of identities: in [0.5, 1.5), by the hash alone."""
+    """Compute the coefficient, in [0.5, 1.5), of the tokens of a sample from its hash; elementwise for arrays."""
     return 0.5 + identity / 2.0**64
 
 
 def coefficients_of_positions(count: int) -> Tensor:
-    """What the first `count` response tokens of any sample count, [count] float64 in [0.5, 1.5): a view of a fixed table."""
+    """Return the coefficients of the first response tokens of any sample, [count] float64 in [0.5, 1.5), from a fixed table."""
     return torch.from_numpy(_position_coefficients(_table_size(count))[:count])
 
 
 def coefficient_of_rank(rank: int) -> float:
-    """What a data-parallel rank counts, in [0.5, 1.5): multiples of the golden ratio, of which no two are near."""
+    """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart."""
     return 0.5 + (rank + 1) * GOLDEN_FRACTION % 1.0
 
 
 def _table_size(count: int) -> int:
-    """A power of two, so that few tables are ever made; a longer one begins with a shorter one."""
+    """Round up to a power of two, so that few tables are made."""
     return max(1 << (count - 1).bit_length(), 1024) if count else 1024
 
 
@@ -257,5 +266,5 @@ def _ones(size: int) -> Integers:
 
 @functools.cache
 def _running_sums(table: Table, size: int) -> NDArray[Any]:
-    """The sums of the first 0, 1, ..., size entries."""
+    """Compute the sums of the first 0, 1, ..., size entries."""
     return np.concatenate([[0], table(size)]).cumsum()

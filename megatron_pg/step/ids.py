@@ -1,8 +1,8 @@
-"""What `group_index` and `rollout_id` may mean in a step: the rule, and ids that are made distinct on purpose.
+"""The rule of `group_index` and `rollout_id` in a step, and ids that are made distinct on purpose.
 
-Ids are unique over the step, over data-parallel ranks and files. Two of them that each number from 0 would merge prompts
-and rollouts that have nothing to do with each other. Two things give them away: rollouts of one prompt group share a
-prompt, and the samples of one rollout come from one rank, or from one file.
+Ids are unique over all data-parallel ranks and files of the step. Ranks or files that each number from 0 would merge prompts
+and rollouts that have nothing to do with each other. Two facts reveal such ids: rollouts of one prompt group share a prompt,
+and the samples of one rollout come from one rank or one file.
 """
 
 from __future__ import annotations
@@ -16,25 +16,12 @@ from megatron_pg.step.sample import Sample, checked_integer
 NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
 
-
 NUM_NAMED = 5
 """Prompt groups that a message names."""
 
 
-class SampleIds(NamedTuple):
-    """What one data-parallel rank tells the others of a sample, to know its group and its rollout again."""
-
-    group_index: int | None
-    rollout_id: int | None
-    prompt_hash: int | None
-    """None where the tokens are not known: then the prompt is not checked."""
-    id_source: str | None
-    """See `Sample.id_source`."""
-    name: str
-
-
-class HasIds(Protocol):
-    """A sample with ids."""
+class CountedSample(Protocol):
+    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens."""
 
     @property
     def group_index(self) -> int | None:
@@ -50,11 +37,31 @@ class HasIds(Protocol):
 
     @property
     def id_source(self) -> str | None:
-        """What numbered the ids; None is the data-parallel rank."""
+        """The source that numbered the ids, such as a file; None is the data-parallel rank."""
 
     @property
     def name(self) -> str:
-        """How error messages call the sample."""
+        """Name of the sample in error messages."""
+
+    @property
+    def num_active_tokens(self) -> int:
+        """Response tokens that the loss mask keeps."""
+
+    @property
+    def loss_weight(self) -> float | None:
+        """Sum of the loss weights over the active tokens; None where each counts 1."""
+
+    @property
+    def identity(self) -> int | None:
+        """Hash of everything that tells the sample from others; None without tokens."""
+
+    @property
+    def hashed_fields(self) -> tuple[str, ...]:
+        """Fields of values in the hash, such as advantages."""
+
+    @property
+    def active_coefficients(self) -> float | None:
+        """Sum over the active tokens of their loss weights times the coefficients of sample and position; None without tokens."""
 
 
 class _Place(NamedTuple):
@@ -62,7 +69,7 @@ class _Place(NamedTuple):
 
     rank: int
     number: int
-    ids: HasIds
+    ids: CountedSample
 
     @property
     def source(self) -> str | int:
@@ -73,33 +80,27 @@ class _Place(NamedTuple):
         return f"{self.ids.name} ({where})"
 
 
-def ids_of(samples: Iterable[HasIds]) -> list[SampleIds]:
-    """The ids of one rank's samples."""
-    return [
-        SampleIds(s.group_index, s.rollout_id, s.prompt_hash, s.id_source, s.name) for s in samples
-    ]
-
-
 def check_ids(
-    everyone: Sequence[Sequence[HasIds]],
+    everyone: Sequence[Sequence[CountedSample]],
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
 ) -> None:
-    """Refuses ids that stand for two things in a step.
+    """Refuse ids that stand for two things in a step.
 
     Args:
-        everyone: of every data-parallel rank the ids of its samples.
+        everyone: the samples of every data-parallel rank.
         allow_different_prompts: the samples of a prompt group may have different prompts.
         samples_per_group: the rollouts that every prompt group has; None takes groups of any size.
 
     Raises:
         ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
-            group nor a source; a prompt group of which two rollouts have no prompt in common. Both samples are named. A prompt group of another size, or a sample of none.
+            group nor a source; a prompt group of which two rollouts have no prompt in common. Both samples are named. A prompt
+            group of another size, or a sample of none.
     """
     rollouts: dict[object, list[_Place]] = {}
-    for rank, of_rank in enumerate(everyone):
-        for number, ids in enumerate(of_rank):
+    for rank, samples in enumerate(everyone):
+        for number, ids in enumerate(samples):
             key = (rank, number) if ids.rollout_id is None else ids.rollout_id
             rollouts.setdefault(key, []).append(_Place(rank, number, ids))
     groups: dict[int, list[list[_Place]]] = {}
@@ -109,8 +110,8 @@ def check_ids(
         if (group := members[0].ids.group_index) is not None:
             groups.setdefault(group, []).append(members)
     if not allow_different_prompts:
-        for of_group in groups.values():
-            _check_prompts(of_group)
+        for group_rollouts in groups.values():
+            _check_prompts(group_rollouts)
     if samples_per_group is not None:
         _check_sizes(rollouts.values(), groups, samples_per_group)
 
@@ -146,7 +147,7 @@ def _check_sizes(
     groups: Mapping[int, Sequence[Sequence[_Place]]],
     samples_per_group: int,
 ) -> None:
-    """Every rollout is of a prompt group, and every group has as many."""
+    """Refuse a rollout without a prompt group, and a group of another size."""
     expected = f"samples_per_group is {samples_per_group}"
     if checked_integer("samples_per_group", samples_per_group) < 1:
         raise ValueError(f"{expected}: expected 1 or more")
@@ -156,9 +157,9 @@ def _check_sizes(
                 f"{members[0]} has no group_index and {expected}: give every sample the id of its prompt group"
             )
     wrong = [
-        f"{group} has {len(of_group)} (the first is {of_group[0][0]})"
-        for group, of_group in groups.items()
-        if len(of_group) != samples_per_group
+        f"{group} has {len(members)} (the first is {members[0][0]})"
+        for group, members in groups.items()
+        if len(members) != samples_per_group
     ]
     if wrong:
         more = f" and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
@@ -170,7 +171,7 @@ def _check_sizes(
 
 
 def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
-    """Some prompt is that of a sample of every rollout; where each rollout is one sample, they all have the same."""
+    """Refuse a prompt group whose rollouts have no prompt in common."""
     common: set[int | None] | None = None
     for members in rollouts:
         prompts = {place.ids.prompt_hash for place in members}
@@ -190,7 +191,7 @@ def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
 
 
 def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
-    """The error for two samples with one id that are not of one thing."""
+    """Raise the error for two samples that share an id and are not of one thing."""
     flag = "--distinct-ids, which makes those of ranks or of files distinct"
     if first.source != other.source:
         by_file = isinstance(first.source, str) and isinstance(other.source, str)
@@ -202,7 +203,7 @@ def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: st
 
 
 def distinct_id(where: str, number: int, identifier: int) -> int:
-    """The id of rank or file `number` that no other rank or file has.
+    """Make an id of rank or file `number` distinct from those of any other.
 
     Raises:
         ValueError: beginning with `where`, for ids below 0 or from 2^40 on, or a number from 2^23 on.
@@ -216,10 +217,10 @@ def distinct_id(where: str, number: int, identifier: int) -> int:
 
 
 def with_distinct_ids(sample: Sample, number: int) -> Sample:
-    """The sample with ids that no rank of another number has, for ranks that each number their groups and rollouts from 0.
+    """Give the sample ids that no rank of another number has, where each rank numbers its groups and rollouts from 0.
 
-    To be called for every sample with its data-parallel rank, before samples are collected or counted: what
-    `--distinct-ids rank` says. No communication.
+    Call it for every sample with its data-parallel rank, before samples are collected or counted, as `--distinct-ids rank`
+    does. No communication.
 
     Raises:
         ValueError: an id below 0 or from 2^40 on, naming the sample.

@@ -14,7 +14,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.bins import plan_bins
 from megatron_pg.step.cost import TOKENS, SampleCost
 from megatron_pg.step.sample import Sample, check_samples
-from megatron_pg.step.token_window import checked_multiple, packed_length, padded_length
+from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import StepTotals, sample_counts, totals_of_counts
 
 Ordered = TypeVar("Ordered")
@@ -22,7 +22,7 @@ Ordered = TypeVar("Ordered")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one data-parallel rank runs a step. Built by `plan_step` and `plan_hybrid_cp_step`."""
+    """The step of one data-parallel rank. Built by `plan_step` and `plan_hybrid_cp_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Per micro-batch the indices of its samples, ascending; micro-batches in the order in which they are run
@@ -58,7 +58,7 @@ def plan_step(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepPlan:
-    """Packs the samples of one optimizer step into micro-batches and counts the step.
+    """Pack the samples of one optimizer step into micro-batches and count the step.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step, in place of
     `step_totals`; ranks that differ only in their context-, tensor- or pipeline-parallel place pass the same samples
@@ -86,16 +86,16 @@ def plan_step(
         allow_different_group_sizes: see `step_totals`.
 
     Raises:
-        ValueError: an argument that is no list of samples, a sample longer than the budget, sizes out of range (both on all ranks, where one has it), or ids that
-            stand for two things or a prompt group of another size (see `step_totals`).
+        ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all
+            ranks where one has it; ids that stand for two things or a prompt group of another size (see `step_totals`).
     """
-    multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
+    layout = Layout(cp_size=cp_size, mode=cp_partition_mode, multiple=pad_to_multiple)
 
     def plan_rank() -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
-        lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
-        capacity = _capacity(max_tokens_per_microbatch, multiple)
+        lengths = [layout.padded_length(sample.total_length) for sample in samples]
+        capacity = _capacity(max_tokens_per_microbatch, layout.least_tokens)
         for sample, length in zip(samples, lengths, strict=True):
             if length > capacity and oversized == "error":
                 raise ValueError(
@@ -113,7 +113,7 @@ def plan_step(
         )
         microbatches = tuple(tuple(members.tolist()) for members in bins)
         loads = (sum(lengths[index] for index in members) for members in microbatches)
-        return microbatches, tuple(packed_length(load, multiple) for load in loads)
+        return microbatches, tuple(map(layout.packed_length, loads))
 
     (microbatches, tokens), everyone = compute_and_gather(
         plan_rank,
@@ -125,11 +125,11 @@ def plan_step(
     num_added, added_by_all = most - len(microbatches), most * len(numbers) - sum(numbers)
     if ragged:
         num_added = added_by_all = 0
-    num_tokens = sum(tokens_of_ranks) + multiple * added_by_all
+    num_tokens = sum(tokens_of_ranks) + layout.least_tokens * added_by_all
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * num_added),
-        microbatch_tokens=pipeline_order(tokens + (multiple,) * num_added),
+        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * num_added),
         totals=totals_of_counts(
             counts,
             rank,
@@ -143,8 +143,11 @@ def plan_step(
 
 
 def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
-    """Micro-batches with the cheap ones at both ends: a pipeline fills with the first and drains with the last, while its
-    stages wait. The dearest of all ranks are run at the same place, as experts need it."""
+    """Order micro-batches so that the cheap ones stand at both ends.
+
+    A pipeline fills with the first and drains with the last while its stages wait. All ranks run their dearest at the same
+    place, as experts need it.
+    """
     return dearest_first[::2][::-1] + dearest_first[1::2]
 
 
@@ -156,7 +159,7 @@ def assign_to_data_parallel_ranks(
     cp_partition_mode: CpPartitionMode = "zigzag",
     cost: SampleCost = TOKENS,
 ) -> list[list[int]]:
-    """Splits samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
+    """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
     several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
@@ -175,13 +178,14 @@ def assign_to_data_parallel_ranks(
     Raises:
         ValueError: `data_parallel_size` is below 1.
     """
-    lengths = [padded_length(s.total_length, cp_size, cp_partition_mode) for s in samples]
+    layout = Layout(cp_size=cp_size, mode=cp_partition_mode)
+    lengths = [layout.padded_length(sample.total_length) for sample in samples]
     bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]
 
 
 def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
-    """The padded tokens of samples that a micro-batch takes, so that it keeps the budget once it is padded itself."""
+    """Compute the padded tokens of samples that leave room for the padding of the micro-batch itself."""
     if max_tokens_per_microbatch < multiple:
         raise ValueError(
             f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {multiple}, the multiple "

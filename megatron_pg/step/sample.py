@@ -20,7 +20,7 @@ from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_cha
 from megatron_pg.step.values import check_log_probs, check_mask, check_teacher, refuse_values
 
 Values = Tensor | Sequence[float] | Sequence[int]
-"""What a caller may give for a per-token field: a host tensor or a plain sequence of numbers."""
+"""A per-token field as a caller gives it: a host tensor or a plain sequence of numbers."""
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 CRITIC_FIELDS = ("old_values", "returns")
@@ -30,9 +30,9 @@ CRITIC_FIELDS = ("old_values", "returns")
 class Sample:
     """One sequence of the step: `total_length = prompt_length + response_length` tokens.
 
-    Building it converts and checks every field, on the host, so that nothing has to be checked on a step's path. The
-    per-token fields may be given as tensors or as sequences of numbers, `advantages` as one number for all response
-    tokens too; what is stored has the types below.
+    The constructor converts and checks every field on the host, so that a step checks nothing. It takes per-token fields as
+    tensors or as sequences of numbers, and `advantages` also as one number for all response tokens. Fields are stored with
+    the types below.
 
     Raises:
         ValueError: naming the sample (`name`), the field, what was found and what was expected.
@@ -57,15 +57,15 @@ class Sample:
     rollout_id: int | None = None
     """Samples with the same id, any int64, are one rollout; None makes this sample a rollout of its own."""
     name: str = "sample"
-    """How error messages call this sample."""
+    """Name of this sample in error messages."""
     id_source: str | None = None
-    """What numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples of a
-    rollout have one source: one that lies on several ranks says so by a name here, the same on all of them."""
+    """The source that numbered the ids, such as a file; None is the data-parallel rank that trains on the sample. The samples
+    of a rollout that lies on several ranks have the same name here."""
     loss_weights: Tensor | None = None
-    """What the loss of each token is multiplied by, [response_length] float32, 0 or more, beside the loss mask; stored as 0
-    where that drops the token. None is 1 for every token."""
+    """Factors of the tokens' losses, [response_length] float32, 0 or more, beside the loss mask; stored as 0 where the mask is
+    0. None is 1 for every token."""
     policy_version: int | None = None
-    """How many updates the policy had seen that generated the response, for the metrics of staleness."""
+    """Updates of the policy that generated the response, for the metrics of staleness."""
     old_values: Tensor | None = None
     """The critic's values [response_length] float32 that the advantages were made of, for the value loss."""
     returns: Tensor | None = None
@@ -74,11 +74,11 @@ class Sample:
     """The ids that each response token was sampled from (top-p, top-k), itself among them, for `--replay-sampling-set`; an
     empty set where all were kept."""
     side_channels: Mapping[str, Tensor | Ragged] = dataclasses.field(default_factory=dict)
-    """What else travels with the tokens through `pack`, by a name of your own: [response_length, ...] or [total_length, ...]
-    of any dtype, or a `Ragged` of as many rows."""
+    """Other values that travel with the tokens through `pack`, by a name of your own: [response_length, ...] or
+    [total_length, ...] of any dtype, or a `Ragged` of as many rows."""
 
     if TYPE_CHECKING:
-        # What may be given is wider than what is stored; the code is a dataclass's own.
+        # A caller may give more types than are stored; the dataclass makes the code.
         def __init__(
             self,
             tokens: Values,
@@ -165,8 +165,9 @@ class Sample:
 
     @functools.cached_property
     def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values in the identity: of advantages, log-probs, `old_values` and `returns` those that every sample of
-        the step had when it was counted."""
+        """The fields of values in the identity: advantages, log-probs, `old_values` and `returns`, where every sample of the step
+        had them when it was counted.
+        """
         store_hashes([self])
         return self.hashed_fields
 
@@ -178,8 +179,7 @@ class Sample:
 
     @functools.cached_property
     def active_coefficients(self) -> float:
-        """What the active tokens count in the sums that tell samples apart, times their loss weights: each by the identity and its
-        position."""
+        """The sum over the active tokens of their loss weights times the coefficients of sample and position."""
         store_hashes([self])
         return self.active_coefficients
 
@@ -187,14 +187,14 @@ class Sample:
         object.__setattr__(self, field, value)
 
     def _vector(self, field: str, dtype: torch.dtype) -> Tensor:
-        """A one-dimensional host tensor of the field, with an error that names it where there is none to be had."""
+        """Convert a field to a one-dimensional host tensor, or raise an error that names the field."""
         where = f"{self.name}: {field}"
         try:
-            given = getattr(self, field)
-            vector = torch.as_tensor(given)
-            if vector.dtype in (torch.bfloat16, torch.float16) and not isinstance(given, Tensor):
+            values = getattr(self, field)
+            vector = torch.as_tensor(values)
+            if vector.dtype in (torch.bfloat16, torch.float16) and not isinstance(values, Tensor):
                 # Rounded to torch's default dtype, which a trainer may have set to its model's.
-                vector = torch.as_tensor(given, dtype=torch.float32)
+                vector = torch.as_tensor(values, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{where} is no sequence of numbers ({error})") from error
         if vector.dim() != 1:
@@ -209,7 +209,7 @@ class Sample:
             raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
         if vector.is_complex():
             raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
-        # A copy: what was checked must not change with a buffer that the caller fills again.
+        # A copy: the caller may fill its buffer again.
         return vector.detach().to(dtype, copy=True)
 
     def _per_response_token(self, field: str, dtype: torch.dtype) -> Tensor:
@@ -229,15 +229,14 @@ class Sample:
         return weights.masked_fill(~self.loss_mask, 0.0)
 
     def _checked_advantages(self) -> Tensor:
-        """Advantages are data; a NaN there at an active token can only be an error of the script that made them."""
-        given: object = self.advantages
-        if isinstance(given, numbers.Real) or getattr(given, "ndim", None) == 0:
-            number: Any = given  # or a tensor or array without dimensions
+        """Convert advantages. A NaN at an active token is an error of the script that computed them."""
+        number: Any = self.advantages  # or a tensor, array or sequence
+        if isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0:
             try:
                 advantages = torch.full((self.response_length,), float(number), dtype=torch.float32)
             except (RuntimeError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{self.name}: advantages is {given!r}, expected a number that float32 holds"
+                    f"{self.name}: advantages is {number!r}, expected a number that float32 holds"
                 ) from error
         else:
             advantages = self._per_response_token("advantages", torch.float32)
@@ -251,7 +250,7 @@ class Sample:
 
 
 def check_samples(function: str, samples: object) -> None:
-    """Refuses an argument of the function that is no sequence of `Sample`."""
+    """Refuse an argument of the function that is no sequence of `Sample`."""
     expected = f"{function}: expected a list of Sample"
     if not isinstance(samples, Sequence):
         raise ValueError(f"{expected}, and got a {type(samples).__name__}")
@@ -264,7 +263,7 @@ def check_samples(function: str, samples: object) -> None:
 
 
 def as_integer(value: object) -> int | None:
-    """The 64-bit integer that a Python, NumPy or 0-d tensor value is; None for anything else, 3.0 and True included."""
+    """Convert a Python, NumPy or 0-d tensor integer of 64 bits; None for anything else, 3.0 and True included."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
         return None
     try:
@@ -275,7 +274,7 @@ def as_integer(value: object) -> int | None:
 
 
 def checked_integer(where: str, value: object) -> int:
-    """The number of `as_integer`, and a ValueError that begins with `where` for what is none."""
+    """Convert as `as_integer` does, or raise a ValueError that begins with `where`."""
     number = as_integer(value)
     if number is None:
         raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")
@@ -283,7 +282,7 @@ def checked_integer(where: str, value: object) -> int:
 
 
 def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
-    """Refuses lengths of one sample that leave no prompt; the two are given with what an error calls them."""
+    """Refuse lengths of one sample that leave no prompt; each comes with its name in an error."""
     (response_name, response_length), (total_name, total_length) = response, total
     if response_length < 0:
         raise ValueError(f"{response_name} is {response_length}, expected 0 or more")

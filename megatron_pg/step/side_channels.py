@@ -1,4 +1,4 @@
-"""What travels with the tokens beside the numbers of the loss: the kept sets, and fields of a user's own."""
+"""Fields that travel with the tokens beside the numbers of the loss: kept sets, and fields of a user's own."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ class WrongSet(ValueError):
 
 
 def checked_kept_tokens(
-    given: Any, name: str, tokens: Tensor, loss_mask: Tensor, num_ids: int = LARGEST_VOCABULARY
+    kept_tokens: Any,
+    name: str,
+    tokens: Tensor,
+    loss_mask: Tensor,
+    num_ids: int = LARGEST_VOCABULARY,
 ) -> Ragged:
-    """The sets of a sample's response tokens, [response_length] rows of int64 ids on the host.
+    """Check the kept sets of a sample and convert them to [response_length] rows of int64 ids on the host.
 
     Args:
-        given: a sequence of ids for each response token, or a `Ragged` of them; an empty one where all tokens were kept.
+        kept_tokens: a sequence of ids for each response token, or a `Ragged` of them; empty where all tokens were kept.
         tokens: [total_length] of the sample, to find the response tokens in their sets; masked ones need not be.
         num_ids: ids are below it.
 
@@ -38,7 +42,7 @@ def checked_kept_tokens(
         WrongSet: naming the sample, the position and the id.
     """
     length = loss_mask.numel()
-    kept = _ragged(given, name)
+    kept = _ragged(kept_tokens, name)
     if len(kept) != length:
         expected = f"one for each response token ({length}), empty where all tokens were kept"
         raise WrongSet(name, None, f"of {len(kept)} sets", expected)
@@ -67,9 +71,9 @@ def checked_kept_tokens(
 
 
 def checked_side_channels(
-    given: Mapping[str, Any], name: str, lengths: tuple[int, int]
+    side_channels: Mapping[str, Any], name: str, lengths: tuple[int, int]
 ) -> dict[str, Tensor | Ragged]:
-    """The side channels of a sample by their names, on the host: a copy of the mapping, not of the values.
+    """Check the side channels of a sample and copy the mapping, not the values.
 
     Args:
         lengths: response and total length: how many rows a channel may have.
@@ -78,7 +82,7 @@ def checked_side_channels(
         ValueError: naming the sample and the channel.
     """
     channels: dict[str, Tensor | Ragged] = {}
-    for channel, values in given.items():
+    for channel, values in side_channels.items():
         where = f"{name}: side_channels[{channel!r}]"
         if not isinstance(values, (Tensor, Ragged)) or (
             isinstance(values, Tensor) and values.dim() == 0
@@ -96,13 +100,13 @@ def checked_side_channels(
     return channels
 
 
-def _ragged(given: Any, name: str) -> Ragged:
+def _ragged(kept_tokens: Any, name: str) -> Ragged:
     expected = "a sequence of integer ids for each response token, on the host"
-    if isinstance(given, Ragged):
-        kept = given
+    if isinstance(kept_tokens, Ragged):
+        kept = kept_tokens
     else:
         try:
-            rows = list(map(list, given))
+            rows = list(map(list, kept_tokens))
             values = torch.as_tensor(list(itertools.chain.from_iterable(rows)))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise WrongSet(name, None, f"no such thing ({error})", expected) from error

@@ -1,4 +1,4 @@
-"""Where a step's samples come from: one data-parallel rank's share of a stream."""
+"""Sources of samples: one data-parallel rank's share of a stream."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_pg.step.totals import AnySample
 
 
 def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
-    """The error of `--rollout-files` of bad rows or none: a run without a step would look like one that went well."""
-    found = "no rows"
+    """Make the error of `--rollout-files` without a good row: a run without a step would look like one that went well."""
+    reason = "no rows"
     if num_skipped:
-        found = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
-    return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({found})")
+        reason = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
+    return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({reason})")
 
 
 class SampleSource(Protocol[AnySample]):
@@ -26,17 +26,17 @@ class SampleSource(Protocol[AnySample]):
 
     @property
     def can_reshard(self) -> bool:
-        """Whether a position is the same on all ranks and means the same at another data-parallel size."""
+        """True where a position is the same on all ranks and means the same at another data-parallel size."""
 
     @property
     def position(self) -> Any:
-        """Picklable: where the next pull begins."""
+        """The place where the next pull begins; picklable."""
 
     def seek(self, position: Any) -> None:
-        """Continues from a position, of this source or of one with the same stream."""
+        """Continue from a position, of this source or of another with the same stream."""
 
     def pull(self, count: int) -> list[AnySample | None]:
-        """The next `count` slots, fewer only at the end of this rank's share; None where a slot holds no sample."""
+        """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot without a sample."""
 
 
 class IteratorSource(Generic[AnySample]):
@@ -54,7 +54,7 @@ class IteratorSource(Generic[AnySample]):
         return self._position
 
     def seek(self, position: int) -> None:
-        """Skips ahead; the iterator must give the same samples as the one that the position is of.
+        """Skip ahead; the iterator must give the same samples as the source that had the position.
 
         Raises:
             ValueError: the position has been passed, or the iterator ends before it.
@@ -72,7 +72,7 @@ class IteratorSource(Generic[AnySample]):
             )
 
     def pull(self, count: int) -> list[AnySample | None]:
-        """The next samples, fewer than `count` at the end."""
+        """Pull the next samples, fewer than `count` at the end."""
         pulled: list[AnySample | None] = list(itertools.islice(self._samples, count))
         self._position += len(pulled)
         return pulled

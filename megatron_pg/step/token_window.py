@@ -1,4 +1,4 @@
-"""Which tokens of a packed micro-batch live on which context-parallel rank. All offset arithmetic is here.
+"""The tokens of a packed micro-batch on each context-parallel rank. All offset arithmetic is here.
 
 Sequences are packed end to end (THD), and a context-parallel group of `c > 1` ranks cuts the pack in one of two ways
 (`CpPartitionMode`, Megatron's name and values); at `c = 1` they are the same and nothing is padded:
@@ -32,6 +32,61 @@ from megatron_pg.step.sample import check_lengths, checked_integer
 Indices = NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The place of one rank in a context-parallel group, and the way in which the group cuts a pack.
+
+    Raises:
+        ValueError: a number is no integer or out of range, or the mode is unknown.
+    """
+
+    cp_rank: int = 0
+    """Rank in the context-parallel group."""
+    cp_size: int = 1
+    """Size of the context-parallel group."""
+    mode: CpPartitionMode = "zigzag"
+    multiple: int = 1
+    """Number that divides the packed length over the whole group (`pad_to_multiple`)."""
+
+    def __post_init__(self) -> None:
+        for name, size in (("cp_size", self.cp_size), ("pad_to_multiple", self.multiple)):
+            if checked_integer(name, size) < 1:
+                raise ValueError(f"{name} is {size}: expected 1 or more")
+        modes = get_args(CpPartitionMode)
+        if self.mode not in modes:
+            raise ValueError(f"cp_partition_mode is {self.mode!r}: expected {' or '.join(modes)}")
+        if not 0 <= checked_integer("cp_rank", self.cp_rank) < self.cp_size:
+            raise ValueError(
+                f"cp_rank {self.cp_rank} and cp_size {self.cp_size}: expected 0 <= cp_rank < cp_size"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that a sequence is cut into; they divide its padded length."""
+        return 2 * self.cp_size if self.mode == "zigzag" and self.cp_size > 1 else 1
+
+    @property
+    def least_tokens(self) -> int:
+        """Packed length of an empty micro-batch; it divides every other packed length."""
+        return math.lcm(self.num_chunks, self.cp_size, self.multiple)
+
+    def padded_length(self, total_length: int) -> int:
+        """Compute the tokens that one sequence takes in a pack."""
+        return -(-total_length // self.num_chunks) * self.num_chunks
+
+    def packed_length(self, padded_tokens: int) -> int:
+        """Compute the tokens of a pack whose padded samples have that many; an empty pack is a dummy segment."""
+        return max(-(-padded_tokens // self.least_tokens), 1) * self.least_tokens
+
+    def local_positions(self, padded: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from padded lengths [segments].
+
+        The segments never fall.
+        """
+        segment_ids, positions = map(torch.from_numpy, _positions(self, padded.cpu().numpy()))
+        return segment_ids.to(padded.device), positions.to(padded.device)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenWindow:
     """The tokens of one packed micro-batch on one context-parallel rank. Built by `build`.
@@ -44,9 +99,7 @@ class TokenWindow:
     """Tokens of each sample, prompt and response; the padding segment is not a sample."""
     response_lengths: tuple[int, ...]
     """Response tokens of each sample."""
-    cp_rank: int
-    cp_size: int
-    cp_partition_mode: CpPartitionMode
+    layout: Layout
     cu_seqlens: Tensor
     """The padded cumulative lengths [segments + 1] int32 over the whole group, padding segment included."""
     max_seqlen: int
@@ -67,6 +120,21 @@ class TokenWindow:
     """The sample of each scored token, [window] int64."""
 
     @property
+    def cp_rank(self) -> int:
+        """Rank in the context-parallel group."""
+        return self.layout.cp_rank
+
+    @property
+    def cp_size(self) -> int:
+        """Size of the context-parallel group."""
+        return self.layout.cp_size
+
+    @property
+    def cp_partition_mode(self) -> CpPartitionMode:
+        """Way in which the group cuts the pack."""
+        return self.layout.mode
+
+    @property
     def num_samples(self) -> int:
         """Samples of the micro-batch, over the whole group."""
         return len(self.total_lengths)
@@ -85,7 +153,7 @@ class TokenWindow:
         return self.logit_rows.numel()
 
     def in_responses(self, values: Tensor) -> Tensor:
-        """Values [..., window] of this rank at their places among all response tokens of the micro-batch.
+        """Put values [..., window] of this rank at their places among all response tokens of the micro-batch.
 
         Returns:
             [..., sum of the response lengths], 0 where another rank scores: summed over the context-parallel group,
@@ -95,9 +163,9 @@ class TokenWindow:
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
 
     def sample_borders(self, loss_mask: Tensor, size: int) -> list[int]:
-        """Cuts the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
+        """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
 
-        A sample of more is a part of its own. The same on every rank of the group: lengths of whole samples decide.
+        A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
 
         Args:
             loss_mask: [sum of the response lengths] bool, on the host.
@@ -112,9 +180,9 @@ class TokenWindow:
         samples = torch.arange(self.num_samples).repeat_interleave(responses)
         active = samples[loss_mask].bincount(minlength=self.num_samples)
         # A contiguous slice may hold a sample whole.
-        chunks = _chunks(self.cp_size, self.cp_partition_mode)
-        of_a_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
-        ends = torch.minimum(active, of_a_rank).cumsum(0)
+        chunks = self.layout.num_chunks
+        on_one_rank = (totals + chunks - 1) // chunks * max(chunks // self.cp_size, 1)
+        ends = torch.minimum(active, on_one_rank).cumsum(0)
         borders, before = [0], 0
         while borders[-1] < self.num_samples:
             fit = int(torch.searchsorted(ends, before + size, right=True))
@@ -133,7 +201,7 @@ class TokenWindow:
         pad_to_multiple: int = 1,
         cp_partition_mode: CpPartitionMode = "zigzag",
     ) -> TokenWindow:
-        """Computes the window of one rank. Host arithmetic on int64 tensors, no communication.
+        """Compute the window of one rank, on the host and without communication.
 
         Args:
             total_lengths: prompt and response tokens of each sample; empty for an empty micro-batch.
@@ -148,25 +216,28 @@ class TokenWindow:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
                 response token would have no logit), sizes that are no integers or out of range, or an unknown mode.
         """
+        layout = Layout(cp_rank, cp_size, cp_partition_mode, pad_to_multiple)
+        return cls.cut(total_lengths, response_lengths, layout)
+
+    @classmethod
+    def cut(
+        cls, total_lengths: Sequence[int], response_lengths: Sequence[int], layout: Layout
+    ) -> TokenWindow:
+        """Compute the window of one rank; see `build`."""
         total_lengths, response_lengths = _checked_lengths(total_lengths, response_lengths)
-        multiple = checked_multiple(cp_size, pad_to_multiple, cp_partition_mode)
-        if not 0 <= checked_integer("cp_rank", cp_rank) < cp_size:
-            raise ValueError(
-                f"cp_rank {cp_rank} and cp_size {cp_size}: expected 0 <= cp_rank < cp_size"
-            )
         segments = [
-            (total, response, padded_length(total, cp_size, cp_partition_mode))
+            (total, response, layout.padded_length(total))
             for total, response in zip(total_lengths, response_lengths, strict=True)
         ]
         used = sum(padded for *_, padded in segments)
-        padding = packed_length(used, multiple) - used
+        padding = layout.packed_length(used) - used
         if padding:  # a segment of no tokens and no response
             segments.append((0, 0, padding))
         totals, responses, padded = np.array(segments, dtype=np.int64).T
-        segment_ids, position_ids = _local_positions(padded, cp_rank, cp_size, cp_partition_mode)
+        segment_ids, position_ids = _positions(layout, padded)
         starts = [np.cumsum(totals) - totals, np.cumsum(responses) - responses]
-        of_segments = np.stack([totals, totals - responses, *starts])
-        total, prompt, token_start, response_start = of_segments.take(segment_ids, axis=1)
+        table = np.stack([totals, totals - responses, *starts])
+        total, prompt, token_start, response_start = table.take(segment_ids, axis=1)
         next_position = position_ids + 1
         is_scored = (next_position >= prompt) & (next_position < total)
         (logit_rows,) = is_scored.nonzero()
@@ -185,68 +256,17 @@ class TokenWindow:
         return cls(
             total_lengths=total_lengths,
             response_lengths=response_lengths,
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-            cp_partition_mode=cp_partition_mode,
+            layout=layout,
             max_seqlen=int(padded.max()),
             **{name: torch.from_numpy(values) for name, values in tensors.items()},
         )
 
 
-def padded_length(
-    total_length: int, cp_size: int, cp_partition_mode: CpPartitionMode = "zigzag"
-) -> int:
-    """Tokens that one sequence takes in a packed micro-batch: `2 c ceil(total / (2 c))` of a zigzag, else its own."""
-    multiple = _chunks(cp_size, cp_partition_mode)
-    return -(-total_length // multiple) * multiple
-
-
-def checked_multiple(
-    cp_size: int, pad_to_multiple: int, cp_partition_mode: CpPartitionMode = "zigzag"
-) -> int:
-    """What packed lengths are multiples of, the length of an empty micro-batch, for sizes that a caller gives.
-
-    Raises:
-        ValueError: a size is no integer, or below 1, or the mode is unknown.
-    """
-    for name, size in (("cp_size", cp_size), ("pad_to_multiple", pad_to_multiple)):
-        if checked_integer(name, size) < 1:
-            raise ValueError(f"{name} is {size}: expected 1 or more")
-    if cp_partition_mode not in get_args(CpPartitionMode):
-        raise ValueError(
-            f"cp_partition_mode is {cp_partition_mode!r}: expected {' or '.join(get_args(CpPartitionMode))}"
-        )
-    return math.lcm(_chunks(cp_size, cp_partition_mode), cp_size, pad_to_multiple)
-
-
-def _chunks(cp_size: int, cp_partition_mode: CpPartitionMode) -> int:
-    """The pieces that a sequence is cut into: its padded length is a multiple of them."""
-    return 2 * cp_size if cp_partition_mode == "zigzag" and cp_size > 1 else 1
-
-
-def packed_length(padded_tokens: int, multiple: int) -> int:
-    """Tokens of a packed micro-batch whose padded samples have that many; an empty one is a dummy segment."""
-    return max(-(-padded_tokens // multiple), 1) * multiple
-
-
-def local_positions(
-    padded: Tensor, cp_rank: int, cp_size: int, cp_partition_mode: CpPartitionMode = "zigzag"
-) -> tuple[Tensor, Tensor]:
-    """The segment and the in-sequence position [local_tokens] of each token of a rank, from [segments] padded lengths.
-
-    The segments of a rank's tokens never fall.
-    """
-    found = _local_positions(padded.cpu().numpy(), cp_rank, cp_size, cp_partition_mode)
-    segment_ids, positions = map(torch.from_numpy, found)
-    return segment_ids.to(padded.device), positions.to(padded.device)
-
-
-def _local_positions(
-    padded: Indices, cp_rank: int, cp_size: int, cp_partition_mode: CpPartitionMode
-) -> tuple[Indices, Indices]:
+def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
+    cp_rank, cp_size = layout.cp_rank, layout.cp_size
     # NumPy: on the host its operations begin sooner than torch's, and `repeat` is ten times as fast.
     segments = np.arange(len(padded))
-    if cp_size == 1 or cp_partition_mode == "contiguous":
+    if cp_size == 1 or layout.mode == "contiguous":
         size = int(padded.sum()) // cp_size
         place = np.arange(cp_rank * size, (cp_rank + 1) * size)
         segment_ids = np.repeat(segments, padded)[place]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,44 +16,18 @@ from torch import Tensor
 
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
-from megatron_pg.step.ids import HasIds, check_ids
+from megatron_pg.step.ids import CountedSample, check_ids
 from megatron_pg.step.sample import Sample
-
-
-class CountedSample(HasIds, Protocol):
-    """What the totals of a step and the aggregations ask of a sample: its counts, ids and hashes, not its tokens."""
-
-    @property
-    def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps."""
-
-    @property
-    def loss_weight(self) -> float | None:
-        """The sum of the loss weights over the active tokens; None where each counts 1."""
-
-    @property
-    def identity(self) -> int | None:
-        """A hash of what the sample is; None where that is not known."""
-
-    @property
-    def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values, such as advantages, that the hash has."""
-
-    @property
-    def active_coefficients(self) -> float | None:
-        """What its active tokens count in the sums that tell samples apart, times their loss weights; None where that is not
-        known."""
-
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
 
 
-@dataclass(frozen=True)
-class BareSample:
-    """A `CountedSample` of which nothing more is known: a row of a matrix, a length without tokens.
+class BareSample(NamedTuple):
+    """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    Without tokens there is nothing to tell it from another by: a step of such samples has a checksum of weights alone, and
-    its prompts are not compared unless a `prompt_hash` is given.
+    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
+    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
+    where there is a `prompt_hash`.
     """
 
     num_active_tokens: int
@@ -61,47 +37,18 @@ class BareSample:
     prompt_hash: int | None = None
     id_source: str | None = None
     loss_weight: float | None = None
-    identity: int | None = field(default=None, init=False)
-    hashed_fields: tuple[str, ...] = field(default=(), init=False)
-    active_coefficients: float | None = field(default=None, init=False)
+    identity: int | None = None
+    hashed_fields: tuple[str, ...] = ()
+    active_coefficients: float | None = None
 
 
-@dataclass(frozen=True)
-class ActiveCounts:
-    """What the three counts of active tokens, rollouts and prompt groups become where a token counts its loss weight, or that
-    times its coefficient."""
-
-    num_active_rollouts: float
-    """The sum over rollouts of what their tokens count, over the rollout's denominator."""
-    num_active_prompt_groups: float
-    """The same over prompt groups."""
-    num_active_tokens: float
-    """The sum of what the tokens count."""
-
-
-class SampleCount(NamedTuple):
-    """What one data-parallel rank tells the others of one of its samples: its ids and counts, by the names of `Sample`."""
-
-    group_index: int | None
-    rollout_id: int | None
-    prompt_hash: int | None
-    id_source: str | None
-    name: str
-    num_active_tokens: int
-    loss_weight: float | None
-    identity: int | None
-    hashed_fields: tuple[str, ...]
-    active_coefficients: float | None
-
-
-SampleCounts = list[SampleCount]
-"""What one data-parallel rank tells the others: ids, active tokens and hashes of each of its samples."""
+SampleCounts = list[BareSample]
+"""The counts of one data-parallel rank's samples."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts of one optimizer step over all data-parallel ranks. Built by `step_totals`; equal on every rank
-    but for the two mappings, which hold the ids of this rank's samples."""
+    """Counts of one optimizer step over all data-parallel ranks, equal on every rank. Built by `step_totals`."""
 
     num_rollouts: int
     """N: rollouts, those without an active token included."""
@@ -109,10 +56,6 @@ class StepTotals:
     """P: prompt groups, those without an active token included; None where samples lack a `group_index`."""
     num_active_tokens: float
     """T: active tokens, a whole number."""
-    num_active_rollouts: int
-    """Rollouts with at least one active token."""
-    num_active_prompt_groups: int | None
-    """Prompt groups with at least one active token."""
     rollout_active_tokens: Mapping[int, float]
     """D by `rollout_id`."""
     group_active_tokens: Mapping[int, float]
@@ -120,41 +63,69 @@ class StepTotals:
     num_tokens: int | None = None
     """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
-    weight_sums: ActiveCounts | None = None
-    """The active counts where a token counts its loss weight; None where no sample has any."""
-    by_loss_weight: StepTotals | None = field(default=None, repr=False)
-    """The same totals with D, G and T counted in loss weights, for `--loss-weight-denominator weights`; None where no sample
-    has any."""
     counts_loss_weights: bool = False
-    """Whether these are the totals that count loss weights."""
+    """True where D, G and T are sums of loss weights."""
     allows_different_group_sizes: bool = field(default=False, compare=False)
-    """Whether prompt groups may differ in size: the caller said so, or gave the size and all have it."""
-    by_identity: tuple[ActiveCounts, ActiveCounts] | None = field(default=None, compare=False)
-    """The active counts by the coefficients of samples, and by those times the coefficient of each one's data-parallel rank,
-    which the checksum expects; None where the identity of some sample is not known."""
+    """True where prompt groups may differ in size: the caller said so, or gave the size and all have it."""
     data_parallel_rank: int = field(default=0, compare=False)
-    """The rank that these samples were counted on."""
+    """The rank that counted these totals."""
     counts: tuple[SampleCounts, ...] = field(default=(), compare=False, repr=False)
-    """What was counted, by data-parallel rank: it names samples where the checksum is not 1."""
+    """The counted samples, by data-parallel rank."""
+    _expected_sums: dict[Hashable, list[float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def expected_sums(
+        self, divisors_of: Callable[[Sequence[CountedSample]], Tensor], key: Hashable
+    ) -> list[float]:
+        """Compute three sums over the samples of all ranks, each sample's part over its divisor.
+
+        Args:
+            divisors_of: the function (samples) -> [samples] float64.
+            key: stands for the divisors; the sums are computed once for each key.
+
+        Returns:
+            The sums of active tokens (of loss weights, where samples have them), of `active_coefficients`, and of these times
+            the coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
+        """
+        if key not in self._expected_sums:
+            samples = list(itertools.chain(*self.counts))
+            sizes = _float64([_loss_weight(sample) for sample in samples])
+            columns = [sizes, sizes, sizes]
+            if self.knows_identities:
+                lengths = torch.tensor(list(map(len, self.counts)), dtype=torch.int64)
+                ranks = _float64([coefficient_of_rank(rank) for rank in range(len(lengths))])
+                identities = _float64([sample.active_coefficients for sample in samples])
+                columns[1:] = identities, identities * ranks.repeat_interleave(lengths)
+            sums = (torch.stack(columns) / divisors_of(samples)).sum(1)
+            self._expected_sums[key] = sums.tolist()
+        return self._expected_sums[key]
+
+    @functools.cached_property
+    def knows_identities(self) -> bool:
+        """True where every counted sample has its tokens, and so an identity."""
+        return all(count.active_coefficients is not None for count in itertools.chain(*self.counts))
 
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """The denominators D, [len(samples)] float64: active tokens of each sample's rollout over the step."""
-        known = [
-            self._size_of(sample)
-            if sample.rollout_id is None
-            else _known(self.rollout_active_tokens, sample, "rollout_id")
-            for sample in samples
-        ]
-        return torch.tensor(known, dtype=torch.float64)
+        """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
+        own = _loss_weight if self.counts_loss_weights else _num_active_tokens
+        return _float64(
+            [
+                own(sample)
+                if sample.rollout_id is None
+                else _known(self.rollout_active_tokens, sample, "rollout_id")
+                for sample in samples
+            ]
+        )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
-        """The denominators G, [len(samples)] float64: active tokens of each sample's prompt group over the step."""
-        known = [_known(self.group_active_tokens, sample, "group_index") for sample in samples]
-        return torch.tensor(known, dtype=torch.float64)
+        """Look up G, the active tokens of each sample's prompt group over the step, [len(samples)] float64."""
+        groups = self.group_active_tokens
+        return _float64([_known(groups, sample, "group_index") for sample in samples])
 
     @property
     def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values that the identities of this rank's samples have."""
+        """The fields of values in the identities of this rank's samples."""
         mine = self.counts[self.data_parallel_rank] if self.counts else ()
         return mine[0].hashed_fields if mine else ()
 
@@ -164,15 +135,15 @@ class StepTotals:
         if self.allows_different_group_sizes or self.num_prompt_groups is None:
             return ""
         rollouts: dict[int | None, dict[object, str]] = {}
-        for rank, of_rank in enumerate(self.counts):
-            for number, count in enumerate(of_rank):
-                of_group = rollouts.setdefault(count.group_index, {})
-                of_group.setdefault(_rollout_of(count, rank, number), count.name)
+        for rank, counts in enumerate(self.counts):
+            for number, count in enumerate(counts):
+                group = rollouts.setdefault(count.group_index, {})
+                group.setdefault(_rollout_key(count, rank, number), count.name)
         sizes = Counter(map(len, rollouts.values()))
         if len(sizes) < 2:
             return ""
         usual = max(sizes, key=lambda size: (sizes[size], size))
-        odd, names = next(each for each in rollouts.items() if len(each[1]) != usual)
+        odd, names = next(item for item in rollouts.items() if len(item[1]) != usual)
         others = len(rollouts) - sizes[usual] - 1
         more = f"; {others} more differ" if others else ""
         return (
@@ -181,26 +152,34 @@ class StepTotals:
         )
 
     def counted_in(self, denominator: str) -> StepTotals:
-        """The totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
+        """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
 
         Raises:
             ValueError: no sample of the step has loss weights, and they are to be counted.
         """
         if denominator == "mask" or not self.num_rollouts:
             return self
-        if self.by_loss_weight is None:
+        if all(count.loss_weight is None for count in itertools.chain(*self.counts)):
             raise ValueError(
                 "--loss-weight-denominator weights, and no sample of the step has loss_weights: give Sample(loss_weights=...), or "
                 "drop the flag"
             )
-        return self.by_loss_weight
+        return self._in_loss_weights
 
-    def _size_of(self, sample: CountedSample) -> float:
-        return _loss_weight(sample) if self.counts_loss_weights else sample.num_active_tokens
+    @functools.cached_property
+    def _in_loss_weights(self) -> StepTotals:
+        return _totals(
+            self.counts,
+            _loss_weight,
+            num_tokens=self.num_tokens,
+            counts_loss_weights=True,
+            allows_different_group_sizes=self.allows_different_group_sizes,
+            data_parallel_rank=self.data_parallel_rank,
+        )
 
 
-def _loss_weight(sample: CountedSample | SampleCount) -> float:
-    """What the tokens of a sample weigh: its active tokens, where it has no loss weights."""
+def _loss_weight(sample: CountedSample | BareSample) -> float:
+    """Return the sum of the loss weights, or the active tokens of a sample without."""
     return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
 
 
@@ -227,14 +206,14 @@ def step_totals(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Counts the samples of one optimizer step over the data-parallel group.
+    """Count the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
     differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of ids, active
     tokens and hashes of each sample over the group; none where it is None or of size 1.
 
     Args:
-        samples: this data-parallel rank's samples of the step, over all its micro-batches.
+        samples: the samples of this data-parallel rank, over all its micro-batches of the step.
         data_parallel_group: the data-parallel group *without* context parallelism.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
@@ -261,23 +240,9 @@ def step_totals(
 
 
 def sample_counts(samples: Sequence[CountedSample]) -> SampleCounts:
-    """The ids, counts and hashes of one rank's samples."""
+    """Collect the counts, ids and hashes of one rank's samples."""
     store_hashes([sample for sample in samples if isinstance(sample, Sample)])
-    return [
-        SampleCount(
-            sample.group_index,
-            sample.rollout_id,
-            sample.prompt_hash,
-            sample.id_source,
-            sample.name,
-            sample.num_active_tokens,
-            sample.loss_weight,
-            sample.identity,
-            sample.hashed_fields,
-            sample.active_coefficients,
-        )
-        for sample in samples
-    ]
+    return list(map(BareSample._make, map(operator.attrgetter(*BareSample._fields), samples)))
 
 
 def totals_of_counts(
@@ -289,7 +254,7 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """The totals of a step from the counts of every data-parallel rank, with the mappings of this rank's samples.
+    """Compute the totals of a step from the counts of every data-parallel rank.
 
     Raises:
         ValueError: see `step_totals`.
@@ -299,89 +264,41 @@ def totals_of_counts(
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
     )
-    totals = replace(
-        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=False),
+    return _totals(
+        everyone,
+        _num_active_tokens,
+        num_tokens=num_tokens,
         allows_different_group_sizes=allow_different_group_sizes or samples_per_group is not None,
+        data_parallel_rank=data_parallel_rank,
     )
-    if totals.weight_sums is None:
-        return totals
-    weighted = replace(
-        _totals(everyone, data_parallel_rank, num_tokens, in_loss_weights=True),
-        allows_different_group_sizes=totals.allows_different_group_sizes,
-    )
-    return replace(totals, by_loss_weight=weighted)
 
 
 def _totals(
-    everyone: Sequence[SampleCounts],
-    data_parallel_rank: int,
-    num_tokens: int | None,
-    *,
-    in_loss_weights: bool,
+    counts: Sequence[SampleCounts], size_of: Callable[[BareSample], float], **others: Any
 ) -> StepTotals:
-    """The totals whose D, G and T count active tokens, or their loss weights."""
+    """Add up the sizes of samples over their rollouts and prompt groups."""
     groups: Counter[int | None] = Counter()
-    rollouts: Counter[object] = Counter()
-    for rank, of_rank in enumerate(everyone):
-        for number, count in enumerate(of_rank):
-            size: Any = _loss_weight(count) if in_loss_weights else count.num_active_tokens
+    rollouts: Counter[Any] = Counter()
+    for rank, rank_counts in enumerate(counts):
+        for number, count in enumerate(rank_counts):
+            size: Any = size_of(count)
             groups[count.group_index] += size
-            rollouts[_rollout_of(count, rank, number)] += size
-    is_grouped = None not in groups
-    mine = everyone[data_parallel_rank]
-    own_rollouts, own_groups = (
-        {each.rollout_id for each in mine},
-        {each.group_index for each in mine},
-    )
-    has_weights = any(count.loss_weight is not None for of_rank in everyone for count in of_rank)
-    of_weights = _active_counts(everyone, rollouts, groups, _loss_weight) if has_weights else None
+            rollouts[_rollout_key(count, rank, number)] += size
     return StepTotals(
         num_rollouts=len(rollouts),
-        num_prompt_groups=len(groups) if is_grouped else None,
+        num_prompt_groups=None if None in groups else len(groups),
         num_active_tokens=groups.total(),
-        num_active_rollouts=sum(map(bool, rollouts.values())),
-        num_active_prompt_groups=sum(map(bool, groups.values())) if is_grouped else None,
-        rollout_active_tokens={id_: rollouts[id_] for id_ in own_rollouts if id_ is not None},
-        group_active_tokens={id_: groups[id_] for id_ in own_groups if id_ is not None},
-        num_tokens=num_tokens,
-        weight_sums=of_weights and of_weights[0],
-        counts_loss_weights=in_loss_weights,
-        by_identity=_active_counts(
-            everyone, rollouts, groups, lambda count: count.active_coefficients
-        ),
-        data_parallel_rank=data_parallel_rank,
-        counts=tuple(everyone),
+        rollout_active_tokens={id_: n for id_, n in rollouts.items() if not isinstance(id_, tuple)},
+        group_active_tokens={id_: n for id_, n in groups.items() if id_ is not None},
+        counts=tuple(counts),
+        **others,
     )
 
 
-def _rollout_of(count: SampleCount, rank: int, number: int) -> object:
-    """The rollout of a sample: by its id, or the sample itself."""
+def _rollout_key(count: BareSample, rank: int, number: int) -> object:
+    """Name the rollout of a sample: its id, or the place of a sample without one."""
     return (rank, number) if count.rollout_id is None else count.rollout_id
 
 
 _float64 = functools.partial(torch.tensor, dtype=torch.float64)
-
-
-def _active_counts(
-    everyone: Sequence[SampleCounts],
-    rollouts: Mapping[object, float],
-    groups: Mapping[int | None, float],
-    value_of: Callable[[SampleCount], float | None],
-) -> tuple[ActiveCounts, ActiveCounts] | None:
-    """The active counts where a sample's tokens count that value: without and with the coefficient of the data-parallel
-    rank. None where some value is not known."""
-    sums = torch.zeros(2, 3, dtype=torch.float64)
-    for rank, of_rank in enumerate(everyone):
-        values = [value_of(count) for count in of_rank]
-        if None in values:
-            return None
-        ids = [_rollout_of(count, rank, number) for number, count in enumerate(of_rank)]
-        divisors = (
-            [rollouts[each] or 1 for each in ids],
-            [groups[count.group_index] or 1 for count in of_rank],
-            [1] * len(of_rank),
-        )
-        of_this_rank = (_float64(values) / _float64(divisors)).sum(1)
-        sums += torch.stack([of_this_rank, of_this_rank * coefficient_of_rank(rank)])
-    plain, by_rank = (ActiveCounts(*row) for row in sums.tolist())
-    return plain, by_rank
+_num_active_tokens: Callable[[CountedSample], int] = operator.attrgetter("num_active_tokens")

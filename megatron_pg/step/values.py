@@ -1,4 +1,4 @@
-"""Values of the per-token fields that cannot be: refused on the host, by sample and position."""
+"""Checks of per-token values on the host; errors name the sample and the position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_PROB = f"a log-prob: a finite number of at most 0 (rounding may leave {LARGE
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
-    """Refuses host values of any shape of which some are wrong, naming the first of them."""
+    """Refuse host values of any shape of which some are wrong, naming the first of them."""
     wrong = is_wrong.nonzero()
     if wrong.numel():
         index = wrong[0].tolist()
@@ -30,7 +30,7 @@ def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) ->
 
 
 def check_mask(where: str, mask: Tensor) -> None:
-    """Refuses a host mask of any shape with values other than 0 and 1."""
+    """Refuse a host mask of any shape with values other than 0 and 1."""
     problem = (
         ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
     )
@@ -38,7 +38,7 @@ def check_mask(where: str, mask: Tensor) -> None:
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
-    """Refuses log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it.
+    """Refuse log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it.
 
     Args:
         log_probs: [response_length] or [response_length, k].
@@ -49,7 +49,7 @@ def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
 
 
 def check_teacher(channels: Mapping[str, Tensor | Ragged], name: str, loss_mask: Tensor) -> None:
-    """Refuses a teacher's k likeliest tokens that are no tokens of one distribution, at active tokens.
+    """Refuse a teacher's k likeliest tokens that are no tokens of one distribution, at active tokens.
 
     Args:
         channels: the side channels of a sample; without `teacher_ids` and `teacher_log_probs` nothing is checked.
@@ -92,7 +92,7 @@ def _check_teacher_ids(where: str, ids: Tensor, loss_mask: Tensor) -> None:
 
 
 def _check_teacher_log_probs(where: str, log_probs: Tensor, loss_mask: Tensor) -> None:
-    """Refuses log-probs of k tokens whose probabilities add up to more than 1.
+    """Refuse log-probs of k tokens whose probabilities add up to more than 1.
 
     Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at most.
     """

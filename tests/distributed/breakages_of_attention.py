@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_pg.check.options import has_transformer_engine
 from megatron_pg.loss import micro_batch
 from megatron_pg.megatron.cpu import attention
-from megatron_pg.step.token_window import local_positions
+from megatron_pg.step.token_window import Layout
 
 from .breakage import Patch, breakage, wrap
 
@@ -41,7 +41,7 @@ def context_size() -> int:
 def places(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
     """The sequence and the position in it of each of this rank's tokens."""
     lengths = packed.cu_seqlens_q.to(torch.int64).diff()
-    return local_positions(lengths, context_rank(), context_size())
+    return Layout(context_rank(), context_size()).local_positions(lengths)
 
 
 def is_packed(packed: PackedSeqParams | None) -> bool:

@@ -64,11 +64,15 @@ def pack_of(fault: str, groups: ParallelGroups, micro_batch: list[Sample]) -> Pa
     rank, size = groups.context_rank, groups.context_size
     if fault == "other cut" and groups.data_rank == 0 and rank == 0:
         batch = pack(micro_batch, cp_rank=0, cp_size=size, cp_partition_mode="contiguous")
-        return replace(batch, window=replace(batch.window, cp_partition_mode="zigzag"))
+        return replace(
+            batch, window=replace(batch.window, layout=replace(batch.window.layout, mode="zigzag"))
+        )
     if fault != "other window" or groups.data_rank == 1:
         return pack(micro_batch, cp_rank=rank, cp_size=size)
     batch = pack(micro_batch, cp_rank=0, cp_size=size)
-    return replace(batch, window=replace(batch.window, cp_rank=rank))
+    return replace(
+        batch, window=replace(batch.window, layout=replace(batch.window.layout, cp_rank=rank))
+    )
 
 
 def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import StepTotals, step_totals
@@ -75,14 +76,15 @@ def local_denominators(totals: StepTotals, batch: PackedBatch) -> StepTotals:
     here = step_totals(batch.samples, allow_different_group_sizes=True)
     return replace(
         totals,
-        rollout_active_tokens=here.rollout_active_tokens,
-        group_active_tokens=here.group_active_tokens,
+        rollout_active_tokens={**totals.rollout_active_tokens, **here.rollout_active_tokens},
+        group_active_tokens={**totals.group_active_tokens, **here.group_active_tokens},
     )
 
 
 def phantom_tokens(totals: StepTotals, batch: PackedBatch) -> StepTotals:
     """One active token for every rollout that has none."""
-    phantoms = totals.num_rollouts - totals.num_active_rollouts
+    active = AGGREGATIONS["sample_mean"].expected_sums(totals)[0]
+    phantoms = totals.num_rollouts - round(active)
     return replace(totals, num_active_tokens=totals.num_active_tokens + phantoms)
 
 

@@ -101,7 +101,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
 
     inputs._refuse_other_distributions = lambda *_: None
 
-    whole = batch._channel_of_window
+    whole = batch._channel_in_window
 
     def late(where: str, parts: Any, window: Any) -> Any:
         found = whole(where, parts, window)
@@ -109,7 +109,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
             return found
         return found.select(torch.arange(len(found)).roll(1))
 
-    batch._channel_of_window = late
+    batch._channel_in_window = late
     return steps(sharding, DENSE, "logits")
 
 

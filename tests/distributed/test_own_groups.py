@@ -19,6 +19,7 @@ from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.hybrid_context import micro_batches_of_rank, plan_hybrid_cp_step
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import step_totals
 from tests.random_steps import package_samples
 
@@ -176,7 +177,7 @@ def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -
     assert len(GROUPS) < NUM_SAMPLES and {len(ranks) for ranks in GROUPS} == {1, 2, 3, 4}
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
     lengths = [len(sample.tokens) for sample in RUNS[0].samples]
-    plans = [micro_batches_of_rank(lengths, rank, 4, BUDGET, "zigzag", COST) for rank in range(4)]
+    plans = [micro_batches_of_rank(lengths, Layout(rank, 4), BUDGET, COST) for rank in range(4)]
     assert {size for plan in plans for *_, size in plan} == {1, 2, 4}
     by_deal = run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]
     for outcomes in by_deal:
@@ -197,7 +198,7 @@ def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -
 def test_planned_groups_hold_under_tensor_and_sequence_parallelism() -> None:
     """Two halves of the vocabulary and of each micro-batch's tokens, on a grid of two: samples on one place or both."""
     lengths = [len(sample.tokens) for sample in RUNS[0].samples]
-    plans = [micro_batches_of_rank(lengths, rank, 2, 2 * BUDGET, "zigzag", COST) for rank in (0, 1)]
+    plans = [micro_batches_of_rank(lengths, Layout(rank, 2), 2 * BUDGET, COST) for rank in (0, 1)]
     assert {size for plan in plans for *_, size in plan} == {1, 2}
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
     (outcomes,) = run_ranks(steps, 4, own_loss, RUNS, [planned], "ppo", SPLIT_TENSORS)[0]

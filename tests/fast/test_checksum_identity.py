@@ -271,7 +271,11 @@ def missed(fault: Callable[[Step], Step], cp_size: int) -> bool:
 
 def test_of_weights_alone_no_exchange_is_seen() -> None:
     def without_identity(rank: int) -> StepTotals:
-        return replace(totals_of_rank(rank), by_identity=None)
+        totals = totals_of_rank(rank)
+        counts = [
+            [count._replace(active_coefficients=None) for count in each] for each in totals.counts
+        ]
+        return replace(totals, counts=tuple(counts))
 
     for fault in EXCHANGES:
         found = sums_of(metrics_of(fault(whole(2)), "sample_mean", without_identity))
@@ -544,7 +548,7 @@ def test_a_miss_is_as_rare_as_the_docs_say() -> None:
 def test_totals_of_bare_samples_compare_weights_alone() -> None:
     bare = [BareSample(sample.num_active_tokens, sample.group_index) for sample in SAMPLES]
     totals = totals_of_counts([sample_counts(bare[:4]), sample_counts(bare[4:])], 0)
-    assert totals.by_identity is None
+    assert not totals.knows_identities
     found = metrics_of(dropped(whole(1)), "token_mean", lambda rank: totals)
     assert sums_of(found) == pytest.approx(dict.fromkeys(CHECKSUMS, 7 / 8))
     assert "On data-parallel rank" not in messages(found)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_pg import Sample, TokenWindow, step_totals
 from megatron_pg.step import SampleCost, hybrid_context, plan_hybrid_cp_step
+from megatron_pg.step.token_window import Layout
 
 MicroBatch = tuple[tuple[int, ...], int, int]
 Plan = list[list[MicroBatch]]
@@ -23,7 +24,7 @@ LENGTHS = random.Random(3).choices((5, 9, 14, 29, 40, 75, 150), k=60)
 
 def planned(lengths: list[int], num_ranks: int, budget: int, mode: str = "zigzag") -> Plan:
     return [
-        hybrid_context.micro_batches_of_rank(lengths, rank, num_ranks, budget, mode, COST)
+        hybrid_context.micro_batches_of_rank(lengths, Layout(rank, num_ranks, mode), budget, COST)
         for rank in range(num_ranks)
     ]
 
@@ -95,13 +96,13 @@ def test_the_checks_see_a_plan_that_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
         "every half takes the same samples": ([plan[0]] * 8, LENGTHS, 30),
     }
     # The ninth of nine is for all ranks; 75 tokens are 80 on four.
-    for setting, value, lengths, budget in (
-        ("SLACK", math.inf, [10] * 9, 30),
-        ("padded_length", lambda length, *_: length, [75] * 9, 19),
+    for owner, setting, value, lengths, budget in (
+        (hybrid_context, "SLACK", math.inf, [10] * 9, 30),
+        (Layout, "padded_length", lambda layout, length: length, [75] * 9, 19),
     ):
         check_plan(planned(lengths, 8, budget), lengths, budget)
         with monkeypatch.context() as patched:
-            patched.setattr(hybrid_context, setting, value)
+            patched.setattr(owner, setting, value)
             wrong[setting] = planned(lengths, 8, budget), lengths, budget
     for mutant, (plan, lengths, budget) in wrong.items():
         with pytest.raises(AssertionError):

@@ -25,7 +25,7 @@ from megatron_pg.rollout_files import RolloutFiles, RowError, with_group_advanta
 from megatron_pg.step import StepCollector, plan_step, with_distinct_ids
 from megatron_pg.step import ids as ids_module
 from megatron_pg.step.advantages import group_advantages
-from megatron_pg.step.ids import check_ids, ids_of
+from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample as SampleClass
 from megatron_pg.step.totals import BareSample, StepTotals, sample_counts, totals_of_counts
 from tests.distributed.launch import run_ranks
@@ -447,7 +447,7 @@ def ranks_of(
 
 
 def check_unique(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
-    check([ids_of(each) for each in ranks_of(step, lambda prompt, rank: prompt)])
+    check([sample_counts(each) for each in ranks_of(step, lambda prompt, rank: prompt)])
 
 
 def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> None:
@@ -455,7 +455,7 @@ def check_colliding(check: Callable[..., None], step: list[tuple[int, int]]) -> 
     by_group: dict[int, set[int]] = {}
     for prompt, _ in step:
         by_group.setdefault(prompt % 2, set()).add(prompt)
-    ranks = [ids_of(each) for each in ranks_of(step, lambda prompt, rank: prompt % 2)]
+    ranks = [sample_counts(each) for each in ranks_of(step, lambda prompt, rank: prompt % 2)]
     if max(map(len, by_group.values())) > 1:
         with pytest.raises(ValueError, match="whose prompts have different tokens"):
             check(ranks)

@@ -183,17 +183,18 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
         return summed_loss(rank_losses(config, step, logits, cut))
 
     assert difference(loss_of(cut), expected) < 1e-12
-    right = packing._of_window
+    right = packing._field_in_window
 
     def of_another_window(field: str, *given: Any) -> Tensor | None:
         values = right(field, *given)
         return values.flip(0) if field == "loss_weights" and values is not None else values
 
-    monkeypatch.setattr(packing, "_of_window", of_another_window)
+    monkeypatch.setattr(packing, "_field_in_window", of_another_window)
     assert difference(loss_of(cut), expected) > 1e-4
-    monkeypatch.setattr(packing, "_of_window", right)
+    monkeypatch.setattr(packing, "_field_in_window", right)
     totals = step_totals(package_samples(step), allow_different_group_sizes=True)
-    of_mask = dataclasses.replace(totals, by_loss_weight=totals)
+    of_mask = dataclasses.replace(totals)
+    vars(of_mask)["_in_loss_weights"] = totals
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
     assert difference(summed_loss(wrong), expected) > 1e-4
 
@@ -256,7 +257,9 @@ def test_the_plan_counts_weights() -> None:
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    assert step_totals(samples[2:], allow_different_group_sizes=True).by_loss_weight is None
+    without = step_totals(samples[2:], allow_different_group_sizes=True)
+    with pytest.raises(ValueError, match="no sample of the step has loss_weights"):
+        without.counted_in("weights")
 
 
 def plain_sum(

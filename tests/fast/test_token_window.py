@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_pg.step import token_window
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import TokenWindow
+from megatron_pg.step.token_window import Layout, TokenWindow
 from tests import oracle
 from tests.random_steps import package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout
@@ -210,14 +210,14 @@ WRONG_POSITIONS = {
 def test_a_wrong_offset_of_a_contiguous_slice_is_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = token_window._local_positions
+    right = token_window._positions
 
-    def wrong(padded: Any, *place: Any) -> tuple:
-        found = map(torch.from_numpy, right(padded, *place))
+    def wrong(layout: Layout, padded: Any) -> tuple:
+        found = map(torch.from_numpy, right(layout, padded))
         segment, position = WRONG_POSITIONS[name](*found, torch.from_numpy(padded))
         return segment.clamp(max=len(padded) - 1).numpy(), position.numpy()
 
-    monkeypatch.setattr(token_window, "_local_positions", wrong)
+    monkeypatch.setattr(token_window, "_positions", wrong)
     with pytest.raises((AssertionError, IndexError)):
         check_window(*MICRO_BATCHES["ragged"], 2, 1, "contiguous")
 

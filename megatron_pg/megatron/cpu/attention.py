@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.step.token_window import local_positions
+from megatron_pg.step.token_window import Layout
 
 
 class _AllGather(torch.autograd.Function):
@@ -54,7 +54,9 @@ class _Layout:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
         mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
-        positions = [local_positions(cu_seqlens.diff(), other, size, mode) for other in range(size)]
+        positions = [
+            Layout(other, size, mode).local_positions(cu_seqlens.diff()) for other in range(size)
+        ]
         segment, place = positions[rank]
         held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
         most = int(held.max())

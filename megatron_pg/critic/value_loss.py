@@ -176,14 +176,13 @@ class ValueReport:
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
         report[f"value_{CHECKSUM}"], _ = checksum_of(quotients)
         if "error_sum" in quotients:
-            report["explained_variance"] = _explained_variance(*(quotients[name] for name in SUMS))
+            report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report
 
 
-def _explained_variance(
-    count: float, returns: float, returns_squared: float, errors: float, errors_squared: float
-) -> float:
-    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN where all returns are equal."""
+def _explained_variance(sums: Sequence[float]) -> float:
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens from `SUMS`; NaN where all returns are equal."""
+    count, returns, returns_squared, errors, errors_squared = sums
     if not count:
         return math.nan
     variance = returns_squared / count - (returns / count) ** 2

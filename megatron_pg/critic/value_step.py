@@ -155,9 +155,7 @@ def compute_values(
     Raises:
         ValueError: the number of flags is not that of the samples; as for `compute_log_probs`.
     """
-    flags = (
-        [False] * len(samples) if is_truncated is None else [bool(flag) for flag in is_truncated]
-    )
+    flags = [False] * len(samples) if is_truncated is None else list(map(bool, is_truncated))
     if len(flags) != len(samples):
         raise ValueError(
             f"is_truncated has {len(flags)} flags for {len(samples)} samples: give one each"
@@ -180,26 +178,13 @@ def compute_values(
         groups=groups,
         cp_partition_mode=cp_partition_mode,
     )
-    return ScoredValues(
-        values=[
-            score[0, : sample.response_length]
-            for score, sample in zip(scores, samples, strict=True)
-        ],
-        bootstrap_values=torch.tensor(
-            [
-                float(score[0, -1]) if is_cut else 0.0
-                for score, is_cut in zip(scores, flags, strict=True)
-            ]
-        ),
-    )
+    values = [score[0, : s.response_length] for score, s in zip(scores, samples, strict=True)]
+    last = [float(s[0, -1]) if is_cut else 0.0 for s, is_cut in zip(scores, flags, strict=True)]
+    return ScoredValues(values, torch.tensor(last))
 
 
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
-    """Read the values [window] of the response tokens, each in the row that predicts its token.
-
-    Args:
-        batch: the micro-batch.
-        output: the model's output, `[1, local_tokens, 1]` or `[local_tokens, 1]`.
+    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the row that predicts its token.
 
     Raises:
         ValueError: the output has another shape.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from megatron_pg.config.rows import did_you_mean
 
-FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 2.0, 0.5
+FIRST_WAIT_SECONDS, NEXT_WAIT_SECONDS = 5.0, 1.0
 """The wait of a node's rank 1 before it says a refusal, and how much longer each further rank waits."""
 
 

@@ -50,9 +50,10 @@ class Watch:
         self._looked += elapsed
         before, self._seconds = self._seconds, self._thread_seconds()
         for thread, seconds in self._seconds.items():
-            self._progress += max(0.0, seconds - before.get(thread, 0.0))
-            if _waits_for_a_disk(thread):
-                self._progress += elapsed
+            gained, state = max(0.0, seconds - before.get(thread, 0.0)), _state(thread)
+            # Linux adds the wait for a core once it is over.
+            waits = state == "D" or (state == "R" and not gained)
+            self._progress += elapsed if waits else gained
         self._age += min(elapsed, 2 * INTERVAL)
         if self._progress >= BUSY_SHARE * self.patience:
             self._age = self._progress = 0.0
@@ -102,8 +103,9 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _waits_for_a_disk(thread: Path) -> bool:
-    return _text(thread / "stat").rpartition(")")[2].startswith(" D")
+def _state(thread: Path) -> str:
+    """Return R where a thread runs or could, D where it waits for a disk, and another letter where it waits for others."""
+    return _text(thread / "stat").rpartition(")")[2][1:2]
 
 
 def wait_until(

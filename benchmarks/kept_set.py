@@ -28,7 +28,8 @@ from benchmarks.timing import (
     relative_error,
     table,
 )
-from megatron_pg.head import Ragged, linear_log_probs_and_entropy, linear_token_loss, sparse_layer
+from megatron_pg.head import Ragged, linear_log_probs_and_entropy, linear_token_loss
+from megatron_pg.head.kept import sparse_layer
 from megatron_pg.head.ragged import offsets_of
 
 CROSSOVER_SIZES = (5, 20, 50, 100, 200, 400, 800, 1600)

@@ -8,13 +8,13 @@ output layer by itself. Over the tokens that a row was sampled from (`kept_set`)
 second then multiplies the kept columns alone (`sparse_layer`, by `pairs_torch` or `pairs_triton` with `pairs_kernels`).
 """
 
-from megatron_pg.head.divergence import Divergence
+from megatron_pg.head.distill.divergence import Divergence
+from megatron_pg.head.distill.teacher import TopKTeacher, WholeTeacher
 from megatron_pg.head.from_hidden import linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.from_logits import log_probs_and_divergence, log_probs_and_entropy
 from megatron_pg.head.output_layer import HeadOptions
 from megatron_pg.head.plain_layer import float32_logits
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.head.teacher import TopKTeacher, WholeTeacher
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
 __all__ = [

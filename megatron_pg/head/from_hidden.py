@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.head.divergence import Teacher
+from megatron_pg.head.distill.divergence import Teacher
 from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
-from megatron_pg.head.kept_set import check_rows
+from megatron_pg.head.kept.sets import check_rows
+from megatron_pg.head.kept.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.output_layer import (
     FactorGradients,
     HeadOptions,
@@ -34,7 +35,6 @@ from megatron_pg.head.output_layer import (
     wide_dtype,
 )
 from megatron_pg.head.ragged import Ragged, to_device
-from megatron_pg.head.sparse_layer import sparse_log_probs_and_entropy, split_rows
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 TokenLoss = Callable[..., Tensor]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import rows_torch
-from megatron_pg.head.divergence import Teacher
-from megatron_pg.head.kept_set import KeptPairs, check_rows, kept_gradient, local_statistics
+from megatron_pg.head.distill.divergence import Teacher
+from megatron_pg.head.kept.sets import KeptPairs, check_rows, kept_gradient, local_statistics
 from megatron_pg.head.ragged import Ragged, to_device
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import exponentials, pairs_torch
-from megatron_pg.head.divergence import Teacher
-from megatron_pg.head.exponentials import ExponentialRows
+from megatron_pg.head.distill.divergence import Teacher
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector, row_passes
-from megatron_pg.head.kept_set import KeptPairs, keep_only
+from megatron_pg.head.hopper import exponentials
+from megatron_pg.head.hopper.exponentials import ExponentialRows
+from megatron_pg.head.kept import pairs_torch
+from megatron_pg.head.kept.sets import KeptPairs, keep_only
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
@@ -106,7 +107,7 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
 @functools.cache
 def _pairs_triton() -> ModuleType | None:
     try:
-        from megatron_pg.head import pairs_triton
+        from megatron_pg.head.kept import pairs_triton
     except ImportError:
         return None
     return pairs_triton

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import Ragged, sparse_layer
+from megatron_pg.head import Ragged
+from megatron_pg.head.kept import sparse_layer
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.step.batch import PackedBatch

@@ -245,8 +245,8 @@ def test_shards_equal_the_whole_vocabulary(size: int) -> None:
 
 def without_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient as if the probabilities were free of each other."""
-    from megatron_pg.head import divergence as module
-    from megatron_pg.head import teacher
+    from megatron_pg.head.distill import divergence as module
+    from megatron_pg.head.distill import teacher
 
     whole = module.write_divergence_gradient
 
@@ -258,7 +258,7 @@ def without_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_teacher_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_pg.head import teacher
+    from megatron_pg.head.distill import teacher
 
     whole = teacher.LogitRows
 
@@ -272,7 +272,7 @@ def without_teacher_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The k tokens alone."""
-    from megatron_pg.head import teacher
+    from megatron_pg.head.distill import teacher
 
     monkeypatch.setattr(teacher, "_LEAST_REST", 1.0)
 

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from megatron_pg.head import Divergence, divergence
+from megatron_pg.head import Divergence
+from megatron_pg.head.distill import divergence
 from tests.fast import test_distillation_head as shared
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 if INTERPRETED:
-    from megatron_pg.head import divergence_triton
+    from megatron_pg.head.distill import divergence_triton
 
 
 @pytest.mark.parametrize("tile", [4, 32], ids=["many tiles", "one tile"])

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, exponentials, linear_token_loss, output_layer
+from megatron_pg.head import HeadOptions, linear_token_loss, output_layer
+from megatron_pg.head.hopper import exponentials
 from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 from tests.distributed.launch import run_ranks
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_pg.head import (
     HeadOptions,
     Ragged,
-    kept_set,
     linear_log_probs_and_entropy,
     log_probs_and_entropy,
-    sparse_layer,
 )
+from megatron_pg.head.kept import sets as kept_set
+from megatron_pg.head.kept import sparse_layer
 from megatron_pg.head.ragged import offsets_of
 from tests.distributed.launch import run_ranks
 from tests.fast import kept_set_oracle as oracle
@@ -259,7 +259,7 @@ def last_pair_of_a_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(gradient: Tensor, hidden: Tensor, pairs: kept_set.KeptPairs, out: Tensor) -> None:
         out[pairs.columns] = gradient[:, None] * hidden[pairs.rows]
 
-    monkeypatch.setattr("megatron_pg.head.pairs_torch.add_weight_gradient", wrong)
+    monkeypatch.setattr("megatron_pg.head.kept.pairs_torch.add_weight_gradient", wrong)
 
 
 @pytest.mark.parametrize(

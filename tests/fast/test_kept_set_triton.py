@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from megatron_pg.head import output_layer, pairs_torch, sparse_layer
+from megatron_pg.head import output_layer
+from megatron_pg.head.kept import pairs_torch, sparse_layer
 from tests.fast import test_kept_set as shared
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 if INTERPRETED:
-    from megatron_pg.head import pairs_triton
+    from megatron_pg.head.kept import pairs_triton
 
 
 @pytest.mark.parametrize("sizes", shared.SIZES)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
 from megatron_pg.config.rows import TABLES
-from megatron_pg.head.divergence import Divergence, Kind
+from megatron_pg.head.distill.divergence import Divergence, Kind
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected
 from megatron_pg.loss.metric_table import DERIVED

@@ -8,7 +8,7 @@ import torch
 from megatron_pg.head import Divergence
 from tests.fast import test_distillation_head as shared
 
-pytest.importorskip("megatron_pg.head.divergence_triton")
+pytest.importorskip("megatron_pg.head.distill.divergence_triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

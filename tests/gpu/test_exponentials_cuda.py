@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, exponentials, linear_token_loss
+from megatron_pg.head import HeadOptions, linear_token_loss
+from megatron_pg.head.hopper import exponentials
 
 pytest.importorskip("quack")
 pytestmark = pytest.mark.skipif(

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, sparse_layer
+from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy
+from megatron_pg.head.kept import sparse_layer
 from megatron_pg.head.ragged import offsets_of
 from tests.fast import test_kept_set as shared
 
-pytest.importorskip("megatron_pg.head.pairs_triton")
+pytest.importorskip("megatron_pg.head.kept.pairs_triton")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 

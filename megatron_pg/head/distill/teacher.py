@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.divergence import (
+from megatron_pg.head.distill.divergence import (
     Divergence,
     RowDivergence,
     row_divergence,

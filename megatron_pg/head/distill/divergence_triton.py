@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.head import divergence_kernels as kernels
+from megatron_pg.head.distill import divergence_kernels as kernels
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 _TILE, _WARPS = 4096, 8

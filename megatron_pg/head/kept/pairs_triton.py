@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_pg.head import pairs_kernels as kernels
-from megatron_pg.head.kept_set import KeptPairs
+from megatron_pg.head.kept import pairs_kernels as kernels
+from megatron_pg.head.kept.sets import KeptPairs
 
 # Pairs of a program at a time, and elements of a hidden state.
 _LOGITS_TILE = (8, 256)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pg.head.kept_set import KeptPairs
+from megatron_pg.head.kept.sets import KeptPairs
 from megatron_pg.head.rows_torch import chunk_slices
 
 _CHUNK_ELEMENTS = 1 << 22

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.from_logits import refuse_second_derivative
-from megatron_pg.head.kept_set import KeptPairs, kept_gradient, local_statistics
+from megatron_pg.head.kept.sets import KeptPairs, kept_gradient, local_statistics
 from megatron_pg.head.output_layer import FactorGradients, HeadOptions, OutputLayer, pair_products
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.rows_torch import combine_statistics

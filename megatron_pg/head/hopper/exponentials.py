@@ -82,7 +82,7 @@ def _products(found: str) -> ModuleType | str:
     if not low <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < high:
         return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {found}"
     try:
-        return importlib.import_module("megatron_pg.head.quack_products")
+        return importlib.import_module("megatron_pg.head.hopper.quack_products")
     except Exception as error:  # whatever a compiler that does not fit this machine raises
         return f"quack-kernels {found} cannot be imported ({type(error).__name__}: {error})"
 
@@ -158,7 +158,7 @@ def first_product(
     with_entropy: bool,
 ) -> ExponentialRows:
     """Multiplies the rows of `hidden`, one or more, and `weight` into the front of `buffer` [padded rows or more, v/tp]."""
-    from megatron_pg.head import exponentials_kernels
+    from megatron_pg.head.hopper import exponentials_kernels
 
     rows, columns = len(hidden), len(weight)
     whole = padded(rows)
@@ -208,7 +208,7 @@ def gradient_factors(
         factors of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16, and the hidden states
         times the factors of the rows, like `rows.hidden`.
     """
-    from megatron_pg.head import exponentials_kernels
+    from megatron_pg.head.hopper import exponentials_kernels
 
     (whole, tiles), columns = rows.offsets.shape, rows.exponentials.shape[1]
     tile, size = columns // tiles, rows.hidden.shape[1]
@@ -235,7 +235,7 @@ def write_gradient(
     rows: ExponentialRows, statistics: RowStatistics, incoming: tuple[Tensor | None, ...]
 ) -> Tensor:
     """Overwrites the exponentials with the gradient [rows, v/tp] of their logits, given those to log-probabilities and entropy."""
-    from megatron_pg.head import exponentials_kernels
+    from megatron_pg.head.hopper import exponentials_kernels
 
     count, tiles = len(rows.targets), rows.offsets.shape[1]
     columns, segment = rows.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES

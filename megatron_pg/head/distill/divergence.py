@@ -122,7 +122,7 @@ def write_divergence_gradient(
 @functools.cache
 def _triton() -> ModuleType | None:
     try:
-        from megatron_pg.head import divergence_triton
+        from megatron_pg.head.distill import divergence_triton
     except ImportError:
         return None
     return divergence_triton

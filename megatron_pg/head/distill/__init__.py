@@ -1,0 +1,1 @@
+"""The divergence of each row from a teacher, over the whole vocabulary or over the teacher's top k."""

@@ -1,0 +1,1 @@
+"""Products of exponentials for Hopper GPUs, on QuACK."""

@@ -1,4 +1,16 @@
-"""The functions of `rows_torch` as launches of Triton kernels, with the same signatures."""
+"""The row passes as Triton kernels: statistics of each row of logits, their combination over shards, and the gradient.
+
+The functions and signatures are those of `rows_torch`.
+
+A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not
+depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
+vector width would lose its 16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31
+at 14,000 tokens of a vocabulary of 152,000. An optional argument is a pointer that may be None: Triton compiles a kernel
+for each case.
+"""
+
+# Kernels are typed by Triton at their first launch, not by annotations.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 
@@ -6,10 +18,269 @@ import math
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.head import kernels
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+SMALLEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _rescale(maximum, safe, scale):
+    """Exponent (base 2) and factor that move statistics from one maximum to another.
+
+    The bound keeps -inf, of a part without mass, from meeting a 0 in a product.
+    """
+    shift = tl.maximum((maximum - safe) * scale, SMALLEST)
+    return shift, tl.exp2(shift)
+
+
+@triton.jit
+def _finite(maximum):
+    """The maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0, not NaN."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def _online_update(logits, maximum, total, dot, scale):
+    """Folds a tile [VECTORS, VECTOR] into running statistics [VECTORS], one set a vector.
+
+    A vector lies in one thread, so the running maximum is kept without communication and rescaling
+    costs one exponential a vector.
+    """
+    largest = tl.maximum(maximum, tl.max(logits, axis=1))
+    safe = _finite(largest)
+    exponents = (logits - safe[:, None]) * scale
+    exponentials = tl.exp2(exponents)
+    # 0 * -inf is NaN: bound the exponent. A NaN logit still shows, through the exponential.
+    products = exponentials * tl.maximum(exponents, SMALLEST)
+    shift, shrink = _rescale(maximum, safe, scale)
+    dot = shrink * (dot + shift * total) + tl.sum(products, axis=1)
+    total = shrink * total + tl.sum(exponentials, axis=1)
+    return largest, total, dot
+
+
+@triton.jit
+def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
+    """Largest logit, sum of exponentials, dot product with the (base 2) exponents of a row."""
+    offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    maximum = tl.full([VECTORS], -float("inf"), tl.float32)
+    total = tl.zeros([VECTORS], tl.float32)
+    dot = tl.zeros([VECTORS], tl.float32)
+    full = columns // (VECTORS * VECTOR) * (VECTORS * VECTOR)
+    for first in range(0, full, VECTORS * VECTOR):
+        tile = tl.load(base + first + offsets).to(tl.float32)
+        maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
+    if full < columns:
+        inside = full + offsets < columns
+        tile = tl.load(base + full + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        maximum, total, dot = _online_update(tile, maximum, total, dot, scale)
+    largest = tl.max(maximum, axis=0)
+    shift, shrink = _rescale(maximum, _finite(largest), scale)
+    dot = tl.sum(shrink * (dot + shift * total), axis=0)
+    return largest, tl.sum(shrink * total, axis=0), dot
+
+
+@triton.jit
+def _target_logit(base, target, start, columns, vocab_size):
+    """The target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    local = target - start
+    here = (local >= 0) & (local < columns)
+    known = (target >= 0) & (target < vocab_size)
+    logit = tl.load(base + local, mask=here, other=0.0).to(tl.float32)
+    return tl.where(here, logit, tl.where(known, -float("inf"), float("nan")))
+
+
+@triton.jit
+def _log_prob_and_entropy(maximum, total, dot, target_logit, temperature):
+    log_sum = tl.log(total)
+    log_prob = (target_logit - maximum) / temperature - log_sum
+    return log_sum, log_prob, log_sum - dot * LN_2 / total
+
+
+@triton.jit
+def statistics_kernel(
+    logits, row_stride, targets, row_mask, temperature,
+    shard_out, maximum_out, log_sum_out, log_probs_out, entropy_out,
+    columns, start, vocab_size,
+    VECTORS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Writes the final statistics of one row, or to `shard_out` [tokens, 4], where given, those of its local columns."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.full((), 1, tl.int1)
+    if row_mask is not None:
+        live = tl.load(row_mask + row) != 0
+    # Of a row that is masked out: log-probability and entropy come out as 0.
+    maximum, dot = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    total, target_logit = tl.full((), 1.0, tl.float32), tl.full((), 0.0, tl.float32)
+    value = tl.load(temperature)
+    if live:
+        base = logits + row * row_stride
+        maximum, total, dot = _row_statistics(base, columns, LOG2_E / value, VECTORS, VECTOR)
+        target_logit = _target_logit(base, tl.load(targets + row), start, columns, vocab_size)
+    if shard_out is not None:
+        out = shard_out + row * 4
+        tl.store(out, maximum)
+        tl.store(out + 1, total)
+        tl.store(out + 2, dot)
+        tl.store(out + 3, target_logit)
+    else:
+        log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
+        tl.store(maximum_out + row, maximum)
+        tl.store(log_sum_out + row, log_sum)
+        tl.store(log_probs_out + row, log_prob)
+        tl.store(entropy_out + row, entropy)
+
+
+@triton.jit
+def combine_kernel(
+    gathered, row_mask, temperature,
+    maximum_out, log_sum_out, log_probs_out, entropy_out,
+    tokens, shards,
+    ROWS: tl.constexpr, SHARDS: tl.constexpr,
+):  # fmt: skip
+    """Writes the final statistics of ROWS rows from those of all shards, [shards, tokens, 4]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < tokens
+    shard = tl.arange(0, SHARDS)[:, None]
+    present = (shard < shards) & inside[None, :]
+    pointers = gathered + (shard.to(tl.int64) * tokens + rows[None, :]) * 4
+    maxima = tl.load(pointers, mask=present, other=-float("inf"))
+    totals = tl.load(pointers + 1, mask=present, other=0.0)
+    dots = tl.load(pointers + 2, mask=present, other=0.0)
+    targets = tl.load(pointers + 3, mask=present, other=-float("inf"))
+    value = tl.load(temperature)
+    maximum = tl.max(maxima, axis=0)
+    shift, shrink = _rescale(maxima, _finite(maximum)[None, :], LOG2_E / value)
+    total = tl.sum(shrink * totals, axis=0)
+    dot = tl.sum(shrink * (dots + shift * totals), axis=0)
+    # Every shard marks an unknown target with NaN, which a maximum may drop and a sum may not.
+    unknown = tl.sum((targets != targets).to(tl.int32), axis=0) > 0
+    target_logit = tl.where(unknown, float("nan"), tl.max(targets, axis=0))
+    log_sum, log_prob, entropy = _log_prob_and_entropy(maximum, total, dot, target_logit, value)
+    if row_mask is not None:
+        keep = tl.load(row_mask + rows, mask=inside, other=0) != 0
+        log_prob = tl.where(keep, log_prob, 0.0)
+        entropy = tl.where(keep, entropy, 0.0)
+    tl.store(maximum_out + rows, maximum, mask=inside)
+    tl.store(log_sum_out + rows, log_sum, mask=inside)
+    tl.store(log_probs_out + rows, log_prob, mask=inside)
+    tl.store(entropy_out + rows, entropy, mask=inside)
+
+
+@triton.jit
+def _gradient_tile(
+    base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale,
+    ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and `to_target` more at the target.
+
+    PARTIAL: some of them may lie outside [0, columns), or from `end` on.
+    """
+    lanes = first + tl.arange(0, TILE)
+    inside = (lanes >= 0) & (lanes < columns)
+    if PARTIAL:
+        tile = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
+    else:
+        tile = tl.load(base + lanes).to(tl.float32)
+    at_target = lanes == local
+    log2_p = (tile - maximum) * scale - log2_sum
+    p = tl.exp2(log2_p)
+    factor = constant
+    if ENTROPY:
+        # 0 * -inf is NaN: bound the logarithm. A NaN logit still shows, through p.
+        factor = constant + slope * tl.maximum(log2_p, SMALLEST)
+    gradient = p * factor + tl.where(at_target, to_target, 0.0)
+    if PARTIAL:
+        gradient = tl.where(inside, gradient, 0.0)
+    gradient = gradient.to(out_base.dtype.element_ty)
+    if ORDERED:
+        tl.debug_barrier()
+    if PARTIAL:
+        tl.store(out_base + lanes, gradient, mask=(lanes >= 0) & (lanes < end))
+    else:
+        tl.store(out_base + lanes, gradient)
+
+
+@triton.jit
+def _incoming(gradients, row):
+    """The gradient that arrives at a row; 0 where none does."""
+    value = tl.full((), 0.0, tl.float32)
+    if gradients is not None:
+        value = tl.load(gradients + row)
+    return value
+
+
+@triton.jit
+def gradient_kernel(
+    logits, row_stride, out, out_stride, targets, row_mask, temperature,
+    maximum, log_sum, entropy, grad_log_probs, grad_entropy,
+    columns, padded_columns, start, segments, segment,
+    ORDERED: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient to a segment of one row of logits; `out` may be the logits themselves.
+
+    Programs begin with the last row, which the statistics kernel read last and the cache still holds.
+    LINE: where rows do not begin at cache lines, the columns of a line. Tiles then begin at lines, the first one before
+    its row: with tiles that share lines, in-place gradients of such rows took a quarter longer on an H200.
+    ORDERED: `out` is a narrower view of the very memory of `logits` (a bfloat16 gradient at the
+    front of each float32 row), and the segment is the whole row. A tile's stores then land on columns
+    of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // segments).to(tl.int64)
+    begin = program % segments * segment
+    if LINE > 0:
+        # Divisible by 8, as row_stride is: accesses stay 16 bytes wide.
+        begin -= tl.multiple_of((row * row_stride % LINE).to(tl.int32), 8)
+    end = tl.minimum(begin + segment, padded_columns)
+    to_log_prob, to_entropy = _incoming(grad_log_probs, row), _incoming(grad_entropy, row)
+    live = (to_log_prob != 0.0) | (to_entropy != 0.0)
+    if row_mask is not None:
+        live = live & (tl.load(row_mask + row) != 0)
+    base = logits + row * row_stride
+    out_base = out + row * out_stride
+    if live:
+        value = tl.load(temperature)
+        scale = LOG2_E / value
+        row_maximum = tl.load(maximum + row)
+        log2_sum = tl.load(log_sum + row) * LOG2_E
+        ENTROPY: tl.constexpr = grad_entropy is not None
+        total = to_log_prob
+        if ENTROPY:  # without, it may be NaN
+            total += to_entropy * tl.load(entropy + row)
+        constant = -total / value
+        slope = -to_entropy * LN_2 / value
+        to_target = to_log_prob / value
+        local = tl.load(targets + row) - start
+        local = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)
+        if LINE > 0:
+            if begin < 0:
+                _gradient_tile(
+                    base, out_base, begin, columns, end, local, row_maximum, log2_sum, constant, slope,
+                    to_target, scale, ENTROPY, True, ORDERED, TILE,
+                )  # fmt: skip
+                begin += TILE
+        full = begin + tl.maximum(tl.minimum(end, columns) - begin, 0) // TILE * TILE
+        for first in range(begin, full, TILE):
+            _gradient_tile(
+                base, out_base, first, columns, end, local, row_maximum, log2_sum, constant, slope,
+                to_target, scale, ENTROPY, False, ORDERED, TILE,
+            )  # fmt: skip
+        for first in range(full, end, TILE):
+            _gradient_tile(
+                base, out_base, first, columns, end, local, row_maximum, log2_sum, constant, slope,
+                to_target, scale, ENTROPY, True, ORDERED, TILE,
+            )  # fmt: skip
+    else:
+        zeros = tl.zeros([TILE], out.dtype.element_ty)
+        for first in range(begin, end, TILE):
+            lanes = first + tl.arange(0, TILE)
+            tl.store(out_base + lanes, zeros, mask=(lanes >= 0) & (lanes < end))
+
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
 # logit -> columns of a tile, tiles of a segment.
@@ -31,7 +302,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     row_mask, mask = _contiguous(rows.row_mask), _contiguous(rows.pass_mask)
     is_whole = shard.group is None and rows.of_sets is None
     own = None if is_whole else temperature.new_empty((tokens, 4))
-    kernels.statistics_kernel[(tokens,)](
+    statistics_kernel[(tokens,)](
         rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
         own, *outputs,
         shard.columns, shard.start, shard.vocab_size,
@@ -57,7 +328,7 @@ def combine(
     """Writes the statistics over all shards from those of this one, [tokens, 4]; every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards, tokens = gathered.shape[:2]
-    kernels.combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
+    combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
         gathered, row_mask, temperature,
         *outputs,
         tokens, shards,
@@ -88,7 +359,7 @@ def write_gradient(
     if overlaps:
         tiles = triton.cdiv(reach, tile)
     segments = triton.cdiv(reach, tiles * tile)
-    kernels.gradient_kernel[(tokens * segments,)](
+    gradient_kernel[(tokens * segments,)](
         logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), mask, rows.temperature,
         statistics.maximum, statistics.log_sum, statistics.entropy,
         *(None if each is None else each.to(torch.float32).contiguous() for each in incoming),

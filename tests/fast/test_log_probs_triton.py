@@ -26,7 +26,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_under_the_interpreter")
 
 if INTERPRETED:
-    from megatron_pg.head import kernels as triton_kernels
     from megatron_pg.head import rows_triton
 
 
@@ -227,13 +226,13 @@ def test_a_shift_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows_triton, "_VECTORS", 2)
     right = rows_triton.row_statistics(rows).entropy
 
-    whole = triton_kernels._rescale
+    whole = rows_triton._rescale
 
     def broken(maximum, safe, scale):
         shift, shrink = whole(maximum, safe, scale)
         return shift * 0.0, shrink
 
-    monkeypatch.setattr(triton_kernels, "_rescale", broken)
+    monkeypatch.setattr(rows_triton, "_rescale", broken)
     wrong = rows_triton.row_statistics(rows).entropy
     wanted = reference(logits, targets, torch.zeros(6), torch.zeros(6))[1]
     torch.testing.assert_close(right.double(), wanted, rtol=2e-6, atol=2e-6)

@@ -1,13 +1,115 @@
-"""The passes of `divergence` over two models' logits as launches of Triton kernels, with the same signatures."""
+"""The divergence's passes over two models' logits as Triton kernels, with the functions and signatures of `divergence`.
+
+A program owns one row and walks over it in tiles, so a row's arithmetic does not depend on the others. Row offsets are int64.
+"""
+
+# Kernels are typed by Triton at their first launch, not by annotations.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.head.distill import divergence_kernels as kernels
+FORWARD_KL = tl.constexpr(0)
+REVERSE_KL = tl.constexpr(1)
+SMALLEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
+    """Log-probabilities of a tile, held above a number that is finite; SMALLEST outside of the row."""
+    logits = tl.load(base + lanes, mask=mask, other=0.0).to(tl.float32)
+    log_p = (logits - maximum) / temperature - log_sum
+    # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
+    return tl.where(mask, tl.where(log_p < SMALLEST, SMALLEST, log_p), SMALLEST)
+
+
+@triton.jit
+def _terms(log_p, log_q, beta, KIND: tl.constexpr):
+    """What each column adds to the divergence, and g; as `Divergence.terms`."""
+    p, q = tl.exp(log_p), tl.exp(log_q)
+    if KIND == FORWARD_KL:
+        value = tl.where(q == 0.0, 0.0, q * (log_q - log_p))
+        weighted = -q
+    elif KIND == REVERSE_KL:
+        value = tl.where(p == 0.0, 0.0, p * (log_p - log_q))
+        weighted = value
+    else:
+        mixture = beta * q + (1.0 - beta) * p
+        log_m = tl.log(tl.where(mixture == 0.0, 1.0, mixture))
+        weighted = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (log_p - log_m))
+        value = weighted + beta * tl.where(q == 0.0, 0.0, q * (log_q - log_m))
+    return p, value, weighted
+
+
+@triton.jit
+def sums_kernel(
+    student, student_stride, student_maximum, student_log_sum,
+    teacher, teacher_stride, teacher_maximum, teacher_log_sum,
+    row_mask, temperature, out, columns, beta,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the sums [tokens, 2] of one row's columns."""
+    row = tl.program_id(0).to(tl.int64)
+    live = tl.full((), 1, tl.int1)
+    if row_mask is not None:
+        live = tl.load(row_mask + row) != 0
+    value, moment = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    if live:
+        scale = tl.load(temperature)
+        own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
+        other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
+        for first in range(0, columns, TILE):
+            lanes = first + tl.arange(0, TILE)
+            mask = lanes < columns
+            log_p = _log_softmax(student + row * student_stride, lanes, mask, own, own_sum, scale)
+            log_q = _log_softmax(
+                teacher + row * teacher_stride, lanes, mask, other, other_sum, scale
+            )
+            _, values, weighted = _terms(log_p, log_q, beta, KIND)
+            value += values
+            moment += weighted
+    tl.store(out + row * 2, tl.sum(value, axis=0))
+    tl.store(out + row * 2 + 1, tl.sum(moment, axis=0))
+
+
+@triton.jit
+def gradient_kernel(
+    student, student_stride, student_maximum, student_log_sum,
+    teacher, teacher_stride, teacher_maximum, teacher_log_sum,
+    moment, incoming, temperature, out, out_stride, columns, width, beta,
+    KIND: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of one row; `out` may be the teacher's logits. Padding columns, and rows of no gradient, get 0."""
+    row = tl.program_id(0).to(tl.int64)
+    coefficient = tl.load(incoming + row).to(tl.float32)
+    if coefficient != 0.0:
+        scale = tl.load(temperature)
+        own, own_sum = tl.load(student_maximum + row), tl.load(student_log_sum + row)
+        other, other_sum = tl.load(teacher_maximum + row), tl.load(teacher_log_sum + row)
+        of_row = tl.load(moment + row)
+        for first in range(0, width, TILE):
+            lanes = first + tl.arange(0, TILE)
+            mask = lanes < columns
+            log_p = _log_softmax(student + row * student_stride, lanes, mask, own, own_sum, scale)
+            log_q = _log_softmax(
+                teacher + row * teacher_stride, lanes, mask, other, other_sum, scale
+            )
+            p, _, weighted = _terms(log_p, log_q, beta, KIND)
+            gradient = (weighted - p * of_row) * (coefficient / scale)
+            gradient = tl.where(mask, gradient, 0.0).to(out.dtype.element_ty)
+            tl.store(out + row * out_stride + lanes, gradient, mask=lanes < width)
+    else:
+        for first in range(0, width, TILE):
+            lanes = first + tl.arange(0, TILE)
+            zeros = tl.zeros([TILE], out.dtype.element_ty)
+            tl.store(out + row * out_stride + lanes, zeros, mask=lanes < width)
+
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 _TILE, _WARPS = 4096, 8
@@ -20,7 +122,7 @@ def local_sums(
     sums: Tensor = of_student.maximum.new_zeros(len(student.logits), 2)
     mask = student.row_mask
     if len(sums):
-        kernels.sums_kernel[(len(sums),)](
+        sums_kernel[(len(sums),)](
             *_of_rows(student, of_student), *_of_rows(teacher, of_teacher),
             None if mask is None else mask.contiguous(), student.temperature, sums,
             student.shard.columns, divergence.beta,
@@ -41,7 +143,7 @@ def write_gradient(
 ) -> None:
     """One read of both and one write; see `divergence.write_gradient`."""
     if len(out):
-        kernels.gradient_kernel[(len(out),)](
+        gradient_kernel[(len(out),)](
             *_of_rows(student, of_student), *_of_rows(teacher, of_teacher),
             moment.contiguous(), incoming.to(torch.float32).contiguous(), student.temperature,
             out, out.stride(0), student.shard.columns, out.shape[1], divergence.beta,

@@ -1,13 +1,111 @@
-"""The functions of `pairs_torch` as launches of Triton kernels, with the same signatures."""
+"""The products of the sparse layer as Triton kernels, with the functions and signatures of `pairs_torch`.
+
+A program owns a few pairs, a tile of one row, or tiles of columns of the weight. It sums in an order that depends neither
+on the other rows nor on timing, so the gradients are the same bit for bit. Row offsets are int64.
+"""
+
+# Kernels are typed by Triton at their first launch, not by annotations.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.head.kept import pairs_kernels as kernels
 from megatron_pg.head.kept.sets import KeptPairs
+
+
+@triton.jit
+def logits_kernel(
+    hidden, hidden_stride, weight, weight_stride, rows, columns, is_here, out, pairs, size,
+    PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the logits of PAIRS pairs; minus infinity for a column that another rank holds, which is not read."""
+    places = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = places < pairs
+    here = tl.load(is_here + places, mask=inside, other=0) != 0
+    row = tl.load(rows + places, mask=here, other=0)
+    column = tl.load(columns + places, mask=here, other=0)
+    left, right = hidden + row * hidden_stride, weight + column * weight_stride
+    total = tl.zeros([PAIRS, TILE], tl.float32)
+    for first in range(0, size, TILE):
+        lanes = first + tl.arange(0, TILE)
+        mask = here[:, None] & (lanes < size)[None, :]
+        h = tl.load(left[:, None] + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(right[:, None] + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += h * w
+    logits = tl.where(here, tl.sum(total, axis=1), -float("inf"))
+    tl.store(out + places, logits, mask=inside)
+
+
+@triton.jit
+def _product(
+    coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
+    PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum over the places [begin, end) of coefficient times a tile of a row of `source`; rows of coefficient 0 are not read.
+
+    `order` says which pair is at a place; None: the pairs themselves.
+    """
+    total = tl.zeros([TILE], tl.float32)
+    for first in range(begin, end, PAIRS):
+        places = first + tl.arange(0, PAIRS)
+        inside = places < end
+        pair = places
+        if order is not None:
+            pair = tl.load(order + places, mask=inside, other=0)
+        coefficient = tl.load(coefficients + pair, mask=inside, other=0.0)
+        live = coefficient != 0.0
+        at = tl.load(index + pair, mask=live, other=0)
+        mask = live[:, None] & lanes_inside[None, :]
+        values = tl.load(source + at[:, None] * stride + lanes[None, :], mask=mask, other=0.0)
+        total += tl.sum(coefficient[:, None] * values.to(tl.float32), axis=0)
+    return total
+
+
+@triton.jit
+def hidden_gradient_kernel(
+    coefficients, offsets, columns, weight, weight_stride, out, out_stride, size,
+    PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes TILE elements of the gradient of one row of hidden states."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    lanes_inside = lanes < size
+    begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    total = _product(
+        coefficients, None, begin, end, weight, weight_stride, columns, lanes, lanes_inside,
+        PAIRS, TILE,
+    )  # fmt: skip
+    tl.store(out + row * out_stride + lanes, total.to(out.dtype.element_ty), mask=lanes_inside)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
+    PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Adds TILE elements of the gradient of every column of the weight to `out`.
+
+    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), `ends`
+    where the places of the same column end. The first place of a column has all of them summed, by one program.
+    """
+    lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    lanes_inside = lanes < size
+    for place in range(tl.program_id(0), pairs, tl.num_programs(0)):
+        key = tl.load(keys + place)
+        before = tl.load(keys + place - 1, mask=place > 0, other=-1)
+        if (key != before) & (key < columns):
+            total = _product(
+                coefficients, order, place, tl.load(ends + place), hidden, hidden_stride, rows, lanes,
+                lanes_inside, PAIRS, TILE,
+            )  # fmt: skip
+            at = out + key.to(tl.int64) * out_stride + lanes
+            total += tl.load(at, mask=lanes_inside, other=0.0).to(tl.float32)
+            tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
+
 
 # Pairs of a program at a time, and elements of a hidden state.
 _LOGITS_TILE = (8, 256)
@@ -23,7 +121,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
     logits = pairs.temperature.new_empty(count)
     per_program, tile = _LOGITS_TILE
     if count:
-        kernels.logits_kernel[(triton.cdiv(count, per_program),)](
+        logits_kernel[(triton.cdiv(count, per_program),)](
             hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
             logits, count, size, PAIRS=per_program, TILE=tile,
         )  # fmt: skip
@@ -35,7 +133,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
     tokens, size = out.shape
     per_step, tile = _HIDDEN_TILE
     if tokens:
-        kernels.hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
+        hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
             gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
             PAIRS=per_step, TILE=tile,
         )  # fmt: skip
@@ -50,7 +148,7 @@ def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out:
     keys = torch.where(pairs.is_here, pairs.columns, columns).int()
     keys, order = torch.sort(keys, stable=True)
     ends = torch.searchsorted(keys, keys, right=True)
-    kernels.weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
+    weight_gradient_kernel[(min(count, _WEIGHT_PROGRAMS), triton.cdiv(size, tile))](
         gradient, order, keys, ends, pairs.rows, hidden, hidden.stride(0), out, out.stride(0),
         count, columns, size, PAIRS=per_step, TILE=tile, num_warps=8,
     )  # fmt: skip

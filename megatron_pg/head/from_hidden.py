@@ -1,13 +1,13 @@
 """The output layer together with the log-prob op, without the logits of all tokens in memory.
 
-Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight. Which
-order of work reaches them depends on when the gradient of the loss to the log-probabilities is known:
+Three matrix products are needed: logits, gradient of the hidden states, gradient of the weight. Their order depends on
+when the gradient of the loss to the log-probabilities is known:
 
 * as soon as the log-probabilities are, where the loss is a sum over tokens whose weights were fixed before
   the step: `linear_token_loss` takes the loss as a function and does everything in one pass, in forward or,
   deferred, in backward, one chunk of logits at a time;
 * as soon as those of the token's sequence are: the same, with chunks that hold whole sequences;
-* only in backward, for any other loss: `linear_log_probs_and_entropy` either keeps the logits, or drops
+* only in backward, for any other loss: `linear_log_probs` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
 """
 
@@ -23,97 +23,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.head.distill.divergence import Teacher
-from megatron_pg.head.from_logits import refuse_second_derivative, row_passes
-from megatron_pg.head.kept.sets import check_rows
-from megatron_pg.head.kept.sparse_layer import sparse_log_probs_and_entropy, split_rows
-from megatron_pg.head.output_layer import (
-    FactorGradients,
-    HeadOptions,
-    OutputLayer,
-    row_statistics,
-    wide_dtype,
-)
-from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.factor_gradients import FactorGradients
+from megatron_pg.head.from_logits import refuse_second_derivative
+from megatron_pg.head.output_layer import HeadOptions, OutputLayer
 from megatron_pg.head.vocabulary_shard import RowStatistics
+from megatron_pg.head.wings import Chunk, KeepOnly, Teacher, TeacherRows
 
 TokenLoss = Callable[..., Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
 `token_loss(log_probs, entropy, divergence, rows)`."""
 
 
-def linear_log_probs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: HeadOptions | None = None,
-    *,
-    keep_logits: bool | None = None,
-    kept: Ragged | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy, for any loss downstream.
-
-    Backward recomputes the logits chunk by chunk unless they were kept. Of rows with a set of kept tokens the columns in it
-    alone are multiplied (`sparse_layer`), or, where the sets are so large that it costs less, all of them.
-
-    Args:
-        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank.
-            Its gradient, in its own dtype, is the part of this rank's columns: the caller sums it over the
-            group (Megatron's copy to, or gather from, the tensor-parallel region does).
-        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into
-            `weight.main_grad` where Megatron's DistributedDataParallel made one.
-        targets: [tokens] int64 global token ids.
-        options: see `HeadOptions`.
-        keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix
-            products instead of four. None: only where they fit one chunk.
-        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below the size of the
-            vocabulary, the target among them, values on the device of `hidden` or the host: log-probability and entropy are those
-            of the distribution renormalised to them. An empty row is the whole vocabulary.
-
-    Returns:
-        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
-    """
-    options = options or HeadOptions()
-    if kept is not None:
-        kept = kept.to(hidden.device)
-        check_rows(kept, hidden)
-        sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
-        if len(sparse):
-            return _of_both_layers(hidden, weight, targets, options, kept, sparse, dense)
-    layer = OutputLayer(hidden, weight, targets, options, kept)
-    if keep_logits is None:
-        keep_logits = len(hidden) <= layer.chunk_tokens
-    if keep_logits:
-        whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
-        layer = OutputLayer(hidden, weight, targets, whole, kept)
-    return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
-
-
-def _of_both_layers(
+def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     options: HeadOptions,
-    kept: Ragged,
-    sparse: Tensor,
-    dense: Tensor,
+    keep_logits: bool | None = None,
+    keep_only: KeepOnly | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropy [tokens] of the rows that the sparse layer takes and those that the dense one does."""
-    if not len(dense):
-        return sparse_log_probs_and_entropy(hidden, weight, targets, options, kept=kept)
-    both = ((sparse, sparse_log_probs_and_entropy), (dense, linear_log_probs_and_entropy))
-    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
-    for rows, layer_of in both:
-        at = to_device(rows, hidden.device)
-        found = layer_of(hidden[at], weight, targets[at], options, kept=kept.select(rows))
-        log_probs, entropy = (
-            each.index_copy(0, at, part)
-            for each, part in zip((log_probs, entropy), found, strict=True)
-        )
-    return log_probs, entropy
+    """Do the work of `linear_log_probs_and_entropy` with all columns; `keep_only` restricts rows to their kept sets."""
+    layer = OutputLayer(hidden, weight, targets, options, keep_only)
+    if keep_logits is None:
+        keep_logits = len(hidden) <= layer.chunk_tokens
+    if keep_logits:
+        whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
+        layer = OutputLayer(hidden, weight, targets, whole, keep_only)
+    return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
 
 
 def linear_token_loss(
@@ -128,32 +64,32 @@ def linear_token_loss(
     defer: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
-    """Sum of `token_loss` over chunks, its gradient computed on the way: three products, one chunk of memory.
+    """Add up `token_loss` over chunks and compute its gradient on the way: three products, one chunk of memory.
 
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
     Deferred, forward keeps its arguments and all of this happens in backward, with the gradient that arrives: the
-    weight's goes to `weight.main_grad` at once, without a buffer of its own. What is returned is NaN until backward
-    has filled it in, in place; where nothing needs a gradient it is computed at once.
+    weight's goes to `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until backward
+    has filled them in, in place; where nothing needs a gradient they are computed at once.
 
     Args:
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
             range would lose a gradient that does not carry a loss scale yet.
-        token_loss: must be a sum over tokens of terms that depend on that token's log-probability and
-            entropy alone (with `piece_sizes`: of its piece), and the same on every tensor-parallel rank. A parameter that
-            it reads besides gets no gradient.
+        token_loss: a sum over tokens of terms that depend on that token's log-probability and
+            entropy alone (with `piece_sizes`: on those of its piece), the same on every tensor-parallel rank. Other
+            parameters that it reads get no gradient.
         gradient_rows: rows from this one on have coefficient 0 (zero advantage, and no other term): they are
             scored, and left out of the two gradient products. None: no such rows.
         piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
-            its rows, also where that is none. Up to four chunks of them are one chunk; of a longer piece all chunks but
-            the last are multiplied again, a fourth product. None: the loss takes any rows.
+            its rows, even for a piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all
+            chunks but the last are multiplied again, a fourth product. None: the loss takes any rows.
         defer: leave everything to backward.
-        teacher: on the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
+        teacher: a teacher of the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
     Returns:
-        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher the divergence [tokens]
-        too.
+        loss 0-d (differentiable), log_probs [tokens] and entropy [tokens] (detached); with a teacher also the divergence
+        [tokens].
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other, `gradient_rows` outside [0, tokens], or `piece_sizes`
@@ -188,11 +124,10 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         logits = layer.new_logits(layer.chunks())
-        passes = row_passes(logits)
-        parts = [passes.row_statistics(layer.chunk(rows, logits)) for rows in layer.chunks()]
+        parts = [layer.chunk(rows, logits).statistics() for rows in layer.chunks()]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
         ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
-        ctx.kept = layer.kept
+        ctx.keep_only = layer.keep_only
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
@@ -203,7 +138,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.kept)
+        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.keep_only)
         logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
@@ -212,15 +147,15 @@ class LinearLogProbs(torch.autograd.Function):
         statistics = RowStatistics(*saved)
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
-            coefficients = tuple(None if each is None else each[rows] for each in incoming)
-            gradients.add(rows, hidden, chunk, statistics.rows(rows), coefficients)
+            coefficients = tuple(None if vector is None else vector[rows] for vector in incoming)
+            chunk.add_gradient(gradients, rows, hidden[rows], statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
         return (*gradients.finish(), None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):
-    """Loss of a sum over tokens: gradients in forward, scaled in backward, or deferred: everything in backward."""
+    """The loss of a sum over tokens: gradients in forward, scaled in backward, or, deferred, everything in backward."""
 
     @staticmethod
     def forward(
@@ -240,7 +175,7 @@ class LinearTokenLoss(torch.autograd.Function):
             sizes: list[tuple[int, ...]] = [(), *[tuple(layer.targets.shape)] * vectors]
             outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
             # Aliases without a graph: the outputs would hold this node, which holds them.
-            ctx.awaited = [each.detach() for each in outputs]
+            ctx.awaited = [output.detach() for output in outputs]
         else:
             ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
             outputs = work(layer, ctx.gradients)
@@ -268,8 +203,8 @@ class LinearTokenLoss(torch.autograd.Function):
         )
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
-        for awaited, found in zip(ctx.awaited, outputs, strict=True):
-            awaited.copy_(found)
+        for awaited, output in zip(ctx.awaited, outputs, strict=True):
+            awaited.copy_(output)
         return (*gradients.finish(), None, None, None)
 
 
@@ -278,7 +213,7 @@ Piece = tuple[slice, list[slice]]
 
 
 def _pieces(layer: OutputLayer, gradient_rows: int, sizes: Sequence[int] | None) -> list[Piece]:
-    """The pieces of these sizes; without any every chunk is one, and none has rows with and without gradient."""
+    """Cut the rows into pieces of these sizes; without sizes into chunks, each with gradient or without."""
     if sizes is None:
         chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows)
         return [(rows, [rows]) for rows in chunks]
@@ -297,50 +232,54 @@ def _loss_in_pieces(
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Loss, log-probabilities, entropy, with a teacher the divergence; adds to `gradients` those of `incoming` times the loss
-    (None: of the loss)."""
+    """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss."""
     logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
     zero, teacher = torch.zeros_like(layer.temperature), layer.teacher
-    values, parts, divergences = [], [], [zero.new_empty(0)]
+    losses, parts, divergences = [], [], [zero.new_empty(0)]
     for piece, chunks in pieces:
-        found, of_piece, of_teacher = [], [zero.new_empty(0)], None
+        chunk_parts, piece_divergences = [], [zero.new_empty(0)]
+        taught: TeacherRows | None = None
         for rows in chunks:
-            chunk: Any = layer.first_product(rows, logits)
-            found.append(row_statistics(chunk))
+            chunk: Chunk = layer.first_product(rows, logits)
+            chunk_parts.append(chunk.statistics())
             if teacher is not None:
-                of_teacher = teacher.on(chunk, found[-1], rows)
-                of_piece.append(of_teacher.value)
-        statistics = RowStatistics.concatenate(found, like=zero)
+                taught = teacher.on(chunk, chunk_parts[-1], rows)
+                piece_divergences.append(taught.value)
+        statistics = RowStatistics.concatenate(chunk_parts, like=zero)
         parts.append(statistics)
-        divergences += of_piece
+        divergences += piece_divergences
         vectors = [statistics.log_probs, statistics.entropy]
-        vectors += [] if teacher is None else [torch.cat(of_piece)]
-        value, coefficients = _coefficients(token_loss, vectors, piece, incoming)
-        values.append(value)
+        vectors += [] if teacher is None else [torch.cat(piece_divergences)]
+        loss, coefficients = _coefficients(token_loss, vectors, piece, incoming)
+        losses.append(loss)
         for rows in reversed(chunks):  # the last one's logits are still there
-            if rows.start < gradient_rows:
-                place = slice(rows.start - piece.start, rows.stop - piece.start)
-                if rows is not chunks[-1]:
-                    chunk = layer.first_product(rows, logits)
-                own, more = statistics.rows(place), None
-                of_rows = tuple(None if each is None else each[place] for each in coefficients)
-                if teacher is not None and of_rows[2] is not None:
-                    if of_teacher is None or rows is not chunks[-1]:
-                        of_teacher = teacher.on(chunk, own, rows)
-                    more = of_teacher.gradient(of_rows[2], layer.hidden.dtype)
-                gradients.add(rows, layer.hidden, chunk, own, of_rows[:2], more)
+            if rows.start >= gradient_rows:
+                continue
+            place = slice(rows.start - piece.start, rows.stop - piece.start)
+            if rows is not chunks[-1]:
+                chunk = layer.first_product(rows, logits)
+            own, more = statistics.rows(place), None
+            to_log_probs, to_entropy, *to_divergence = (
+                None if vector is None else vector[place] for vector in coefficients
+            )
+            if teacher is not None and to_divergence[0] is not None:
+                if taught is None or rows is not chunks[-1]:
+                    taught = teacher.on(chunk, own, rows)
+                more = taught.gradient(to_divergence[0], layer.hidden.dtype)
+            hidden = layer.hidden[rows]
+            chunk.add_gradient(gradients, rows, hidden, own, (to_log_probs, to_entropy), more)
     whole = RowStatistics.concatenate(parts, like=zero)
-    loss = values[0] if len(values) == 1 else sum(values, zero)
-    outputs = loss, whole.log_probs, whole.entropy
+    total = losses[0] if len(losses) == 1 else sum(losses, zero)
+    outputs = total, whole.log_probs, whole.entropy
     return outputs if teacher is None else (*outputs, torch.cat(divergences))
 
 
 def _coefficients(
     token_loss: TokenLoss, vectors: Sequence[Tensor], rows: slice, incoming: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Value of the loss of a chunk, and `incoming` times its gradients to log-probabilities, entropy and divergence."""
+    """Return the loss of a piece, and `incoming` times its gradients to log-probabilities, entropy and divergence."""
     with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in vectors]
+        leaves = [vector.detach().requires_grad_() for vector in vectors]
         loss = token_loss(*leaves, rows)
     if not loss.requires_grad:
         return loss, (torch.zeros_like(leaves[0]), *[None] * (len(leaves) - 1))

@@ -7,19 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pg.head.factor_gradients import FactorGradients, multiply, wide_dtype
 from megatron_pg.head.from_logits import refuse_second_derivative
-from megatron_pg.head.output_layer import (
-    FactorGradients,
-    check_factors,
-    default_chunk_tokens,
-    multiply,
-    wide_dtype,
-)
+from megatron_pg.head.output_layer import check_factors, default_chunk_tokens
 from megatron_pg.head.rows_torch import chunk_slices
 
 
 def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Float32 logits out of operands that are not upcast: accumulated, written and shifted by the bias in float32.
+    """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by the bias in float32.
 
     Backward rounds the gradient of the logits to the dtype of the hidden states, some rows at a time, the one rounding
     before the two other products.

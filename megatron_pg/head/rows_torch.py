@@ -48,12 +48,12 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
         Statistics in float32 (float64 for float64 logits).
     """
     local = _local_statistics(rows)
-    if rows.has_set is not None and rows.of_sets is not None:
-        local = torch.where(rows.has_set[:, None], rows.of_sets, local)
+    if rows.has_set is not None and rows.set_statistics is not None:
+        local = torch.where(rows.has_set[:, None], rows.set_statistics, local)
     return combine_statistics(local, rows.shard, rows.temperature, rows.row_mask)
 
 
-def _row_chunks(logits: Tensor) -> list[slice]:
+def row_chunks(logits: Tensor) -> list[slice]:
     return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
 
 
@@ -75,7 +75,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     mask = rows.pass_mask
     if columns == 0:
         statistics[:, 0] = -math.inf
-    for part in _row_chunks(logits) if columns else ():
+    for part in row_chunks(logits) if columns else ():
         keep = None if mask is None else mask[part]
         chunk = _without_masked_rows(logits[part, :columns].to(dtype), keep)
         maximum = chunk.amax(1, keepdim=True)
@@ -153,7 +153,7 @@ def write_gradient(
         live = live & mask
     local = rows.targets - rows.shard.start
     here = live & (local >= 0) & (local < columns)
-    for part in _row_chunks(logits):
+    for part in row_chunks(logits):
         chunk = _without_masked_rows(logits[part, :columns].to(dtype), live[part])
         exponents = (chunk - statistics.maximum[part, None]) / temperature
         log_p = exponents - statistics.log_sum[part, None]

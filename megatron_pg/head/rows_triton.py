@@ -300,7 +300,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     if tokens == 0:
         return outputs
     row_mask, mask = _contiguous(rows.row_mask), _contiguous(rows.pass_mask)
-    is_whole = shard.group is None and rows.of_sets is None
+    is_whole = shard.group is None and rows.set_statistics is None
     own = None if is_whole else temperature.new_empty((tokens, 4))
     statistics_kernel[(tokens,)](
         rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
@@ -310,10 +310,10 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
     )  # fmt: skip
     if own is None:
         return outputs
-    if rows.has_set is not None and rows.of_sets is not None:
-        of_sets = rows.of_sets.clone()
-        of_sets[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
-        own = torch.where(rows.has_set[:, None], of_sets, own)
+    if rows.has_set is not None and rows.set_statistics is not None:
+        set_statistics = rows.set_statistics.clone()
+        set_statistics[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
+        own = torch.where(rows.has_set[:, None], set_statistics, own)
     combine(own, shard, temperature, row_mask, outputs)
     return outputs
 

@@ -72,7 +72,7 @@ class LogitRows:
     """The rows to read, [tokens] bool; the others get finite placeholders and a gradient of 0."""
     has_set: Tensor | None = None
     """The rows with a kept set, [tokens] bool; None for no such rows."""
-    of_sets: Tensor | None = None
+    set_statistics: Tensor | None = None
     """The statistics [tokens, 4] of this shard's part of those sets, in the place of a pass over the row."""
 
     def part(self, rows: slice) -> LogitRows:

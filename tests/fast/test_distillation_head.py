@@ -245,16 +245,14 @@ def test_shards_equal_the_whole_vocabulary(size: int) -> None:
 
 def without_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient as if the probabilities were free of each other."""
-    from megatron_pg.head.distill import divergence as module
-    from megatron_pg.head.distill import teacher
+    from megatron_pg.head.distill import divergence as passes
 
-    whole = module.write_divergence_gradient
+    whole = passes.write_gradient
 
-    def wrong(*given: object) -> None:
-        rows = given[5]
-        whole(*given[:5], rows._replace(moment=torch.zeros_like(rows.moment)), *given[6:])
+    def wrong(pair: passes.LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
+        whole(pair, torch.zeros_like(moment), incoming, out)
 
-    monkeypatch.setattr(teacher, "write_divergence_gradient", wrong)
+    monkeypatch.setattr(passes, "write_gradient", wrong)
 
 
 def without_teacher_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

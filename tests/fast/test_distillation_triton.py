@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_pg.head import Divergence
-from megatron_pg.head.distill import divergence
+from megatron_pg.head.distill import teacher
 from tests.fast import test_distillation_head as shared
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +29,6 @@ def test_kernels(
     way: str, kind: Divergence, dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(divergence_triton, "_TILE", tile)
-    monkeypatch.setattr(divergence, "_triton_passes", lambda *_: divergence_triton)
+    monkeypatch.setattr(teacher, "divergence_passes", lambda pair: divergence_triton)
     problem = shared.Problem(kind, "hidden", dtype)
     shared.check(problem, way, [shared.WAYS[way](problem)], shared.PRECISIONS[dtype])

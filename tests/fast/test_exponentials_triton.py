@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss, output_layer
-from megatron_pg.head.hopper import exponentials
 from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 from tests.distributed.launch import run_ranks
 
@@ -25,6 +24,7 @@ pytestmark = [
 ]
 if INTERPRETED:
     from megatron_pg.head import rows_triton
+    from megatron_pg.head.hopper import choice, exponentials
 
 HIDDEN, STRIP = 24, 64
 # The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding leaves 1.7e-3.
@@ -69,11 +69,12 @@ def add_weight_gradient(
     out.copy_(out + product if add else product)
 
 
-def products(tile: int) -> SimpleNamespace:
-    return SimpleNamespace(
+def products(tile: int) -> exponentials.ExponentialProducts:
+    in_torch = SimpleNamespace(
         STRIP=STRIP, tile_of=lambda columns: tile, write_exponentials=write_exponentials,
         write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
     )  # fmt: skip
+    return exponentials.ExponentialProducts(in_torch)  # type: ignore[arg-type]
 
 
 class Problem:
@@ -140,7 +141,7 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
     def with_tile(tile: int) -> None:
-        monkeypatch.setattr(exponentials, "find_products", lambda *_: products(tile))
+        monkeypatch.setattr(output_layer, "hopper_products", lambda *_: products(tile))
 
     return with_tile
 
@@ -180,10 +181,10 @@ def test_what_it_takes(
     given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
     given |= {"real": None, "capability": (9, 0), **change}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
-    monkeypatch.setattr(exponentials, "_temperatures", {1.0, 2.0, 3.0, 4.0})
+    monkeypatch.setattr(choice, "_temperatures", {1.0, 2.0, 3.0, 4.0})
     weight = torch.zeros(given["columns"], HIDDEN, dtype=given["dtype"])
     shard = VocabularyShard.build(len(weight), given["real"], None)
-    reason = exponentials._refusal(
+    reason = choice._refusal(
         weight[:3].clone(), weight, shard, given["temperature"], given["main_grad"]
     )
     assert bool(reason) == bool(found) and re.search(found, reason)
@@ -256,11 +257,11 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
     gathered: list[Tensor] = []
     keep = lambda shard, own: gathered.append(own) or own[None]  # noqa: E731
     monkeypatch.setattr(VocabularyShard, "gather", keep)
-    of_first = exponentials.first_product(
-        products(128), problem.hidden, weights[0], problem.targets, first, 0.7,
+    of_first = products(128).first_product(
+        problem.hidden, weights[0], problem.targets, first, 0.7,
         torch.empty((128, 128), dtype=torch.bfloat16), with_entropy=False,
     )  # fmt: skip
-    exponentials.row_statistics(of_first)
+    of_first.statistics()
     logits = problem.hidden.float() @ weights[1].float().t()
     of_second = LogitRows(logits, problem.targets, second, value)
     rows_triton.row_statistics(of_second)
@@ -277,7 +278,7 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
 def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tuple[Tensor, ...]:
     """Through `linear_token_loss` on two tensor-parallel ranks, of which `quack` names those with QuACK's products."""
     rank, problem = dist.get_rank(), Problem(columns)
-    exponentials.find_products = lambda *_: products(128) if quack[rank] else None  # type: ignore[assignment]
+    output_layer.hopper_products = lambda *_: products(128) if quack[rank] else None  # type: ignore[assignment]
     output_layer.row_passes = lambda logits: rows_triton  # type: ignore[assignment]
     hidden = problem.hidden.clone().requires_grad_()
     weight = problem.weight.chunk(2)[rank].clone().requires_grad_()
@@ -310,21 +311,21 @@ def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rows_of(weight: Tensor, shard: VocabularyShard) -> exponentials.ExponentialRows:
         buffer = torch.empty((128, len(weight)), dtype=torch.bfloat16)
-        return exponentials.first_product(
-            products(tile), problem.hidden, weight, targets, shard, 0.7, buffer,
+        return products(tile).first_product(
+            problem.hidden, weight, targets, shard, 0.7, buffer,
             with_entropy=True,
         )  # fmt: skip
 
-    whole = exponentials.row_statistics(rows_of(problem.weight, VocabularyShard(0, 256, 256, None)))
+    whole = rows_of(problem.weight, VocabularyShard(0, 256, 256, None)).statistics()
     gathered: list[Tensor] = []
     for index in range(2):
         shard = VocabularyShard(128 * index, 128, 256, object())  # type: ignore[arg-type]
         monkeypatch.setattr(
             VocabularyShard, "gather", lambda self, own: gathered.append(own) or own[None]
         )
-        exponentials.row_statistics(rows_of(problem.weight.split(128)[index], shard))
+        rows_of(problem.weight.split(128)[index], shard).statistics()
     monkeypatch.setattr(VocabularyShard, "gather", lambda self, own: torch.stack(gathered))
-    both = exponentials.row_statistics(rows_of(problem.weight.split(128)[1], shard))
+    both = rows_of(problem.weight.split(128)[1], shard).statistics()
     assert both.log_probs[2].isnan() and whole.log_probs[2].isnan()
     for found, wanted in zip(both[2:], whole[2:], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -222,7 +222,7 @@ def whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entropy and log-prob against the whole vocabulary: the set is not looked at."""
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e9)
     monkeypatch.setattr(sparse_layer, "_LEAST_DENSE_ROWS", 1)
-    monkeypatch.setattr("megatron_pg.head.output_layer.keep_only", lambda *_: None)
+    monkeypatch.setattr("megatron_pg.head.log_probs.keep_only", lambda *_: None)
 
 
 def without_target(monkeypatch: pytest.MonkeyPatch) -> None:

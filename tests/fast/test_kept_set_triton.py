@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron_pg.head import output_layer
+from megatron_pg.head import VocabularyShard
 from megatron_pg.head.kept import pairs_torch, sparse_layer
 from tests.fast import test_kept_set as shared
 
@@ -31,7 +31,6 @@ def test_kernels(
         monkeypatch.setattr(pairs_triton, name, tile)
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e-9)
-    monkeypatch.setattr(output_layer, "pair_products", lambda hidden: pairs_triton)
     monkeypatch.setattr(sparse_layer, "pair_products", lambda hidden: pairs_triton)
     problem = shared.Problem(sizes, dtype)
     rounding = shared.PRECISIONS[dtype] * (1 if sizes == "sets" else 6)
@@ -42,7 +41,7 @@ def test_columns_of_another_rank_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     """The middle shard of three: pairs on either side of it are not read, and their columns get no gradient."""
     monkeypatch.setattr(pairs_triton, "_WEIGHT_PROGRAMS", 3)
     problem = shared.Problem("sets")
-    shard = output_layer.VocabularyShard(start=7, columns=7, vocab_size=21, group=None)
+    shard = VocabularyShard(start=7, columns=7, vocab_size=21, group=None)
     pairs = shared.kept_set.KeptPairs.build(
         problem.sets, problem.targets, shard, torch.tensor(shared.TEMPERATURE)
     )

@@ -21,7 +21,8 @@ from megatron_pg.head import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from megatron_pg.head.output_layer import FactorGradients, default_chunk_tokens, multiply
+from megatron_pg.head.factor_gradients import FactorGradients, multiply
+from megatron_pg.head.output_layer import default_chunk_tokens
 from tests.distributed.launch import run_ranks
 from tests.fast.log_probs_oracle import reference
 

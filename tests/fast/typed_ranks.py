@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pg.head import from_logits as head_op
-from megatron_pg.head import rows_torch
+from megatron_pg.head import log_probs, rows_torch
 from megatron_pg.loss import from_logits, metrics, micro_batch, pairs
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.megatron.cpu import runtime
@@ -40,7 +39,7 @@ from megatron_pg.step.batch import PackedBatch
 
 AXES = ("dp", "cp", "tp")
 ALL_GATHER = dist.all_gather_into_tensor
-HEAD = head_op.LogProbsAndEntropy
+HEAD = log_probs.LogProbsAndEntropy
 CASTS = {Tensor.double, Tensor.to}
 HOST_READS = {Tensor.tolist, Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__}
 
@@ -194,7 +193,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     patch.setattr(pairs.PairTable, "pairs", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)
-    patch.setattr(head_op, "LogProbsAndEntropy", HeadTyped)
+    patch.setattr(log_probs, "LogProbsAndEntropy", HeadTyped)
     patch.setattr(metrics, "torch", TorchOfSums())
     patch.setattr(dist, "all_gather_into_tensor", all_gather_typed)
     patch.setattr(dist, "all_reduce", all_reduce_typed)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import HeadOptions, linear_token_loss
-from megatron_pg.head.hopper import exponentials
 
 pytest.importorskip("quack")
+choice = pytest.importorskip("megatron_pg.head.hopper.choice")
+exponentials = pytest.importorskip("megatron_pg.head.hopper.exponentials")
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
@@ -75,14 +76,14 @@ def errors(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:
 @pytest.fixture(autouse=True)
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each first product with QuACK."""
-    rows, plain = [], exponentials.first_product
+    rows, plain = [], exponentials.ExponentialProducts.first_product
 
-    def counted(*args: object, **settings: object) -> exponentials.ExponentialRows:
+    def counted(*args: object, **settings: object) -> object:
         found = plain(*args, **settings)  # type: ignore[arg-type]
         rows.append(len(found.targets))
         return found
 
-    monkeypatch.setattr(exponentials, "first_product", counted)
+    monkeypatch.setattr(exponentials.ExponentialProducts, "first_product", counted)
     return rows
 
 
@@ -149,7 +150,7 @@ def test_it_does_not_synchronise(used: list[int]) -> None:
 
 def test_what_it_does_not_take_is_said_once_and_computed(used: list[int]) -> None:
     problem = Problem(100, 256, 3841, 0.0)
-    exponentials._say.cache_clear()
+    choice._say.cache_clear()
     with pytest.warns(UserWarning, match="multiple of 128 columns.* found 3841"):
         found = problem.found()
     assert max(errors(found[3:], problem.wanted()[3:])) <= EXACT

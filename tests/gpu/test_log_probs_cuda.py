@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import (
+    HeadOptions,
     float32_logits,
     from_logits,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
     log_probs_and_entropy,
     rows_torch,
     vocabulary_shard,
-)
-from megatron_pg.head.from_hidden import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
 )
 from megatron_pg.head.vocabulary_shard import LogitRows, VocabularyShard
 

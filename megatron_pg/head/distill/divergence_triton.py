@@ -8,12 +8,12 @@ A program owns one row and walks over it in tiles, so a row's arithmetic does no
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_pg.head.distill.divergence import LogitPair
 
 FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
@@ -115,43 +115,40 @@ _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 _TILE, _WARPS = 4096, 8
 
 
-def local_sums(
-    divergence: Any, student: Any, of_student: Any, teacher: Any, of_teacher: Any
-) -> Tensor:
-    """One read of both; see `divergence.local_sums`."""
-    sums: Tensor = of_student.maximum.new_zeros(len(student.logits), 2)
+def local_sums(pair: LogitPair) -> Tensor:
+    """Read both once; see `divergence.local_sums`."""
+    student = pair.student
+    sums = pair.student_statistics.maximum.new_zeros(len(student.logits), 2)
     mask = student.row_mask
     if len(sums):
         sums_kernel[(len(sums),)](
-            *_of_rows(student, of_student), *_of_rows(teacher, of_teacher),
+            *_inputs(pair),
             None if mask is None else mask.contiguous(), student.temperature, sums,
-            student.shard.columns, divergence.beta,
-            KIND=_KINDS[divergence.kind], TILE=_TILE, num_warps=_WARPS,
+            student.shard.columns, pair.divergence.beta,
+            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
     return sums
 
 
-def write_gradient(
-    divergence: Any,
-    student: Any,
-    of_student: Any,
-    teacher: Any,
-    of_teacher: Any,
-    moment: Tensor,
-    incoming: Tensor,
-    out: Tensor,
-) -> None:
-    """One read of both and one write; see `divergence.write_gradient`."""
+def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
+    """Read both once and write once; see `divergence.write_gradient`."""
     if len(out):
         gradient_kernel[(len(out),)](
-            *_of_rows(student, of_student), *_of_rows(teacher, of_teacher),
-            moment.contiguous(), incoming.to(torch.float32).contiguous(), student.temperature,
-            out, out.stride(0), student.shard.columns, out.shape[1], divergence.beta,
-            KIND=_KINDS[divergence.kind], TILE=_TILE, num_warps=_WARPS,
+            *_inputs(pair),
+            moment.contiguous(), incoming.to(torch.float32).contiguous(), pair.student.temperature,
+            out, out.stride(0), pair.student.shard.columns, out.shape[1], pair.divergence.beta,
+            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
 
 
-def _of_rows(rows: Any, statistics: Any) -> tuple[Any, ...]:
-    """What the kernels read of one model."""
-    vectors = statistics.maximum.contiguous(), statistics.log_sum.contiguous()
-    return rows.logits, rows.logits.stride(0), *vectors
+def _inputs(pair: LogitPair) -> list[Tensor | int]:
+    """Return the kernels' arguments of both models."""
+    models = (
+        (pair.student.logits, pair.student_statistics),
+        (pair.teacher.logits, pair.teacher_statistics),
+    )
+    arguments: list[Tensor | int] = []
+    for logits, statistics in models:
+        vectors = statistics.maximum.contiguous(), statistics.log_sum.contiguous()
+        arguments += [logits, logits.stride(0), *vectors]
+    return arguments

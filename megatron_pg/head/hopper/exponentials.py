@@ -14,35 +14,245 @@ other two products as they read E; that of the row into what they multiply or re
 entropy the factor of a column is not one of its row and tile: E is overwritten with the gradient in one pass.
 """
 
+# Kernels are typed by Triton at their first launch, not by annotations.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import re
-import warnings
 from dataclasses import dataclass
-from importlib import metadata
 from types import ModuleType
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from megatron_pg.head import rows_triton
+from megatron_pg.head.factor_gradients import FactorGradients
+from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, _incoming
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 
-_VERSIONS = ((0, 6, 5), (0, 7))
-"""Of quack-kernels, from the first and before the second: its pieces have no promise of staying."""
-_MAX_TEMPERATURES = 4
-_temperatures: set[float] = set()
-"""Each is a kernel to be compiled and kept."""
+# Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
+LEAST_STRIP = tl.constexpr(-60.0)
+LEAST_ROW = tl.constexpr(-40.0)
+
+
+@triton.jit
+def _local_target(targets, row, start, columns):
+    """Column of the row's target, or -1 where another shard holds it."""
+    local = tl.load(targets + row) - start
+    return tl.where((local >= 0) & (local < columns), local, -1)
+
+
+@triton.jit
+def tile_statistics_kernel(
+    offsets, sums, dots, target_logits, targets, temperature, shard_out,
+    tiles, vocab_size,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Writes the statistics of one row's local columns to `shard_out` [rows, 4], without `dots` with NaN in their place.
+
+    `target_logits` is -inf where another shard holds the target; of a target outside the vocabulary NaN comes out.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILES)
+    inside = lanes < tiles
+    own = row * tiles + lanes
+    offset = tl.load(offsets + own, mask=inside, other=-float("inf"))
+    largest = tl.max(offset, axis=0)
+    shift = tl.where(inside, offset - largest, 0.0)
+    shrink = tl.exp2(shift)
+    sums_of_tiles = tl.load(sums + own, mask=inside, other=0.0)
+    total = tl.sum(shrink * sums_of_tiles, axis=0)
+    dot = tl.full((), float("nan"), tl.float32)
+    if dots is not None:
+        dots_of_tiles = tl.load(dots + own, mask=inside, other=0.0)
+        dot = tl.sum(shrink * (dots_of_tiles + shift * sums_of_tiles), axis=0)
+    value = tl.load(temperature)
+    maximum = largest * LN_2 * value
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocab_size)
+    target_logit = tl.where(known, tl.load(target_logits + row), float("nan"))
+    out = shard_out + row * 4
+    tl.store(out, maximum)
+    tl.store(out + 1, total)
+    tl.store(out + 2, dot)
+    tl.store(out + 3, target_logit)
+
+
+@triton.jit
+def row_factors_kernel(
+    exponentials, offsets, hidden, targets, temperature, maximum, log_sum, log_probs, grad_log_probs,
+    factors_out, references_out, scaled_hidden_out,
+    rows, tiles, columns, hidden_size, hidden_stride, start,
+    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the factor of one row, to which exponent of two its strips refer, its hidden states times the factor, and in
+    place of the target's exponential that which gives, times both factors, the gradient of the target's logit.
+
+    Rows from `rows` on fill up a tile: their factor is 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILES)
+    offset = tl.load(offsets + row * tiles + lanes, mask=lanes < tiles, other=-float("inf"))
+    reference = tl.max(offset, axis=0)
+    factor = tl.full((), 0.0, tl.float32)
+    if row < rows:
+        to_log_prob = tl.load(grad_log_probs + row)
+        value = tl.load(temperature)
+        log2_total = (tl.load(maximum + row) / value + tl.load(log_sum + row)) * LOG2_E
+        reference = tl.maximum(reference, tl.floor(log2_total) + LEAST_ROW)
+        base = exponentials + row * columns
+        if to_log_prob != 0.0:
+            factor = -to_log_prob / value * tl.exp2(reference - log2_total)
+            local = _local_target(targets, row, start, columns)
+            if local >= 0:
+                of_tile = tl.load(offsets + row * tiles + local // TILE)
+                strip = tl.maximum(of_tile - reference, LEAST_STRIP)
+                less_one = tl.exp(tl.load(log_probs + row)) - 1.0
+                at_target = less_one * tl.exp2(log2_total - reference - strip)
+                tl.store(base + local, at_target.to(exponentials.dtype.element_ty))
+        elif not (tl.abs(log2_total) < float("inf")):
+            # 0 times such an exponential would be NaN.
+            for first in range(0, columns, BLOCK):
+                lanes_of_row = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], exponentials.dtype.element_ty)
+                tl.store(base + lanes_of_row, zeros, mask=lanes_of_row < columns)
+    tl.store(factors_out + row, factor)
+    tl.store(references_out + row, reference)
+    for first in range(0, hidden_size, BLOCK):
+        of_hidden = first + tl.arange(0, BLOCK)
+        inside = of_hidden < hidden_size
+        state = tl.load(hidden + row * hidden_stride + of_hidden, mask=inside, other=0.0)
+        scaled = tl.where(factor == 0.0, 0.0, state.to(tl.float32) * factor)
+        scaled = scaled.to(scaled_hidden_out.dtype.element_ty)
+        tl.store(scaled_hidden_out + row * hidden_size + of_hidden, scaled, mask=inside)
+
+
+@triton.jit
+def strip_factors_kernel(
+    offsets, references, strips_out, rows, tiles,
+    REPEAT: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Writes 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT, rows]."""
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (tile < tiles)[None, :]
+    offset = tl.load(offsets + row[:, None] * tiles + tile[None, :], mask=inside, other=0.0)
+    reference = tl.load(references + row, mask=row < rows, other=0.0)
+    exponent = tl.maximum(offset - reference[:, None], LEAST_STRIP)
+    # NaN - NaN, of a row that is NaN: it shows through the exponentials where the row counts.
+    strip = tl.exp2(tl.where(exponent == exponent, exponent, 0.0))
+    strip = tl.trans(strip.to(strips_out.dtype.element_ty))
+    inside = tl.trans(inside)
+    for repeat in tl.static_range(REPEAT):
+        at = (tile[:, None] * REPEAT + repeat) * rows + row[None, :]
+        tl.store(strips_out + at, strip, mask=inside)
+
+
+@triton.jit
+def exponential_gradient_kernel(
+    exponentials, offsets, targets, temperature, maximum, log_sum, log_probs, entropy,
+    grad_log_probs, grad_entropy,
+    columns, tiles, start, segments, segment,
+    OFFSET_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Overwrites a segment of one row of exponentials with the gradient of its logits, as `kernels.gradient_kernel` does."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // segments).to(tl.int64)
+    begin = program % segments * segment
+    end = tl.minimum(begin + segment, columns)
+    base = exponentials + row * columns
+    to_log_prob, to_entropy = _incoming(grad_log_probs, row), _incoming(grad_entropy, row)
+    if (to_log_prob != 0.0) | (to_entropy != 0.0):
+        value = tl.load(temperature)
+        log2_total = (tl.load(maximum + row) / value + tl.load(log_sum + row)) * LOG2_E
+        constant = -(to_log_prob + to_entropy * tl.load(entropy + row)) / value
+        slope = -to_entropy * LN_2 / value
+        to_target = to_log_prob / value
+        local = _local_target(targets, row, start, columns)
+        log2_at_target = tl.load(log_probs + row) * LOG2_E
+        for first in range(begin, end, TILE):
+            lanes = first + tl.arange(0, TILE)
+            inside = lanes < end
+            of_tile = tl.load(offsets + row * tiles + lanes // OFFSET_TILE, mask=inside, other=0.0)
+            exponential = tl.load(base + lanes, mask=inside, other=0.0).to(tl.float32)
+            shift = of_tile - log2_total
+            at_target = lanes == local
+            log2_p = tl.where(at_target, log2_at_target, tl.log2(exponential) + shift)
+            p = tl.where(at_target, tl.exp2(log2_at_target), exponential * tl.exp2(shift))
+            # 0 * -inf is NaN: bound the logarithm. A NaN still shows, through p.
+            gradient = p * (constant + slope * tl.maximum(log2_p, SMALLEST))
+            gradient += tl.where(at_target, to_target, 0.0)
+            tl.store(base + lanes, gradient.to(exponentials.dtype.element_ty), mask=inside)
+    else:
+        zeros = tl.zeros([TILE], exponentials.dtype.element_ty)
+        for first in range(begin, end, TILE):
+            lanes = first + tl.arange(0, TILE)
+            tl.store(base + lanes, zeros, mask=lanes < end)
+
+
 _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
 MULTIPLE = 128
 """Rows and columns of exponentials come in multiples of it: a tile of the second and of the third product."""
 
 
 @dataclass(frozen=True)
+class ExponentialProducts:
+    """The first product of the output layer as exponentials, a `FirstProduct` of `head.wings`."""
+
+    products: ModuleType
+    """The module of the three products, `quack_products`."""
+
+    def padded(self, rows: int) -> int:
+        """Return the rows of the buffer that so many rows take up."""
+        return -(-rows // MULTIPLE) * MULTIPLE
+
+    def first_product(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
+        buffer: Tensor,
+        *,
+        with_entropy: bool,
+    ) -> ExponentialRows:
+        """Multiply one or more rows of hidden states and the weight into the front of `buffer` [padded rows or more, v/tp]."""
+        rows, columns = len(hidden), len(weight)
+        whole = self.padded(rows)
+        local = targets - shard.start
+        if whole > rows:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, whole - rows))
+            local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
+        elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+        tiles = columns // self.products.tile_of(columns)
+        value = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+        offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
+        dots = torch.empty_like(sums) if with_entropy else None
+        # The product writes no logit of a target of another shard, nor of -inf.
+        exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
+        self.products.write_exponentials(
+            hidden, weight, local, temperature, exponentials,
+            offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,
+        )  # fmt: skip
+        shard_statistics = value.new_empty((rows, 4))
+        tile_statistics_kernel[(rows,)](
+            offsets, sums, dots, target_logits, targets.contiguous(), value, shard_statistics,
+            tiles, shard.vocab_size,
+            TILES=triton.next_power_of_2(tiles), num_warps=_WARPS,
+        )  # fmt: skip
+        return ExponentialRows(
+            hidden, exponentials, offsets, shard_statistics, targets, shard, value, self.products
+        )
+
+
+@dataclass(frozen=True)
 class ExponentialRows:
-    """What the first product leaves of some rows; those from `len(targets)` on fill up a tile."""
+    """Some rows after the first product, a `Chunk` of `head.wings`; rows from `len(targets)` on fill up a tile."""
 
     hidden: Tensor
     """[padded rows, hidden] bfloat16."""
@@ -50,7 +260,7 @@ class ExponentialRows:
     """[padded rows, v/tp] bfloat16."""
     offsets: Tensor
     """[padded rows, tiles] float32, whole numbers."""
-    of_shard: Tensor
+    shard_statistics: Tensor
     """[rows, 4] float32, the statistics of this shard's columns."""
     targets: Tensor
     """[rows] int64, global."""
@@ -60,195 +270,87 @@ class ExponentialRows:
     products: ModuleType
     """The module of the three products."""
 
+    def statistics(self) -> RowStatistics:
+        """Compute the statistics of the rows of targets; every tensor-parallel rank must call."""
+        count = len(self.targets)
+        outputs = RowStatistics(*(self.temperature.new_empty(count) for _ in RowStatistics._fields))
+        rows_triton.combine(self.shard_statistics, self.shard, self.temperature, None, outputs)
+        return outputs
 
-def padded(rows: int) -> int:
-    """Rows that so many take up."""
-    return -(-rows // MULTIPLE) * MULTIPLE
+    def add_gradient(
+        self,
+        gradients: FactorGradients,
+        rows: slice,
+        hidden: Tensor,
+        statistics: RowStatistics,
+        incoming: tuple[Tensor | None, ...],
+        more: Tensor | None = None,
+    ) -> None:
+        """Add the two products of the gradient, and overwrite the exponentials; see `Chunk`.
 
+        With a gradient to the entropy the exponentials become the gradient of the logits first. `more` is always None: a
+        teacher takes logits.
+        """
+        to_log_probs, to_entropy = incoming
+        if to_log_probs is None or to_entropy is not None:
+            gradients.add_products(rows, hidden, self._write_gradient(statistics, incoming))
+            return
+        factors, strips, scaled_hidden = self._gradient_factors(statistics, to_log_probs)
+        left = self.exponentials
+        if gradients.hidden is not None:
+            out = gradients.hidden[rows]
+            whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
+            weight = gradients.weight.detach()
+            self.products.write_hidden_gradient(left, strips, factors, weight, whole)
+            if whole is not out:
+                out.copy_(whole[: len(out)])
+        if gradients.needs_weight:
+            total, add = gradients.weight_sum()
+            self.products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
 
-@functools.cache
-def _installed() -> str | None:
-    """The version of quack-kernels."""
-    try:
-        return metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return None
+    def _gradient_factors(
+        self, statistics: RowStatistics, to_log_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the factors that turn exponentials into the gradient of the logits, given that to the log-probabilities [rows].
 
+        The exponentials of the targets are overwritten.
 
-@functools.cache
-def _products(found: str) -> ModuleType | str:
-    """The module `quack_products` with that version, or why it cannot be had."""
-    low, high = _VERSIONS
-    if not low <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < high:
-        return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {found}"
-    try:
-        return importlib.import_module("megatron_pg.head.hopper.quack_products")
-    except Exception as error:  # whatever a compiler that does not fit this machine raises
-        return f"quack-kernels {found} cannot be imported ({type(error).__name__}: {error})"
+        Returns:
+            factors of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16, and the hidden
+            states times the factors of the rows, like `hidden`.
+        """
+        (whole, tiles), columns = self.offsets.shape, self.exponentials.shape[1]
+        tile, size = columns // tiles, self.hidden.shape[1]
+        factors, references = self.temperature.new_empty((2, whole))
+        scaled_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+        row_factors_kernel[(whole,)](
+            self.exponentials, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
+            statistics.maximum, statistics.log_sum, statistics.log_probs,
+            to_log_probs.to(torch.float32).contiguous(),
+            factors, references, scaled_hidden,
+            len(self.targets), tiles, columns, size, self.hidden.stride(0), self.shard.start,
+            TILE=tile, TILES=triton.next_power_of_2(tiles), BLOCK=1024, num_warps=_WARPS,
+        )  # fmt: skip
+        strip = self.products.STRIP
+        strips = self.hidden.new_empty((columns // strip, whole))
+        strip_factors_kernel[(-(-tiles // 64), -(-whole // 64))](
+            self.offsets, references, strips, whole, tiles,
+            REPEAT=tile // strip, ROWS=64, TILES=64, num_warps=_WARPS,
+        )  # fmt: skip
+        return factors, strips, scaled_hidden
 
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def find_products(
-    hidden: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
-    temperature: float | Tensor,
-    main_grad: Tensor | None,
-) -> ModuleType | None:
-    """The products of exponentials for these factors, or None; why not is said once where QuACK is installed."""
-    version = _installed() if hidden.is_cuda else None
-    if version is None:
-        return None
-    reason = _refusal(hidden, weight, shard, temperature, main_grad)
-    products = reason or _products(version)
-    if isinstance(products, str):
-        _say(products)
-        return None
-    return products
-
-
-def _refusal(
-    hidden: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
-    temperature: float | Tensor,
-    main_grad: Tensor | None,
-) -> str:
-    columns, size = weight.shape
-    if torch.cuda.get_device_capability(hidden.device) != (9, 0):
-        return "its products are those of Hopper GPUs"
-    if hidden.dtype != torch.bfloat16:
-        return f"it takes bfloat16 hidden states, found {hidden.dtype}"
-    if columns % MULTIPLE or size % 8:
-        return f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} and {size}"
-    if isinstance(temperature, Tensor):
-        return "its kernels hold the temperature, which is a tensor here"
-    if shard.columns != columns:
-        return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
-    if main_grad is not None and main_grad.dtype != torch.float32:
-        return f"it adds to float32 gradients, found {main_grad.dtype}"
-    tensors = [weight] if main_grad is None else [weight, main_grad]
-    if not all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors):
-        return "weight or gradient are not contiguous from 16 bytes on"
-    _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])
-    if temperature not in _temperatures:
-        return f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} others"
-    return ""
-
-
-@functools.cache
-def _say(reason: str) -> None:
-    warnings.warn(
-        f"the fused head does not use QuACK: {reason}. Its own kernels are used.", stacklevel=4
-    )
-
-
-def first_product(
-    products: ModuleType,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    temperature: float,
-    buffer: Tensor,
-    *,
-    with_entropy: bool,
-) -> ExponentialRows:
-    """Multiplies the rows of `hidden`, one or more, and `weight` into the front of `buffer` [padded rows or more, v/tp]."""
-    from megatron_pg.head.hopper import exponentials_kernels
-
-    rows, columns = len(hidden), len(weight)
-    whole = padded(rows)
-    local = targets - shard.start
-    if whole > rows:
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, whole - rows))
-        local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
-    elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
-        hidden = hidden.clone(memory_format=torch.contiguous_format)
-    tiles = columns // products.tile_of(columns)
-    value = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
-    offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
-    dots = torch.empty_like(sums) if with_entropy else None
-    # What the product leaves out: targets of another shard, and of -inf.
-    exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
-    products.write_exponentials(
-        hidden, weight, local, temperature, exponentials,
-        offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,
-    )  # fmt: skip
-    of_shard = value.new_empty((rows, 4))
-    exponentials_kernels.tile_statistics_kernel[(rows,)](
-        offsets, sums, dots, target_logits, targets.contiguous(), value, of_shard,
-        tiles, shard.vocab_size,
-        TILES=_power_of_two(tiles), num_warps=_WARPS,
-    )  # fmt: skip
-    return ExponentialRows(hidden, exponentials, offsets, of_shard, targets, shard, value, products)
-
-
-def row_statistics(rows: ExponentialRows) -> RowStatistics:
-    """Of the rows of targets; every tensor-parallel rank must call. See `rows_torch.row_statistics`."""
-    from megatron_pg.head import rows_triton
-
-    count = len(rows.targets)
-    outputs = RowStatistics(*(rows.temperature.new_empty(count) for _ in RowStatistics._fields))
-    rows_triton.combine(rows.of_shard, rows.shard, rows.temperature, None, outputs)
-    return outputs
-
-
-def gradient_factors(
-    rows: ExponentialRows, statistics: RowStatistics, to_log_probs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What exponentials are to be multiplied by to be the gradient of the logits, given that to the log-probabilities [rows].
-
-    Those of the targets are overwritten.
-
-    Returns:
-        factors of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16, and the hidden states
-        times the factors of the rows, like `rows.hidden`.
-    """
-    from megatron_pg.head.hopper import exponentials_kernels
-
-    (whole, tiles), columns = rows.offsets.shape, rows.exponentials.shape[1]
-    tile, size = columns // tiles, rows.hidden.shape[1]
-    factors, references = rows.temperature.new_empty((2, whole))
-    scaled_hidden = torch.empty_like(rows.hidden, memory_format=torch.contiguous_format)
-    exponentials_kernels.row_factors_kernel[(whole,)](
-        rows.exponentials, rows.offsets, rows.hidden, rows.targets.contiguous(), rows.temperature,
-        statistics.maximum, statistics.log_sum, statistics.log_probs,
-        to_log_probs.to(torch.float32).contiguous(),
-        factors, references, scaled_hidden,
-        len(rows.targets), tiles, columns, size, rows.hidden.stride(0), rows.shard.start,
-        TILE=tile, TILES=_power_of_two(tiles), BLOCK=1024, num_warps=_WARPS,
-    )  # fmt: skip
-    strip = rows.products.STRIP
-    strips = rows.hidden.new_empty((columns // strip, whole))
-    exponentials_kernels.strip_factors_kernel[(-(-tiles // 64), -(-whole // 64))](
-        rows.offsets, references, strips, whole, tiles,
-        REPEAT=tile // strip, ROWS=64, TILES=64, num_warps=_WARPS,
-    )  # fmt: skip
-    return factors, strips, scaled_hidden
-
-
-def write_gradient(
-    rows: ExponentialRows, statistics: RowStatistics, incoming: tuple[Tensor | None, ...]
-) -> Tensor:
-    """Overwrites the exponentials with the gradient [rows, v/tp] of their logits, given those to log-probabilities and entropy."""
-    from megatron_pg.head.hopper import exponentials_kernels
-
-    count, tiles = len(rows.targets), rows.offsets.shape[1]
-    columns, segment = rows.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES
-    segments = -(-columns // segment)
-    exponentials_kernels.exponential_gradient_kernel[(count * segments,)](
-        rows.exponentials, rows.offsets, rows.targets.contiguous(), rows.temperature,
-        statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
-        *(None if each is None else each.to(torch.float32).contiguous() for each in incoming),
-        columns, tiles, rows.shard.start, segments, segment,
-        OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
-    )  # fmt: skip
-    return rows.exponentials[:count]
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    def _write_gradient(
+        self, statistics: RowStatistics, incoming: tuple[Tensor | None, ...]
+    ) -> Tensor:
+        """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
+        count, tiles = len(self.targets), self.offsets.shape[1]
+        columns, segment = self.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES
+        segments = -(-columns // segment)
+        exponential_gradient_kernel[(count * segments,)](
+            self.exponentials, self.offsets, self.targets.contiguous(), self.temperature,
+            statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
+            *(None if vector is None else vector.to(torch.float32).contiguous() for vector in incoming),
+            columns, tiles, self.shard.start, segments, segment,
+            OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
+        )  # fmt: skip
+        return self.exponentials[:count]

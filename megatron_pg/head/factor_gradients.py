@@ -1,0 +1,110 @@
+"""The two products of backward, which give the gradients of hidden states and weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of float32 logits and of a weight's gradient, from operands of `dtype`: float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write left @ right into `out`, or add it there, accumulated in float32.
+
+    `out` may be wider than the operands. They are converted to its dtype unless the device multiplies without.
+    """
+    is_widened = left.dtype in (torch.bfloat16, torch.float16) and out.dtype == torch.float32
+    if is_widened and left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+        return
+    left, right = left.to(out.dtype), right.to(out.dtype)
+    if add:
+        out.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=out)
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Return the gradient buffer that Megatron's DistributedDataParallel holds for this parameter, if it does.
+
+    Its hook leaves `main_grad` alone when `grad_added_to_main_grad` says that the layer has added
+    to it. Megatron-FSDP makes the buffer late and keeps its own account of it: not touched here.
+    """
+    if hasattr(weight, "__fsdp_param__") or not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    return getattr(weight, "main_grad", None)
+
+
+class FactorGradients:
+    """Gradients of the two factors of the logits, hidden states and weight, which grow chunk by chunk.
+
+    Args:
+        hidden, weight: the factors, [tokens, hidden] and [v/tp, hidden].
+        needed: True for each of the two gradients that is wanted; the other costs nothing.
+        final: the products already carry the gradient that backward brings, so the weight's may go straight into
+            `main_grad`; otherwise it waits in a float32 buffer of its own.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, needed: tuple[bool, bool], *, final: bool
+    ) -> None:
+        self.weight, self.needs_weight = weight, needed[1]
+        self.hidden: Tensor | None = None
+        """The gradient of the hidden states [tokens, hidden]; None where it is not wanted."""
+        if needed[0]:  # 0: not every row is added
+            self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        self._main_grad = main_grad_of(weight)
+        self._sum = self._main_grad if final else None
+
+    def add_products(self, rows: slice, hidden: Tensor, gradient: Tensor) -> None:
+        """Multiply the gradient [rows, v/tp] of the logits of `hidden` [rows, hidden], of one dtype, by both factors."""
+        if self.hidden is not None:
+            multiply(gradient, self.weight, self.hidden[rows])
+        if self.needs_weight:
+            total, add = self.weight_sum()
+            multiply(gradient.t(), hidden, total, add=add)
+
+    def weight_sum(self) -> tuple[Tensor, bool]:
+        """Return the sum [v/tp, hidden] of the weight's gradient; False where it is new and uninitialised."""
+        is_new = self._sum is None
+        if self._sum is None:
+            dtype = wide_dtype(self.weight.dtype)
+            self._sum = self.weight.new_empty(self.weight.shape, dtype=dtype, requires_grad=False)
+        return self._sum, not is_new
+
+    def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients, times `scale`, as autograd gets them."""
+        hidden = self.hidden
+        if hidden is not None and scale is not None:
+            # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
+            hidden = hidden.to(scale.dtype).mul_(scale).to(hidden.dtype)
+        return hidden, self._finish_weight(scale) if self.needs_weight else None
+
+    def _finish_weight(self, scale: Tensor | None) -> Tensor:
+        """Settle the sum, times `scale`, and return the weight's gradient for autograd.
+
+        With `main_grad` that is a stand-in, of which DistributedDataParallel uses the existence alone: a sparse tensor
+        without elements takes no memory. A weight that is tied to an embedding on the same stage (`zero_out_wgrad`) gets
+        zeros.
+        """
+        weight, total = self.weight, self._sum
+        self._sum = None
+        if self._main_grad is None:
+            if total is None:
+                return torch.zeros_like(weight, requires_grad=False)
+            return (total if scale is None else total.mul_(scale)).to(weight.dtype)
+        if total is not None and total is not self._main_grad:
+            factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
+            self._main_grad.addcmul_(total, factor)
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(weight, "zero_out_wgrad", False):
+            return torch.zeros_like(weight, requires_grad=False)
+        return torch.sparse_coo_tensor(  # type: ignore[call-arg]
+            size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
+        )

@@ -1,0 +1,150 @@
+"""Log-probabilities and entropy, over the whole vocabulary or over each token's kept set."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_pg.head.factor_gradients import wide_dtype
+from megatron_pg.head.from_hidden import linear_log_probs
+from megatron_pg.head.from_logits import LogProbsAndEntropy, logit_rows
+from megatron_pg.head.kept.sets import KeptPairs, check_rows, keep_only
+from megatron_pg.head.kept.sparse_layer import sparse_log_probs, split_rows
+from megatron_pg.head.output_layer import HeadOptions
+from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.wings import Teacher
+
+
+def log_probs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    row_mask: Tensor | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+    kept: Ragged | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the log-probability of each target token, and the entropy, of `softmax(logits / temperature)`.
+
+    Statistics are float32 whatever the logits are; no float32 copy of the logits is kept. Tensor-parallel
+    ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing in backward. As
+    in Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each
+    rank gets the gradient of its own columns.
+
+    On CUDA, Triton kernels do the work, and **backward overwrites the logits with their gradient**
+    unless they are a leaf. Autograd raises where their old values would be needed again (a second
+    backward, another loss on the same logits); pass `logits.clone()` then.
+
+    Args:
+        logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's
+            columns; rank r holds the global ids from `r * v/tp` on.
+        targets: [tokens] int64 global token ids. One outside the vocabulary gives NaN.
+        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks
+            must call, with equal targets. None: not split, torch.distributed is not touched.
+        temperature: a positive number, or a tensor of one element (no gradient, never read on the host).
+        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of exactly 0, even
+            where their logits are NaN or inf.
+        vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
+        with_entropy: also return the entropy.
+        kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below `vocab_size`, the target
+            among them. Log-probability and entropy are those of the distribution renormalised to them; other logits are
+            not read. An empty row is the whole vocabulary.
+
+    Returns:
+        log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32
+        (float64 for float64 logits), both differentiable.
+
+    Raises:
+        ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a
+            `vocab_size` that the logits cannot hold.
+    """
+    rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
+    pairs = None
+    if kept is not None:
+        check_rows(kept, logits)
+        pairs = KeptPairs.build(kept.to(logits.device), targets, rows.shard, rows.temperature)
+        rows = replace(rows, has_set=to_device(kept.sizes > 0, logits.device))
+    return LogProbsAndEntropy.apply(logits, rows, with_entropy, pairs, None)[:2]  # type: ignore
+
+
+def log_probs_and_divergence(
+    logits: Tensor,
+    targets: Tensor,
+    teacher: Teacher,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    row_mask: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all differentiable.
+
+    The other arguments and the errors are those of `log_probs_and_entropy`.
+
+    Args:
+        teacher: a teacher of the same tokens; it gets no gradient.
+    """
+    rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
+    return LogProbsAndEntropy.apply(logits, rows, True, None, teacher)  # type: ignore
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: HeadOptions | None = None,
+    *,
+    keep_logits: bool | None = None,
+    kept: Ragged | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probability of each target and the entropy from hidden states, for any loss downstream.
+
+    Backward recomputes the logits chunk by chunk unless they were kept. Rows with a set of kept tokens are multiplied by
+    the columns in it alone (`kept.sparse_layer`), or, where the sets are so large that it costs less, by all columns.
+
+    Args:
+        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank.
+            Its gradient, in its own dtype, is the part of this rank's columns: the caller sums it over the
+            group (Megatron's copy to, or gather from, the tensor-parallel region does).
+        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into
+            `weight.main_grad` where Megatron's DistributedDataParallel made one.
+        targets: [tokens] int64 global token ids.
+        options: see `HeadOptions`.
+        keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix
+            products instead of four. None: only where they fit one chunk.
+        kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
+
+    Returns:
+        log_probs [tokens] and entropy [tokens] in nats, float32, both differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    options = options or HeadOptions()
+    if kept is None:
+        return linear_log_probs(hidden, weight, targets, options, keep_logits)
+    kept = kept.to(hidden.device)
+    check_rows(kept, hidden)
+    sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
+    if not len(sparse):
+        restrict = functools.partial(keep_only, kept)
+        return linear_log_probs(hidden, weight, targets, options, keep_logits, restrict)
+    if not len(dense):
+        return sparse_log_probs(hidden, weight, targets, options, kept)
+    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+    for rows in (sparse, dense):
+        places, sets = to_device(rows, hidden.device), kept.select(rows)
+        factors = hidden[places], weight, targets[places], options
+        if rows is sparse:
+            part = sparse_log_probs(*factors, sets)
+        else:
+            part = linear_log_probs(*factors, None, functools.partial(keep_only, sets))
+        log_probs = log_probs.index_copy(0, places, part[0])
+        entropy = entropy.index_copy(0, places, part[1])
+    return log_probs, entropy

@@ -1,0 +1,100 @@
+"""The interfaces between the plain head and its wings: a teacher, kept sets, and products that leave no logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_pg.head.factor_gradients import FactorGradients
+from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+
+KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
+"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
+
+
+class Chunk(Protocol):
+    """The first product of some rows: their logits, or a stand-in for them."""
+
+    def statistics(self) -> RowStatistics:
+        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
+
+    def add_gradient(
+        self,
+        gradients: FactorGradients,
+        rows: slice,
+        hidden: Tensor,
+        statistics: RowStatistics,
+        incoming: tuple[Tensor | None, ...],
+        more: Tensor | None,
+    ) -> None:
+        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`.
+
+        Args:
+            gradients: the sums.
+            rows: the place of the chunk among all tokens.
+            hidden: the hidden states [rows, hidden] of the chunk.
+            statistics: of the chunk.
+            incoming: the gradients [rows] to log-probabilities and entropy.
+            more: a gradient [rows, v/tp] of the logits to be added, in the dtype of the hidden states.
+        """
+
+
+class FirstProduct(Protocol):
+    """A first product that takes the place of hidden states times weight."""
+
+    def padded(self, rows: int) -> int:
+        """Return the rows of the buffer that so many rows take up."""
+
+    def first_product(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
+        buffer: Tensor,
+        *,
+        with_entropy: bool,
+    ) -> Chunk:
+        """Multiply one or more rows of hidden states and the weight into the front of `buffer` [padded rows or more, v/tp]."""
+
+
+class TeacherRows(Protocol):
+    """A teacher on some rows of the student."""
+
+    @property
+    def value(self) -> Tensor:
+        """The divergence [rows]."""
+
+    def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `incoming` [rows] times the gradient [rows, v/tp] to the student's logits, which must still be there."""
+
+
+class Teacher(Protocol):
+    """A teacher of all tokens of a call."""
+
+    def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> TeacherRows:
+        """Compare the student's logits of some rows with the teacher's; every tensor-parallel rank must call."""
+
+
+class RowSets(Protocol):
+    """The kept sets of rows of logits."""
+
+    def logits_in(self, logits: Tensor) -> Tensor:
+        """Return the logits of the sets [elements] out of all of them, [tokens, v/tp]."""
+
+    def local_statistics(self, logits: Tensor) -> Tensor:
+        """Return the statistics [tokens, 4] of this shard's part of each set."""
+
+    def add_gradient(
+        self,
+        logits: Tensor,
+        statistics: RowStatistics,
+        incoming: tuple[Tensor | None, ...],
+        row_mask: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Add the gradient of the sets' logits to `out` [tokens, v/tp]."""

@@ -27,7 +27,7 @@ from megatron_pg.head.factor_gradients import FactorGradients
 from megatron_pg.head.from_logits import refuse_second_derivative
 from megatron_pg.head.output_layer import HeadOptions, OutputLayer
 from megatron_pg.head.vocabulary_shard import RowStatistics
-from megatron_pg.head.wings import Chunk, KeepOnly, Teacher, TeacherRows
+from megatron_pg.head.wings import KeepOnly, Teacher, TeacherRows
 
 TokenLoss = Callable[..., Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
@@ -240,7 +240,7 @@ def _loss_in_pieces(
         chunk_parts, piece_divergences = [], [zero.new_empty(0)]
         taught: TeacherRows | None = None
         for rows in chunks:
-            chunk: Chunk = layer.first_product(rows, logits)
+            chunk: Any = layer.first_product(rows, logits)  # with a teacher always `LogitChunk`
             chunk_parts.append(chunk.statistics())
             if teacher is not None:
                 taught = teacher.on(chunk, chunk_parts[-1], rows)

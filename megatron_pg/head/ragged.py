@@ -16,7 +16,7 @@ class Ragged:
     values: Tensor
     """The elements of all rows, [elements], on any device."""
     offsets: Tensor
-    """Where each row begins, [rows + 1] int64 on the host: sizes and slices are known without asking a device."""
+    """The begin of each row, [rows + 1] int64 on the host: sizes and slices are known without asking a device."""
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1
@@ -27,11 +27,11 @@ class Ragged:
         return self.offsets.diff()
 
     def row(self, index: int) -> Tensor:
-        """The elements of one row, as a view."""
+        """Return the elements of one row, as a view."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def row_of_element(self) -> Tensor:
-        """The row of each element, [elements] int64 on the device of the values."""
+        """Return the row of each element, [elements] int64 on the device of the values."""
         device, count = self.values.device, self.values.numel()
         sizes = to_device(self.sizes, device)
         return torch.repeat_interleave(
@@ -39,7 +39,7 @@ class Ragged:
         )
 
     def select(self, rows: Tensor) -> Ragged:
-        """Some rows, int64 on the host, in that order."""
+        """Take some rows, int64 on the host, in their order."""
         sizes = self.sizes[rows]
         offsets = offsets_of(sizes)
         shift = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], sizes)
@@ -47,34 +47,34 @@ class Ragged:
         return Ragged(self.values[to_device(places, self.values.device)], offsets)
 
     def only(self, kept: Tensor) -> Ragged:
-        """All rows, those where `kept` [rows] bool on the host is False emptied; on the host."""
+        """Empty the rows where `kept` [rows] bool on the host is False; on the host."""
         sizes = torch.where(kept, self.sizes, 0)
         return Ragged(self.values[torch.repeat_interleave(kept, self.sizes)], offsets_of(sizes))
 
     def slice(self, rows: slice) -> Ragged:
-        """Consecutive rows, as views."""
+        """Take consecutive rows, as views."""
         offsets = self.offsets[rows.start : rows.stop + 1]
         begin, end = int(offsets[0]), int(offsets[-1])
         return Ragged(self.values[begin:end], offsets - begin)
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The same with its values on a device; the offsets stay on the host."""
+        """Move the values to a device; the offsets stay on the host."""
         return Ragged(to_device(self.values, device), self.offsets)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, of which there is at least one."""
+        """Join the rows of one or more parts."""
         sizes = torch.cat([part.sizes for part in parts])
         return cls(torch.cat([part.values for part in parts]), offsets_of(sizes))
 
 
 def offsets_of(sizes: Tensor) -> Tensor:
-    """Where rows of these sizes begin, and where the last ends, [rows + 1] int64."""
+    """Return the begin of each row of these sizes, and the end of the last, [rows + 1] int64."""
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
+    """Move the tensor to `device`; from the host to CUDA through pinned memory, so that the host goes on at once."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,7 +1,6 @@
 """The two row passes in plain torch: statistics of the logits, and the gradient to the logits.
 
-Both work on a few rows at a time, so that the float32 copies of a chunk never add up to a copy of
-the logits.
+Both work on a few rows at a time, so that there is never a float32 copy of all logits.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _CHUNK_ELEMENTS = 1 << 23
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics: float32, or float64 for float64 logits."""
+    """Return the dtype of statistics: float32, or float64 for float64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """The temperature as one element of the statistics dtype on the device of `logits`."""
+    """Return the temperature as one element of the statistics dtype on the device of `logits`."""
     dtype = statistics_dtype(logits.dtype)
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
@@ -37,16 +36,12 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
 
 
 def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
-    """The range [begin, end) in slices of at most `size` rows."""
+    """Cut [begin, end) into slices of at most `size` rows."""
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
-    """Statistics of each row over the whole vocabulary; every tensor-parallel rank must call.
-
-    Returns:
-        Statistics in float32 (float64 for float64 logits).
-    """
+    """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must call."""
     local = _local_statistics(rows)
     if rows.has_set is not None and rows.set_statistics is not None:
         local = torch.where(rows.has_set[:, None], rows.set_statistics, local)
@@ -54,16 +49,17 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
+    """Cut the rows into slices whose float32 copies are small."""
     return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
 
 
 def _without_masked_rows(values: Tensor, keep: Tensor | None) -> Tensor:
-    """The rows with the mask applied by `where` and not by `*`: a NaN or inf of a masked row must not survive."""
+    """Zero the masked rows, by `where` and not by `*`: their NaN or inf must not survive."""
     return values if keep is None else torch.where(keep[:, None], values, 0.0)
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
-    """The statistics [tokens, 4] of this shard's columns.
+    """Compute the statistics [tokens, 4] of this shard's columns.
 
     They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those
     exponentials with their exponents, and the logit of the target token (-inf where another shard holds
@@ -91,7 +87,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
 
 
 def _target_logits(rows: LogitRows) -> Tensor:
-    """The target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """Return the target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = rows.targets - rows.shard.start
     here = (local >= 0) & (local < rows.shard.columns)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
@@ -104,8 +100,12 @@ def _target_logits(rows: LogitRows) -> Tensor:
 def combine_statistics(
     local: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """The statistics over all shards from those of this one, as `_local_statistics` has them; the only communication of the
-    op: one all-gather."""
+    """Combine the statistics of all shards, in one all-gather: the only communication of the op.
+
+    Args:
+        local: the statistics [tokens, 4] of this shard, as `_local_statistics` computes them.
+        shard, temperature, row_mask: see `LogitRows`.
+    """
     if shard.group is None:
         maximum, total, dot, target = local.unbind(1)
     else:
@@ -130,14 +130,14 @@ def write_gradient(
     incoming: tuple[Tensor | None, Tensor | None],
     out: Tensor,
 ) -> None:
-    """Writes the gradient to this shard's logits into `out`, which may be the logits themselves.
+    """Write the gradient to this shard's logits into `out`, which may be the logits themselves.
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
     A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are, and so does one with a kept set.
 
     Args:
-        rows: as given to `row_statistics`.
+        rows: the rows that `row_statistics` took.
         statistics: over the whole vocabulary; the log-probabilities are not read.
         incoming: gradients to log-probabilities and entropy, [tokens] each, None for none.
         out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
@@ -145,8 +145,10 @@ def write_gradient(
     logits, columns, temperature = rows.logits, rows.shard.columns, rows.temperature
     dtype = statistics_dtype(logits.dtype)
     to_log_probs, to_entropy = (
-        logits.new_zeros((), dtype=dtype).expand(len(logits)) if each is None else each.to(dtype)
-        for each in incoming
+        logits.new_zeros((), dtype=dtype).expand(len(logits))
+        if vector is None
+        else vector.to(dtype)
+        for vector in incoming
     )
     live = (to_log_probs != 0) | (to_entropy != 0)
     if (mask := rows.pass_mask) is not None:

@@ -30,9 +30,9 @@ SMALLEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _rescale(maximum, safe, scale):
-    """Exponent (base 2) and factor that move statistics from one maximum to another.
+    """Return exponent (base 2) and factor that move statistics from one maximum to another.
 
-    The bound keeps -inf, of a part without mass, from meeting a 0 in a product.
+    The bound keeps the -inf of a part without mass from meeting a 0 in a product.
     """
     shift = tl.maximum((maximum - safe) * scale, SMALLEST)
     return shift, tl.exp2(shift)
@@ -40,13 +40,13 @@ def _rescale(maximum, safe, scale):
 
 @triton.jit
 def _finite(maximum):
-    """The maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0, not NaN."""
+    """Return the maximum to subtract; 0 for a part of -inf alone, so that exponentials are 0, not NaN."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
 def _online_update(logits, maximum, total, dot, scale):
-    """Folds a tile [VECTORS, VECTOR] into running statistics [VECTORS], one set a vector.
+    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], one set a vector.
 
     A vector lies in one thread, so the running maximum is kept without communication and rescaling
     costs one exponential a vector.
@@ -65,7 +65,7 @@ def _online_update(logits, maximum, total, dot, scale):
 
 @triton.jit
 def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
-    """Largest logit, sum of exponentials, dot product with the (base 2) exponents of a row."""
+    """Return the largest logit, the sum of exponentials, and their dot product with the (base 2) exponents of a row."""
     offsets = tl.arange(0, VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     maximum = tl.full([VECTORS], -float("inf"), tl.float32)
     total = tl.zeros([VECTORS], tl.float32)
@@ -86,7 +86,7 @@ def _row_statistics(base, columns, scale, VECTORS: tl.constexpr, VECTOR: tl.cons
 
 @triton.jit
 def _target_logit(base, target, start, columns, vocab_size):
-    """The target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
+    """Return the target's logit: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     local = target - start
     here = (local >= 0) & (local < columns)
     known = (target >= 0) & (target < vocab_size)
@@ -108,7 +108,7 @@ def statistics_kernel(
     columns, start, vocab_size,
     VECTORS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Writes the final statistics of one row, or to `shard_out` [tokens, 4], where given, those of its local columns."""
+    """Write the final statistics of one row; with `shard_out` [tokens, 4] those of its local columns there instead."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
@@ -142,7 +142,7 @@ def combine_kernel(
     tokens, shards,
     ROWS: tl.constexpr, SHARDS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the final statistics of ROWS rows from those of all shards, [shards, tokens, 4]."""
+    """Write the final statistics of ROWS rows from those of all shards, [shards, tokens, 4]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < tokens
     shard = tl.arange(0, SHARDS)[:, None]
@@ -176,7 +176,7 @@ def _gradient_tile(
     base, out_base, first, columns, end, local, maximum, log2_sum, constant, slope, to_target, scale,
     ENTROPY: tl.constexpr, PARTIAL: tl.constexpr, ORDERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and `to_target` more at the target.
+    """Write the gradient of TILE columns from `first` on: p * (constant + slope * log2 p), and `to_target` more at the target.
 
     PARTIAL: some of them may lie outside [0, columns), or from `end` on.
     """
@@ -207,7 +207,7 @@ def _gradient_tile(
 
 @triton.jit
 def _incoming(gradients, row):
-    """The gradient that arrives at a row; 0 where none does."""
+    """Return the gradient that arrives at a row; 0 without one."""
     value = tl.full((), 0.0, tl.float32)
     if gradients is not None:
         value = tl.load(gradients + row)
@@ -221,7 +221,7 @@ def gradient_kernel(
     columns, padded_columns, start, segments, segment,
     ORDERED: tl.constexpr, LINE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient to a segment of one row of logits; `out` may be the logits themselves.
+    """Write the gradient to a segment of one row of logits; `out` may be the logits themselves.
 
     Programs begin with the last row, which the statistics kernel read last and the cache still holds.
     LINE: where rows do not begin at cache lines, the columns of a line. Tiles then begin at lines, the first one before
@@ -294,7 +294,7 @@ _CACHE_LINE = 128  # bytes
 
 
 def row_statistics(rows: LogitRows) -> RowStatistics:
-    """One read of the logits; see `rows_torch.row_statistics`."""
+    """Read the logits once; see `rows_torch.row_statistics`."""
     tokens, shard, temperature = rows.logits.shape[0], rows.shard, rows.temperature
     outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in RowStatistics._fields))
     if tokens == 0:
@@ -325,7 +325,7 @@ def combine(
     row_mask: Tensor | None,
     outputs: RowStatistics,
 ) -> None:
-    """Writes the statistics over all shards from those of this one, [tokens, 4]; every tensor-parallel rank must call."""
+    """Combine the statistics [tokens, 4] of all shards; every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards, tokens = gathered.shape[:2]
     combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
@@ -342,7 +342,7 @@ def write_gradient(
     incoming: tuple[Tensor | None, Tensor | None],
     out: Tensor,
 ) -> None:
-    """One read and one write; see `rows_torch.write_gradient`.
+    """Read once and write once; see `rows_torch.write_gradient`.
 
     `out` may be the logits, or a view of the front of each of their rows in a narrower dtype.
     """
@@ -362,7 +362,7 @@ def write_gradient(
     gradient_kernel[(tokens * segments,)](
         logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), mask, rows.temperature,
         statistics.maximum, statistics.log_sum, statistics.entropy,
-        *(None if each is None else each.to(torch.float32).contiguous() for each in incoming),
+        *(None if vector is None else vector.to(torch.float32).contiguous() for vector in incoming),
         rows.shard.columns, width, rows.shard.start, segments, tiles * tile,
         ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,
     )  # fmt: skip
@@ -373,7 +373,7 @@ def _contiguous(mask: Tensor | None) -> Tensor | None:
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:
-    """Columns in a cache line, where rows begin inside lines and can be read and written from a line's start; else 0."""
+    """Return the columns of a cache line where rows begin inside lines and can be read and written from a line's start; else 0."""
     tile, _ = _GRADIENT_TILES[logits.element_size()]
     line = min(_CACHE_LINE // logits.element_size(), tile)
     same = logits.stride(0) == out.stride(0) and logits.dtype == out.dtype

@@ -1,4 +1,4 @@
-"""Which part of the vocabulary a tensor-parallel rank holds, and what goes into and comes out of a pass over its logits."""
+"""The part of the vocabulary on a tensor-parallel rank, and the input and output of a pass over its logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class VocabularyShard:
     start: int
     """Global token id of the first local column."""
     columns: int
-    """Local columns that stand for real tokens; those from here on are padding."""
+    """Local columns of real tokens; columns from here on are padding."""
     vocab_size: int
     """True size of the vocabulary, over all ranks."""
     group: dist.ProcessGroup | None
@@ -27,7 +27,7 @@ class VocabularyShard:
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Works out this rank's shard from the width of its logits.
+        """Work out this rank's shard from the width of its logits.
 
         Raises:
             ValueError: `vocab_size` is not in [1, local_columns * tensor-parallel size].
@@ -48,7 +48,7 @@ class VocabularyShard:
         return cls(start=start, columns=columns, vocab_size=vocab_size, group=group)
 
     def gather(self, local: Tensor) -> Tensor:
-        """The partial statistics [tokens, 4] of this shard -> [shards, tokens, 4] on every rank; all of the group must call."""
+        """Gather the statistics [tokens, 4] of each shard into [shards, tokens, 4]; every rank of the group must call."""
         shards = dist.get_world_size(self.group)
         gathered = local.new_empty((shards * local.shape[0], local.shape[1]))
         if len(local) > 0:
@@ -58,7 +58,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Rows of logits with all that their statistics depend on, which both row passes take."""
+    """Rows of logits with everything on which their statistics depend: the input of both row passes."""
 
     logits: Tensor
     """The logits [tokens, v/tp] in any float dtype."""
@@ -73,10 +73,10 @@ class LogitRows:
     has_set: Tensor | None = None
     """The rows with a kept set, [tokens] bool; None for no such rows."""
     set_statistics: Tensor | None = None
-    """The statistics [tokens, 4] of this shard's part of those sets, in the place of a pass over the row."""
+    """The statistics [tokens, 4] of this shard's part of the sets, in the place of a pass over the row."""
 
     def part(self, rows: slice) -> LogitRows:
-        """Some rows, as views; of rows without kept sets."""
+        """Take some rows, as views; kept sets are left out."""
         mask = None if self.row_mask is None else self.row_mask[rows]
         return LogitRows(self.logits[rows], self.targets[rows], self.shard, self.temperature, mask)
 
@@ -101,16 +101,16 @@ class RowStatistics(NamedTuple):
     entropy: Tensor
 
     def rows(self, rows: slice) -> RowStatistics:
-        """The statistics of some rows, as views."""
-        return RowStatistics(*(each[rows] for each in self))
+        """Take the statistics of some rows, as views."""
+        return RowStatistics(*(vector[rows] for vector in self))
 
     def kept(self) -> RowStatistics:
-        """What the gradient needs: the log-probabilities are not, and the caller may change them."""
+        """Leave out the log-probabilities: the gradient needs none, and the caller may change them."""
         return self._replace(log_probs=self.maximum)
 
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
-        """The statistics of all rows, from those of consecutive parts; `like` gives dtype and device of none."""
+        """Join the statistics of consecutive parts; without parts `like` gives dtype and device."""
         if not parts:
             return cls(*(like.new_empty(0) for _ in cls._fields))
         if len(parts) == 1:

@@ -22,7 +22,7 @@ SMALLEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
-    """Log-probabilities of a tile, held above a number that is finite; SMALLEST outside of the row."""
+    """Return the log-probabilities of a tile, held above a finite number; SMALLEST outside of the row."""
     logits = tl.load(base + lanes, mask=mask, other=0.0).to(tl.float32)
     log_p = (logits - maximum) / temperature - log_sum
     # 0 * -inf is NaN. A NaN logit still shows, through the exponential.
@@ -31,7 +31,7 @@ def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
 
 @triton.jit
 def _terms(log_p, log_q, beta, KIND: tl.constexpr):
-    """What each column adds to the divergence, and g; as `Divergence.terms`."""
+    """Return each column's part of the divergence, and g, as `Divergence.terms` does."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     if KIND == FORWARD_KL:
         value = tl.where(q == 0.0, 0.0, q * (log_q - log_p))
@@ -54,7 +54,7 @@ def sums_kernel(
     row_mask, temperature, out, columns, beta,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums [tokens, 2] of one row's columns."""
+    """Write the sums [tokens, 2] of one row's columns."""
     row = tl.program_id(0).to(tl.int64)
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
@@ -85,7 +85,7 @@ def gradient_kernel(
     moment, incoming, temperature, out, out_stride, columns, width, beta,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one row; `out` may be the teacher's logits. Padding columns, and rows of no gradient, get 0."""
+    """Write the gradient of one row; padding columns, and rows without a gradient, get 0. `out` may be the teacher's logits."""
     row = tl.program_id(0).to(tl.int64)
     coefficient = tl.load(incoming + row).to(tl.float32)
     if coefficient != 0.0:

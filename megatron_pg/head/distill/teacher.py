@@ -66,7 +66,7 @@ class WholeTeacher:
             dist.all_reduce(sums, group=student.shard.group)
         if mask is not None:
             sums = torch.where(mask[:, None], sums, 0.0)
-        return WholeRows(pair, *sums.unbind(1), may_overwrite=self.logits is None)
+        return WholeRows(pair, sums[:, 0], sums[:, 1], may_overwrite=self.logits is None)
 
 
 @dataclass(frozen=True)

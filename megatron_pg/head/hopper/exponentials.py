@@ -40,7 +40,7 @@ LEAST_ROW = tl.constexpr(-40.0)
 
 @triton.jit
 def _local_target(targets, row, start, columns):
-    """Column of the row's target, or -1 where another shard holds it."""
+    """Return the column of the row's target, or -1 where another shard holds it."""
     local = tl.load(targets + row) - start
     return tl.where((local >= 0) & (local < columns), local, -1)
 
@@ -51,9 +51,9 @@ def tile_statistics_kernel(
     tiles, vocab_size,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of one row's local columns to `shard_out` [rows, 4], without `dots` with NaN in their place.
+    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots` their place is NaN.
 
-    `target_logits` is -inf where another shard holds the target; of a target outside the vocabulary NaN comes out.
+    `target_logits` is -inf where another shard holds the target. A target outside the vocabulary gives NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -88,10 +88,10 @@ def row_factors_kernel(
     rows, tiles, columns, hidden_size, hidden_stride, start,
     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the factor of one row, to which exponent of two its strips refer, its hidden states times the factor, and in
-    place of the target's exponential that which gives, times both factors, the gradient of the target's logit.
+    """Write the factor of one row, the exponent of two to which its strips refer, and its hidden states times the factor.
 
-    Rows from `rows` on fill up a tile: their factor is 0.
+    The target's exponential becomes the number that, times both factors, is the gradient of the target's logit. Rows from
+    `rows` on fill up a tile: their factor is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
@@ -135,7 +135,7 @@ def strip_factors_kernel(
     offsets, references, strips_out, rows, tiles,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT, rows]."""
+    """Write 2 ** (offset - reference) of TILES tiles and ROWS rows to `strips_out` [tiles * REPEAT, rows]."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (tile < tiles)[None, :]
@@ -158,7 +158,7 @@ def exponential_gradient_kernel(
     columns, tiles, start, segments, segment,
     OFFSET_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites a segment of one row of exponentials with the gradient of its logits, as `kernels.gradient_kernel` does."""
+    """Overwrite a segment of one row of exponentials with the gradient of its logits; see `rows_triton.gradient_kernel`."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
     begin = program % segments * segment

@@ -1,11 +1,11 @@
 """The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK (`quack-kernels`, PyPI).
 
-Of each tile of a row of logits the first product keeps `E = 2 ** (log2(e) z / temperature - offset)` with a whole number as
-offset, and the tile's sums; `exponentials` makes the factors of rows and tiles of them, and the other two products take E
-times those factors as it is read. So logits and their gradient are neither written nor read by a pass of their own.
+For each tile of a row of logits the first product keeps `E = 2 ** (log2(e) z / temperature - offset)`, with a whole number
+as offset, and the tile's sums. `exponentials` turns these into factors of rows and tiles, and the other two products
+multiply E by the factors as they read it. So no pass writes or reads logits or their gradient.
 
-Read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`: the order of work and the tiles.
-Importing this module needs QuACK; a call compiles its kernel where that has not been done (seconds, kept on disk by QuACK).
+The order of work and the tiles were read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`.
+Importing this module needs QuACK. The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
 """
 
 # QuACK and CUTLASS carry no types.
@@ -30,12 +30,12 @@ from torch import Tensor
 from megatron_pg.head.hopper.exponentials import MULTIPLE
 
 STRIP = 64
-"""Columns that have one factor."""
+"""The columns that share one factor."""
 _K = 64
 
 
 def tile_of(columns: int) -> int:
-    """Columns that have one offset, a tile of the first product: 192 where that divides them (docs/lab_notes.md)."""
+    """Return the columns that share one offset, a tile of the first product: 192 if that divides them (docs/lab_notes.md)."""
     return 192 if columns % 192 == 0 else MULTIPLE
 
 
@@ -60,7 +60,7 @@ def _prepass(acc: Any) -> dict[str, Any]:
 
 @functools.cache
 def _epilogue(temperature: float, with_dots: bool) -> Any:
-    """The temperature is part of the kernel: as an argument it costs it registers."""
+    """Build the epilogue of the first product; the temperature is part of the kernel, as an argument it would cost registers."""
     scale = LOG2E / temperature
     offset, target = _Offset("offset", scale), ColVecLoad("targets")
     sinks = {"sums": ColVecReduce("sums")}
@@ -118,15 +118,15 @@ def write_exponentials(
     dots: Tensor | None,
     target_logits: Tensor,
 ) -> None:
-    """The first product.
+    """Compute the first product.
 
     Args:
         hidden, weight: [rows, hidden] and [columns, hidden] bfloat16.
-        targets: [rows] int64 columns; of one outside [0, columns) nothing is written to `target_logits`.
+        targets: [rows] int64 columns; for one outside [0, columns) nothing is written to `target_logits`.
         temperature: a kernel is compiled for each.
         out: [rows, columns] bfloat16, 2 ** (log2(e) z / temperature - offset of the tile), at most sqrt(2).
-        offsets, sums, dots: [rows, tiles] float32: whole numbers; the sum of the tile's exponentials; the sum of those
-            times their exponents, where asked for.
+        offsets, sums: [rows, tiles] float32: whole numbers, and the sum of the tile's exponentials.
+        dots: [rows, tiles] float32, the sum of the exponentials times their exponents; None: not wanted.
         target_logits: [rows] float32.
     """
     tile = len(weight) // offsets.shape[1]
@@ -145,7 +145,7 @@ def write_exponentials(
 def write_hidden_gradient(
     exponentials: Tensor, strips: Tensor, factors: Tensor, weight: Tensor, out: Tensor
 ) -> None:
-    """The second product: (exponentials times the factors of rows and strips) @ weight into `out` [rows, hidden] bfloat16.
+    """Write the second product, (exponentials times the factors of rows and strips) @ weight, into `out` [rows, hidden] bfloat16.
 
     `strips` is [columns / STRIP, rows] bfloat16, powers of two; `factors` [rows] float32.
     """
@@ -159,8 +159,10 @@ def write_hidden_gradient(
 def add_weight_gradient(
     exponentials: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
 ) -> None:
-    """The third product: (exponentials times the strips' factors).T @ scaled hidden states [rows, hidden] into `out`
-    [columns, hidden] float32, or added to it."""
+    """Write the third product into `out` [columns, hidden] float32, or add it there.
+
+    It is (exponentials times the strips' factors).T @ scaled hidden states [rows, hidden].
+    """
     left = transform_a_operand(
         _times_strip_of_column, exponentials.t(), {"strips": strips}, MULTIPLE, _K
     )

@@ -1,6 +1,6 @@
-"""The three products of a sparse output layer in plain torch: only the columns that a row has kept are multiplied.
+"""The three products of a sparse output layer in plain torch, over the columns that each row has kept.
 
-A few pairs at a time, so that the copies of weights and hidden states that they take stay small.
+They work on a few pairs at a time, so that the copies of weights and hidden states stay small.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def _chunks(pairs: KeptPairs, size: int) -> list[slice]:
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """The logit of each pair, [pairs] in the dtype of the statistics; minus infinity where another rank holds the column.
+    """Compute the logits [pairs] in the dtype of the statistics; minus infinity where another rank holds the column.
 
     Args:
-        hidden: [tokens, hidden].
-        weight: [v/tp, hidden], of one dtype with it.
+        hidden, weight: [tokens, hidden] and [v/tp, hidden], of one dtype.
+        pairs: the pairs.
     """
     dtype = pairs.temperature.dtype
     logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
@@ -36,10 +36,12 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Writes the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows without a pair get 0.
+    """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows without a pair get 0.
 
     Args:
-        gradient: [pairs], of the pairs' logits, as `kept_gradient` gives it.
+        gradient: [pairs], from `kept_gradient`.
+        weight, pairs: as for `pair_logits`.
+        out: the gradient.
     """
     total = torch.zeros_like(out, dtype=gradient.dtype)
     for part in _chunks(pairs, out.shape[1]):
@@ -49,7 +51,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Adds the gradient of the weight to `out` [v/tp, hidden], float32 or wider; in an order that is always the same."""
+    """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same order."""
     for part in _chunks(pairs, out.shape[1]):
         rows = hidden[pairs.rows[part]].to(gradient.dtype)
         product = (gradient[part, None] * rows).to(out.dtype)

@@ -22,7 +22,7 @@ def logits_kernel(
     hidden, hidden_stride, weight, weight_stride, rows, columns, is_here, out, pairs, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the logits of PAIRS pairs; minus infinity for a column that another rank holds, which is not read."""
+    """Write the logits of PAIRS pairs; minus infinity for a column of another rank, which is not read."""
     places = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     inside = places < pairs
     here = tl.load(is_here + places, mask=inside, other=0) != 0
@@ -45,9 +45,9 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the places [begin, end) of coefficient times a tile of a row of `source`; rows of coefficient 0 are not read.
+    """Sum coefficient times a tile of a row of `source` over the places [begin, end); rows of coefficient 0 are not read.
 
-    `order` says which pair is at a place; None: the pairs themselves.
+    `order` has the pair at each place; None: the pairs themselves.
     """
     total = tl.zeros([TILE], tl.float32)
     for first in range(begin, end, PAIRS):
@@ -70,7 +70,7 @@ def hidden_gradient_kernel(
     coefficients, offsets, columns, weight, weight_stride, out, out_stride, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes TILE elements of the gradient of one row of hidden states."""
+    """Write TILE elements of the gradient of one row of hidden states."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -87,10 +87,10 @@ def weight_gradient_kernel(
     coefficients, order, keys, ends, rows, hidden, hidden_stride, out, out_stride, pairs, columns, size,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds TILE elements of the gradient of every column of the weight to `out`.
+    """Add TILE elements of the gradient of every column of the weight to `out`.
 
-    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), `ends`
-    where the places of the same column end. The first place of a column has all of them summed, by one program.
+    The places are the pairs sorted by column, `order`; `keys` are their columns (from `columns` on: another rank's), and
+    `ends` has the end of each column's places. One program sums all places of a column, at the first of them.
     """
     lanes = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lanes_inside = lanes < size
@@ -116,7 +116,7 @@ _WEIGHT_PROGRAMS = 1056
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """One read of the kept columns; see `pairs_torch.pair_logits`."""
+    """Read the kept columns once; see `pairs_torch.pair_logits`."""
     count, size = len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
     per_program, tile = _LOGITS_TILE
@@ -129,7 +129,7 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """One read of the kept columns; see `pairs_torch.write_hidden_gradient`."""
+    """Read the kept columns once; see `pairs_torch.write_hidden_gradient`."""
     tokens, size = out.shape
     per_step, tile = _HIDDEN_TILE
     if tokens:
@@ -140,7 +140,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """The pairs sorted by column, each column summed by one program; see `pairs_torch.add_weight_gradient`."""
+    """Sort the pairs by column and sum each column in one program; see `pairs_torch.add_weight_gradient`."""
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
     per_step, tile = _WEIGHT_TILE
     if count == 0:

@@ -39,13 +39,13 @@ def hopper_products(
     weight: Tensor,
     shard: VocabularyShard,
     temperature: float | Tensor,
-    main_grad: Tensor | None,
+    with_entropy: bool,
 ) -> FirstProduct | None:
     """Return the products of exponentials, if QuACK is installed and takes these factors."""
     choice = _optional("hopper.choice") if hidden.is_cuda else None
     if choice is None:
         return None
     products: FirstProduct | None = choice.find_products(
-        hidden, weight, shard, temperature, main_grad
+        hidden, weight, shard, temperature, with_entropy
     )
     return products

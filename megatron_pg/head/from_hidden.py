@@ -148,7 +148,7 @@ class LinearLogProbs(torch.autograd.Function):
         for rows in layer.chunks():
             chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if vector is None else vector[rows] for vector in incoming)
-            chunk.add_gradient(gradients, rows, hidden[rows], statistics.rows(rows), coefficients)
+            chunk.add_gradient(gradients, statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
         return (*gradients.finish(), None, None)
@@ -266,8 +266,7 @@ def _loss_in_pieces(
                 if taught is None or rows is not chunks[-1]:
                     taught = teacher.on(chunk, own, rows)
                 more = taught.gradient(to_divergence[0], layer.hidden.dtype)
-            hidden = layer.hidden[rows]
-            chunk.add_gradient(gradients, rows, hidden, own, (to_log_probs, to_entropy), more)
+            chunk.add_gradient(gradients, own, (to_log_probs, to_entropy), more)
     whole = RowStatistics.concatenate(parts, like=zero)
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     outputs = total, whole.log_probs, whole.entropy

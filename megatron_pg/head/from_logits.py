@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_pg.head.backend import row_passes
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 from megatron_pg.head.wings import RowSets, Teacher
 
 _TEACHER_ROWS = 2048
@@ -59,11 +59,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def _write_with_teacher(
-    teacher: Teacher,
-    rows: LogitRows,
-    statistics: RowStatistics,
-    incoming: tuple[Tensor | None, ...],
-    out: Tensor,
+    teacher: Teacher, rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
     """Write the gradient of all three outputs to the logits into `out`, which may be the logits, some rows at a time."""
     for part in chunk_slices(0, len(out), _TEACHER_ROWS):

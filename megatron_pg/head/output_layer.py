@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.backend import hopper_products, row_passes
-from megatron_pg.head.factor_gradients import FactorGradients, main_grad_of, multiply, wide_dtype
+from megatron_pg.head.factor_gradients import FactorGradients, multiply, wide_dtype
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 from megatron_pg.head.wings import Chunk, FirstProduct, KeepOnly, Teacher
 
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
@@ -77,8 +77,14 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
     """Some rows of logits, which their gradient overwrites."""
+
+    hidden: Tensor
+    """The hidden states [rows, hidden]."""
+    place: slice
+    """The place of the rows among all tokens."""
 
     def statistics(self) -> RowStatistics:
         """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
@@ -88,10 +94,8 @@ class LogitChunk(LogitRows):
     def add_gradient(
         self,
         gradients: FactorGradients,
-        rows: slice,
-        hidden: Tensor,
         statistics: RowStatistics,
-        incoming: tuple[Tensor | None, ...],
+        incoming: Incoming,
         more: Tensor | None = None,
     ) -> None:
         """Overwrite the logits with their gradient, and add its products; see `Chunk`.
@@ -99,12 +103,12 @@ class LogitChunk(LogitRows):
         The gradient of logits wider than the hidden states takes the front of each row.
         """
         gradient = self.logits
-        if gradient.dtype != hidden.dtype:
-            gradient = gradient.view(hidden.dtype)[:, : gradient.shape[1]]
+        if gradient.dtype != self.hidden.dtype:
+            gradient = gradient.view(self.hidden.dtype)[:, : gradient.shape[1]]
         if more is None or any(vector is not None for vector in incoming):
             row_passes(self.logits).write_gradient(self, statistics, incoming, gradient)
             more = gradient if more is None else gradient.add_(more)
-        gradients.add_products(rows, hidden, more)
+        gradients.add_products(self.place, self.hidden, more)
 
 
 class OutputLayer:
@@ -151,7 +155,7 @@ class OutputLayer:
         """The products of exponentials; None where `first_product` leaves logits."""
         if may_be_exponentials and options.fp32_logits and options.use_quack and teacher is None:
             self.products = hopper_products(
-                hidden, weight, self.shard, options.temperature, main_grad_of(weight)
+                hidden, weight, self.shard, options.temperature, options.with_entropy
             )
 
     def new_logits(self, chunks: list[slice]) -> Tensor:
@@ -174,10 +178,7 @@ class OutputLayer:
         """Multiply some rows into the front of `buffer`, as logits or as exponentials."""
         if self.products is None:
             return self.chunk(rows, buffer)
-        return self.products.first_product(
-            self.hidden[rows], self.weight.detach(), self.targets[rows], self.shard,
-            float(self.options.temperature), buffer, with_entropy=self.options.with_entropy,
-        )  # fmt: skip
+        return self.products.first_product(self.hidden[rows], self.targets[rows], rows, buffer)
 
     def chunk(self, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> LogitChunk:
         """Return some rows with their logits at the front of `buffer`, computed unless they are kept there."""
@@ -186,4 +187,7 @@ class OutputLayer:
             multiply(self.hidden[rows], self.weight.t(), logits)
             if self.keep_only is not None:
                 self.keep_only(logits, rows, self.shard)
-        return LogitChunk(logits, self.targets[rows], self.shard, self.temperature)
+        return LogitChunk(
+            logits, self.targets[rows], self.shard, self.temperature,
+            hidden=self.hidden[rows], place=rows,
+        )  # fmt: skip

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 
 _CHUNK_ELEMENTS = 1 << 23
 
@@ -125,10 +125,7 @@ def combine_statistics(
 
 
 def write_gradient(
-    rows: LogitRows,
-    statistics: RowStatistics,
-    incoming: tuple[Tensor | None, Tensor | None],
-    out: Tensor,
+    rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
     """Write the gradient to this shard's logits into `out`, which may be the logits themselves.
 
@@ -139,7 +136,7 @@ def write_gradient(
     Args:
         rows: the rows that `row_statistics` took.
         statistics: over the whole vocabulary; the log-probabilities are not read.
-        incoming: gradients to log-probabilities and entropy, [tokens] each, None for none.
+        incoming: see `Incoming`.
         out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
     """
     logits, columns, temperature = rows.logits, rows.shard.columns, rows.temperature

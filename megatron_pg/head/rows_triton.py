@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -337,10 +337,7 @@ def combine(
 
 
 def write_gradient(
-    rows: LogitRows,
-    statistics: RowStatistics,
-    incoming: tuple[Tensor | None, Tensor | None],
-    out: Tensor,
+    rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
     """Read once and write once; see `rows_torch.write_gradient`.
 

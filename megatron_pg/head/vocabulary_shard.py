@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Incoming = tuple[Tensor | None, ...]
+"""The gradients [tokens] that reach log-probabilities and entropy, None for none."""
+
 
 @dataclass(frozen=True)
 class VocabularyShard:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.factor_gradients import FactorGradients
-from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
@@ -24,21 +24,14 @@ class Chunk(Protocol):
     def add_gradient(
         self,
         gradients: FactorGradients,
-        rows: slice,
-        hidden: Tensor,
         statistics: RowStatistics,
-        incoming: tuple[Tensor | None, ...],
+        incoming: Incoming,
         more: Tensor | None,
     ) -> None:
         """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`.
 
-        Args:
-            gradients: the sums.
-            rows: the place of the chunk among all tokens.
-            hidden: the hidden states [rows, hidden] of the chunk.
-            statistics: of the chunk.
-            incoming: the gradients [rows] to log-probabilities and entropy.
-            more: a gradient [rows, v/tp] of the logits to be added, in the dtype of the hidden states.
+        `incoming` are the gradients [rows] to log-probabilities and entropy. `more` is added to the gradient, [rows, v/tp]
+        in the dtype of the hidden states.
         """
 
 
@@ -48,18 +41,11 @@ class FirstProduct(Protocol):
     def padded(self, rows: int) -> int:
         """Return the rows of the buffer that so many rows take up."""
 
-    def first_product(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        buffer: Tensor,
-        *,
-        with_entropy: bool,
-    ) -> Chunk:
-        """Multiply one or more rows of hidden states and the weight into the front of `buffer` [padded rows or more, v/tp]."""
+    def first_product(self, hidden: Tensor, targets: Tensor, place: slice, buffer: Tensor) -> Chunk:
+        """Multiply hidden states [rows, hidden] by the weight into the front of `buffer` [padded rows or more, v/tp].
+
+        There is one row or more; `place` is theirs among all tokens.
+        """
 
 
 class TeacherRows(Protocol):
@@ -93,7 +79,7 @@ class RowSets(Protocol):
         self,
         logits: Tensor,
         statistics: RowStatistics,
-        incoming: tuple[Tensor | None, ...],
+        incoming: Incoming,
         row_mask: Tensor | None,
         out: Tensor,
     ) -> None:

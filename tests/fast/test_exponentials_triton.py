@@ -69,12 +69,27 @@ def add_weight_gradient(
     out.copy_(out + product if add else product)
 
 
-def products(tile: int) -> exponentials.ExponentialProducts:
+def products(
+    tile: int, weight: Tensor, shard: VocabularyShard, with_entropy: bool
+) -> exponentials.ExponentialProducts:
     in_torch = SimpleNamespace(
         STRIP=STRIP, tile_of=lambda columns: tile, write_exponentials=write_exponentials,
         write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
     )  # fmt: skip
-    return exponentials.ExponentialProducts(in_torch)  # type: ignore[arg-type]
+    return exponentials.ExponentialProducts(
+        in_torch,
+        weight.detach(),
+        shard,
+        0.7,
+        with_entropy,  # type: ignore[arg-type]
+    )
+
+
+def hopper_products(tile: int):
+    def found(hidden: Tensor, weight: Tensor, shard: VocabularyShard, _: float, with_entropy: bool):
+        return products(tile, weight, shard, with_entropy)
+
+    return found
 
 
 class Problem:
@@ -141,7 +156,7 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch):
     def with_tile(tile: int) -> None:
-        monkeypatch.setattr(output_layer, "hopper_products", lambda *_: products(tile))
+        monkeypatch.setattr(output_layer, "hopper_products", hopper_products(tile))
 
     return with_tile
 
@@ -257,10 +272,10 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
     gathered: list[Tensor] = []
     keep = lambda shard, own: gathered.append(own) or own[None]  # noqa: E731
     monkeypatch.setattr(VocabularyShard, "gather", keep)
-    of_first = products(128).first_product(
-        problem.hidden, weights[0], problem.targets, first, 0.7,
-        torch.empty((128, 128), dtype=torch.bfloat16), with_entropy=False,
-    )  # fmt: skip
+    buffer = torch.empty((128, 128), dtype=torch.bfloat16)
+    of_first = products(128, weights[0], first, with_entropy=False).first_product(
+        problem.hidden, problem.targets, slice(0, 20), buffer
+    )
     of_first.statistics()
     logits = problem.hidden.float() @ weights[1].float().t()
     of_second = LogitRows(logits, problem.targets, second, value)
@@ -278,7 +293,8 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
 def on_ranks(quack: tuple[bool, bool], entropy_coef: float, columns: int) -> tuple[Tensor, ...]:
     """Through `linear_token_loss` on two tensor-parallel ranks, of which `quack` names those with QuACK's products."""
     rank, problem = dist.get_rank(), Problem(columns)
-    output_layer.hopper_products = lambda *_: products(128) if quack[rank] else None  # type: ignore[assignment]
+    if quack[rank]:
+        output_layer.hopper_products = hopper_products(128)
     output_layer.row_passes = lambda logits: rows_triton  # type: ignore[assignment]
     hidden = problem.hidden.clone().requires_grad_()
     weight = problem.weight.chunk(2)[rank].clone().requires_grad_()
@@ -311,10 +327,9 @@ def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rows_of(weight: Tensor, shard: VocabularyShard) -> exponentials.ExponentialRows:
         buffer = torch.empty((128, len(weight)), dtype=torch.bfloat16)
-        return products(tile).first_product(
-            problem.hidden, weight, targets, shard, 0.7, buffer,
-            with_entropy=True,
-        )  # fmt: skip
+        return products(tile, weight, shard, with_entropy=True).first_product(
+            problem.hidden, targets, slice(0, 20), buffer
+        )
 
     whole = rows_of(problem.weight, VocabularyShard(0, 256, 256, None)).statistics()
     gathered: list[Tensor] = []

@@ -7,10 +7,12 @@ import importlib
 import re
 import warnings
 from importlib import metadata
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megatron_pg.head.factor_gradients import main_grad_of
 from megatron_pg.head.hopper.exponentials import MULTIPLE, ExponentialProducts
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 
@@ -26,18 +28,18 @@ def find_products(
     weight: Tensor,
     shard: VocabularyShard,
     temperature: float | Tensor,
-    main_grad: Tensor | None,
+    with_entropy: bool,
 ) -> ExponentialProducts | None:
     """Return the products of exponentials for these factors, or None; say why once where QuACK is installed."""
     version = _installed()
     if version is None:
         return None
-    reason = _refusal(hidden, weight, shard, temperature, main_grad)
+    reason = _refusal(hidden, weight, shard, temperature, main_grad_of(weight))
     products = reason or _products(version)
     if isinstance(products, str):
         _say(products)
         return None
-    return products
+    return ExponentialProducts(products, weight.detach(), shard, float(temperature), with_entropy)
 
 
 @functools.cache
@@ -50,16 +52,15 @@ def _installed() -> str | None:
 
 
 @functools.cache
-def _products(version: str) -> ExponentialProducts | str:
-    """Return the products of that version, or the reason why there are none."""
+def _products(version: str) -> ModuleType | str:
+    """Return the module `quack_products` with that version, or the reason why there are none."""
     low, high = _VERSIONS
     if not low <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < high:
         return f"it asks for quack-kernels>={_dotted(low)},<{_dotted(high)}, found {version}"
     try:
-        module = importlib.import_module("megatron_pg.head.hopper.quack_products")
+        return importlib.import_module("megatron_pg.head.hopper.quack_products")
     except Exception as error:  # anything that a compiler raises which does not fit this machine
         return f"quack-kernels {version} cannot be imported ({type(error).__name__}: {error})"
-    return ExponentialProducts(module)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_pg.head import rows_triton
 from megatron_pg.head.factor_gradients import FactorGradients
 from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, _incoming
-from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
 
 # Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
@@ -204,50 +204,47 @@ class ExponentialProducts:
 
     products: ModuleType
     """The module of the three products, `quack_products`."""
+    weight: Tensor
+    """[v/tp, hidden] bfloat16."""
+    shard: VocabularyShard
+    temperature: float
+    with_entropy: bool
 
     def padded(self, rows: int) -> int:
         """Return the rows of the buffer that so many rows take up."""
         return -(-rows // MULTIPLE) * MULTIPLE
 
     def first_product(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        buffer: Tensor,
-        *,
-        with_entropy: bool,
+        self, hidden: Tensor, targets: Tensor, place: slice, buffer: Tensor
     ) -> ExponentialRows:
-        """Multiply one or more rows of hidden states and the weight into the front of `buffer` [padded rows or more, v/tp]."""
-        rows, columns = len(hidden), len(weight)
+        """Multiply hidden states [rows, hidden] by the weight into the front of `buffer`; see `FirstProduct`."""
+        rows, columns = len(hidden), len(self.weight)
         whole = self.padded(rows)
-        local = targets - shard.start
+        local = targets - self.shard.start
         if whole > rows:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, whole - rows))
             local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
         elif hidden.stride(1) != 1 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
             hidden = hidden.clone(memory_format=torch.contiguous_format)
         tiles = columns // self.products.tile_of(columns)
-        value = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+        value = torch.full((), self.temperature, dtype=torch.float32, device=hidden.device)
         offsets, sums = (value.new_empty((whole, tiles)) for _ in range(2))
-        dots = torch.empty_like(sums) if with_entropy else None
+        dots = torch.empty_like(sums) if self.with_entropy else None
         # The product writes no logit of a target of another shard, nor of -inf.
         exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
         self.products.write_exponentials(
-            hidden, weight, local, temperature, exponentials,
+            hidden, self.weight, local, self.temperature, exponentials,
             offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,
         )  # fmt: skip
         shard_statistics = value.new_empty((rows, 4))
         tile_statistics_kernel[(rows,)](
             offsets, sums, dots, target_logits, targets.contiguous(), value, shard_statistics,
-            tiles, shard.vocab_size,
+            tiles, self.shard.vocab_size,
             TILES=triton.next_power_of_2(tiles), num_warps=_WARPS,
         )  # fmt: skip
         return ExponentialRows(
-            hidden, exponentials, offsets, shard_statistics, targets, shard, value, self.products
-        )
+            hidden, exponentials, offsets, shard_statistics, targets, self.shard, value, place, self.products
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -267,6 +264,8 @@ class ExponentialRows:
     shard: VocabularyShard
     temperature: Tensor
     """One element."""
+    place: slice
+    """The place of the rows among all tokens."""
     products: ModuleType
     """The module of the three products."""
 
@@ -280,10 +279,8 @@ class ExponentialRows:
     def add_gradient(
         self,
         gradients: FactorGradients,
-        rows: slice,
-        hidden: Tensor,
         statistics: RowStatistics,
-        incoming: tuple[Tensor | None, ...],
+        incoming: Incoming,
         more: Tensor | None = None,
     ) -> None:
         """Add the two products of the gradient, and overwrite the exponentials; see `Chunk`.
@@ -293,12 +290,13 @@ class ExponentialRows:
         """
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
-            gradients.add_products(rows, hidden, self._write_gradient(statistics, incoming))
+            gradient = self._write_gradient(statistics, incoming)
+            gradients.add_products(self.place, self.hidden[: len(gradient)], gradient)
             return
         factors, strips, scaled_hidden = self._gradient_factors(statistics, to_log_probs)
         left = self.exponentials
         if gradients.hidden is not None:
-            out = gradients.hidden[rows]
+            out = gradients.hidden[self.place]
             whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
             weight = gradients.weight.detach()
             self.products.write_hidden_gradient(left, strips, factors, weight, whole)
@@ -339,9 +337,7 @@ class ExponentialRows:
         )  # fmt: skip
         return factors, strips, scaled_hidden
 
-    def _write_gradient(
-        self, statistics: RowStatistics, incoming: tuple[Tensor | None, ...]
-    ) -> Tensor:
+    def _write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
         """Overwrite the exponentials with the gradient [rows, v/tp] of their logits."""
         count, tiles = len(self.targets), self.offsets.shape[1]
         columns, segment = self.exponentials.shape[1], _GRADIENT_TILE * _GRADIENT_TILES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, to_device
-from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
+from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
@@ -85,7 +85,7 @@ class KeptPairs:
         self,
         logits: Tensor,
         statistics: RowStatistics,
-        incoming: tuple[Tensor | None, ...],
+        incoming: Incoming,
         row_mask: Tensor | None,
         out: Tensor,
     ) -> None:
@@ -101,7 +101,7 @@ class KeptPairs:
 
 
 def kept_gradient(
-    logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: tuple[Tensor | None, ...]
+    logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: Incoming
 ) -> Tensor:
     """Compute the gradient [pairs] of the pairs' logits, by the formula of `rows_torch.write_gradient` over the set.
 

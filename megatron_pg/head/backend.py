@@ -42,10 +42,7 @@ def hopper_products(
     with_entropy: bool,
 ) -> FirstProduct | None:
     """Return the products of exponentials, if QuACK is installed and takes these factors."""
-    choice = _optional("hopper.choice") if hidden.is_cuda else None
-    if choice is None:
-        return None
-    products: FirstProduct | None = choice.find_products(
-        hidden, weight, shard, temperature, with_entropy
-    )
+    products: FirstProduct | None = None
+    if hidden.is_cuda and (choice := _optional("hopper.choice")):
+        products = choice.find_products(hidden, weight, shard, temperature, with_entropy)
     return products

@@ -96,8 +96,9 @@ def linear_token_loss(
             that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    options = options or HeadOptions()
-    layer = OutputLayer(hidden, weight, targets, options, teacher=teacher, may_be_exponentials=True)
+    layer = OutputLayer(
+        hidden, weight, targets, options or HeadOptions(), teacher=teacher, may_be_exponentials=True
+    )
     tokens = len(hidden)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -126,8 +127,8 @@ class LinearLogProbs(torch.autograd.Function):
         logits = layer.new_logits(layer.chunks())
         parts = [layer.chunk(rows, logits).statistics() for rows in layer.chunks()]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
-        ctx.options, ctx.keep, ctx.logits = layer.options, keep, logits if keep else None
-        ctx.keep_only = layer.keep_only
+        ctx.layer = functools.partial(OutputLayer, options=layer.options, keep_only=layer.keep_only)
+        ctx.keep, ctx.logits = keep, logits if keep else None
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
@@ -138,7 +139,7 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
             return (None,) * 4
-        layer = OutputLayer(hidden, ctx.parameter, targets, ctx.options, ctx.keep_only)
+        layer = ctx.layer(hidden, ctx.parameter, targets)
         logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
@@ -168,8 +169,13 @@ class LinearTokenLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.defer = defer
         if defer:
-            ctx.options, ctx.work, ctx.teacher = layer.options, work, layer.teacher
-            ctx.parameter = weight  # saved, it may come back without its `main_grad`
+            ctx.layer = functools.partial(
+                OutputLayer, options=layer.options, teacher=layer.teacher, may_be_exponentials=True
+            )
+            ctx.work, ctx.parameter = (
+                work,
+                weight,
+            )  # saved, it may come back without its `main_grad`
             ctx.save_for_backward(hidden, weight, layer.targets)
             vectors = 2 if layer.teacher is None else 3
             sizes: list[tuple[int, ...]] = [(), *[tuple(layer.targets.shape)] * vectors]
@@ -193,14 +199,7 @@ class LinearTokenLoss(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             return (*gradients.finish(grad_loss), None, None, None)
         hidden, _, targets = ctx.saved_tensors
-        layer = OutputLayer(
-            hidden,
-            ctx.parameter,
-            targets,
-            ctx.options,
-            teacher=ctx.teacher,
-            may_be_exponentials=True,
-        )
+        layer = ctx.layer(hidden, ctx.parameter, targets)
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         outputs = ctx.work(layer, gradients, grad_loss)
         for awaited, output in zip(ctx.awaited, outputs, strict=True):

@@ -63,7 +63,7 @@ class Teacher(Protocol):
     """A teacher of all tokens of a call."""
 
     def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> TeacherRows:
-        """Compare the student's logits of some rows with the teacher's; every tensor-parallel rank must call."""
+        """Compare the student's logits of `rows`, with their statistics; every tensor-parallel rank must call."""
 
 
 class RowSets(Protocol):

@@ -1,6 +1,6 @@
 """A teacher for the divergence: its logits, its hidden states with its output weight, or its k likeliest tokens.
 
-Each is a `Teacher` of `head.wings`; the teacher gets no gradient.
+Each is a `Teacher`, and compares some rows as `TeacherRows`. The teacher gets no gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class WholeTeacher:
     """The teacher's output weight [v/tp, teacher's hidden]: its logits are made a chunk at a time."""
 
     def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> WholeRows:
-        """Compare some rows; see `Teacher`."""
         if self.logits is not None:
             logits = self.logits[rows]
         elif self.hidden is not None and self.weight is not None:
@@ -82,7 +81,6 @@ class WholeRows:
     """True where the teacher's logits are of no further use."""
 
     def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient to the student's logits; see `TeacherRows`."""
         pair, out = self.pair, self.pair.teacher.logits
         if not self.may_overwrite or out.dtype != dtype:
             out = torch.empty_like(out, dtype=dtype)
@@ -103,7 +101,6 @@ class TopKTeacher:
     """The teacher's log-probs [tokens, k] of the ids at the student's temperature."""
 
     def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> TopKRows:
-        """Compare some rows; see `Teacher`."""
         return TopKRows(self.divergence, student, statistics, self.ids[rows], self.log_probs[rows])
 
 
@@ -143,7 +140,6 @@ class TopKRows:
         self.value = value if student.row_mask is None else value.where(student.row_mask, 0.0)
 
     def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient to the student's logits; see `TeacherRows`."""
         student, statistics = self.student, self.statistics
         live = incoming != 0 if student.row_mask is None else (incoming != 0) & student.row_mask
         scale = torch.where(live, incoming, 0.0).to(self._p.dtype) / student.temperature

@@ -1,10 +1,6 @@
 """The three matrix products of the output layer around scaled exponentials, on the pieces of QuACK (`quack-kernels`, PyPI).
 
-For each tile of a row of logits the first product keeps `E = 2 ** (log2(e) z / temperature - offset)`, with a whole number
-as offset, and the tile's sums. `exponentials` turns these into factors of rows and tiles, and the other two products
-multiply E by the factors as they read it. So no pass writes or reads logits or their gradient.
-
-The order of work and the tiles were read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`.
+`exponentials` has the formulas. The order of work and the tiles were read in quack-kernels 0.6.5, `linear_cross_entropy.scaled_exp_linear_cross_entropy_fwd`.
 Importing this module needs QuACK. The first call of a kernel compiles it (seconds; QuACK keeps it on disk).
 """
 

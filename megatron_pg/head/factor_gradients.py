@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of float32 logits and of a weight's gradient, from operands of `dtype`: float64 stays."""
-    return torch.promote_types(dtype, torch.float32)
+from megatron_pg.head.rows_torch import wide_dtype
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:

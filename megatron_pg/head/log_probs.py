@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head.factor_gradients import wide_dtype
 from megatron_pg.head.from_hidden import linear_log_probs
 from megatron_pg.head.from_logits import LogProbsAndEntropy, logit_rows
 from megatron_pg.head.kept.sets import KeptPairs, check_rows, keep_only
 from megatron_pg.head.kept.sparse_layer import sparse_log_probs, split_rows
 from megatron_pg.head.output_layer import HeadOptions
 from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.rows_torch import wide_dtype
 from megatron_pg.head.wings import Teacher
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.backend import hopper_products, row_passes
-from megatron_pg.head.factor_gradients import FactorGradients, multiply, wide_dtype
+from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
-from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
+from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
 from megatron_pg.head.wings import Chunk, FirstProduct, KeepOnly, Teacher
 

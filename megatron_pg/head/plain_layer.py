@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.head.factor_gradients import FactorGradients, multiply, wide_dtype
+from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import refuse_second_derivative
 from megatron_pg.head.output_layer import check_factors, default_chunk_tokens
-from megatron_pg.head.rows_torch import chunk_slices
+from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 
 
 def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,14 +15,14 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 _CHUNK_ELEMENTS = 1 << 23
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics: float32, or float64 for float64 logits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics, float32 logits and a weight's gradient: float32, or float64 for float64 operands."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """Return the temperature as one element of the statistics dtype on the device of `logits`."""
-    dtype = statistics_dtype(logits.dtype)
+    dtype = wide_dtype(logits.dtype)
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
             raise ValueError(
@@ -66,7 +66,7 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     it). A shard of padding columns alone has (-inf, 0, 0, -inf).
     """
     logits, columns = rows.logits, rows.shard.columns
-    dtype = statistics_dtype(logits.dtype)
+    dtype = wide_dtype(logits.dtype)
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
     mask = rows.pass_mask
     if columns == 0:
@@ -140,7 +140,7 @@ def write_gradient(
         out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
     """
     logits, columns, temperature = rows.logits, rows.shard.columns, rows.temperature
-    dtype = statistics_dtype(logits.dtype)
+    dtype = wide_dtype(logits.dtype)
     to_log_probs, to_entropy = (
         logits.new_zeros((), dtype=dtype).expand(len(logits))
         if vector is None

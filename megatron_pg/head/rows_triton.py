@@ -113,7 +113,7 @@ def statistics_kernel(
     live = tl.full((), 1, tl.int1)
     if row_mask is not None:
         live = tl.load(row_mask + row) != 0
-    # Of a row that is masked out: log-probability and entropy come out as 0.
+    # A row that is masked out gets log-probability 0 and entropy 0.
     maximum, dot = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     total, target_logit = tl.full((), 1.0, tl.float32), tl.full((), 0.0, tl.float32)
     value = tl.load(temperature)
@@ -282,8 +282,8 @@ def gradient_kernel(
             tl.store(out_base + lanes, zeros, mask=(lanes >= 0) & (lanes < end))
 
 
-# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. Of the gradient: bytes of a
-# logit -> columns of a tile, tiles of a segment.
+# Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. `_GRADIENT_TILES` maps the bytes
+# of a logit to the columns of a tile and the tiles of a segment.
 _VECTOR = 8
 _VECTORS = 256
 _STATISTICS_WARPS = 4
@@ -352,7 +352,7 @@ def write_gradient(
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
     reach = width + max(line - 1, 0)
-    # Segments of rows keep what runs at one time close together in memory, and the last wave short.
+    # Segments of rows keep programs that run together close in memory, and the last wave short.
     if overlaps:
         tiles = triton.cdiv(reach, tile)
     segments = triton.cdiv(reach, tiles * tile)

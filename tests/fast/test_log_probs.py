@@ -58,7 +58,7 @@ def test_values_and_gradients(dtype: torch.dtype, temperature: float) -> None:
     found = run(logits, targets, *gradients, temperature=temperature, vocab_size=33)
     expected = reference(logits, targets, *gradients, temperature=temperature, vocab_size=33)
     assert_matches(found, expected, dtype)
-    assert found[0].dtype == found[1].dtype == rows_torch.statistics_dtype(dtype)
+    assert found[0].dtype == found[1].dtype == rows_torch.wide_dtype(dtype)
     assert found[2].dtype == dtype
     assert (found[2][:, 33:] == 0).all()
 

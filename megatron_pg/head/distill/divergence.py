@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_pg.head.rows_torch import row_chunks, statistics_dtype
+from megatron_pg.head.rows_torch import row_chunks, wide_dtype
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -92,6 +92,6 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
 
 def _log_softmax(rows: LogitRows, statistics: RowStatistics, part: slice) -> Tensor:
     """Compute the log-probabilities of this shard's columns in some rows."""
-    logits = rows.logits[part, : rows.shard.columns].to(statistics_dtype(rows.logits.dtype))
+    logits = rows.logits[part, : rows.shard.columns].to(wide_dtype(rows.logits.dtype))
     exponents = (logits - statistics.maximum[part, None]) / rows.temperature
     return exponents - statistics.log_sum[part, None]

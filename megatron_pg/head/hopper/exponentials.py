@@ -200,7 +200,7 @@ MULTIPLE = 128
 
 @dataclass(frozen=True)
 class ExponentialProducts:
-    """The first product of the output layer as exponentials, a `FirstProduct` of `head.wings`."""
+    """The first product of the output layer as exponentials, a `FirstProduct`."""
 
     products: ModuleType
     """The module of the three products, `quack_products`."""
@@ -243,13 +243,13 @@ class ExponentialProducts:
             TILES=triton.next_power_of_2(tiles), num_warps=_WARPS,
         )  # fmt: skip
         return ExponentialRows(
-            hidden, exponentials, offsets, shard_statistics, targets, self.shard, value, place, self.products
-        )  # fmt: skip
+            hidden, exponentials, offsets, shard_statistics, targets, value, place, self
+        )
 
 
 @dataclass(frozen=True)
 class ExponentialRows:
-    """Some rows after the first product, a `Chunk` of `head.wings`; rows from `len(targets)` on fill up a tile."""
+    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile."""
 
     hidden: Tensor
     """[padded rows, hidden] bfloat16."""
@@ -261,19 +261,19 @@ class ExponentialRows:
     """[rows, 4] float32, the statistics of this shard's columns."""
     targets: Tensor
     """[rows] int64, global."""
-    shard: VocabularyShard
     temperature: Tensor
     """One element."""
     place: slice
     """The place of the rows among all tokens."""
-    products: ModuleType
-    """The module of the three products."""
+    layer: ExponentialProducts
 
     def statistics(self) -> RowStatistics:
         """Compute the statistics of the rows of targets; every tensor-parallel rank must call."""
         count = len(self.targets)
         outputs = RowStatistics(*(self.temperature.new_empty(count) for _ in RowStatistics._fields))
-        rows_triton.combine(self.shard_statistics, self.shard, self.temperature, None, outputs)
+        rows_triton.combine(
+            self.shard_statistics, self.layer.shard, self.temperature, None, outputs
+        )
         return outputs
 
     def add_gradient(
@@ -298,13 +298,14 @@ class ExponentialRows:
         if gradients.hidden is not None:
             out = gradients.hidden[self.place]
             whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
-            weight = gradients.weight.detach()
-            self.products.write_hidden_gradient(left, strips, factors, weight, whole)
+            self.layer.products.write_hidden_gradient(
+                left, strips, factors, self.layer.weight, whole
+            )
             if whole is not out:
                 out.copy_(whole[: len(out)])
         if gradients.needs_weight:
             total, add = gradients.weight_sum()
-            self.products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
+            self.layer.products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
 
     def _gradient_factors(
         self, statistics: RowStatistics, to_log_probs: Tensor
@@ -326,10 +327,10 @@ class ExponentialRows:
             statistics.maximum, statistics.log_sum, statistics.log_probs,
             to_log_probs.to(torch.float32).contiguous(),
             factors, references, scaled_hidden,
-            len(self.targets), tiles, columns, size, self.hidden.stride(0), self.shard.start,
+            len(self.targets), tiles, columns, size, self.hidden.stride(0), self.layer.shard.start,
             TILE=tile, TILES=triton.next_power_of_2(tiles), BLOCK=1024, num_warps=_WARPS,
         )  # fmt: skip
-        strip = self.products.STRIP
+        strip = self.layer.products.STRIP
         strips = self.hidden.new_empty((columns // strip, whole))
         strip_factors_kernel[(-(-tiles // 64), -(-whole // 64))](
             self.offsets, references, strips, whole, tiles,
@@ -346,7 +347,7 @@ class ExponentialRows:
             self.exponentials, self.offsets, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
             *(None if vector is None else vector.to(torch.float32).contiguous() for vector in incoming),
-            columns, tiles, self.shard.start, segments, segment,
+            columns, tiles, self.layer.shard.start, segments, segment,
             OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
         )  # fmt: skip
         return self.exponentials[:count]

@@ -107,7 +107,7 @@ def weight_gradient_kernel(
             tl.store(at, total.to(out.dtype.element_ty), mask=lanes_inside)
 
 
-# Pairs of a program at a time, and elements of a hidden state.
+# The pairs, and the elements of a hidden state, that a program takes at a time.
 _LOGITS_TILE = (8, 256)
 _HIDDEN_TILE = (8, 512)
 _WEIGHT_TILE = (8, 1024)

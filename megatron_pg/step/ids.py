@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from megatron_pg.step.sample import Sample, checked_integer
 
@@ -225,13 +225,9 @@ def with_distinct_ids(sample: Sample, number: int) -> Sample:
     Raises:
         ValueError: an id below 0 or from 2^40 on, naming the sample.
     """
-
-    def distinct(field: str, identifier: int | None) -> int | None:
-        where = f"{sample.name}: {field}"
-        return None if identifier is None else distinct_id(where, number, identifier)
-
-    return dataclasses.replace(
-        sample,
-        group_index=distinct("group_index", sample.group_index),
-        rollout_id=distinct("rollout_id", sample.rollout_id),
-    )
+    ids: dict[str, Any] = {
+        field: distinct_id(f"{sample.name}: {field}", number, identifier)
+        for field in ("group_index", "rollout_id")
+        if (identifier := getattr(sample, field)) is not None
+    }
+    return dataclasses.replace(sample, **ids)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from megatron_pg.head.ragged import Ragged
 
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -42,24 +40,7 @@ VALUE_FIELDS = (
 _NOT_KEPT = torch.zeros(1, dtype=torch.bool)
 
 
-class HashedSample(Protocol):
-    """The hashed fields of a `Sample`."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def response_length(self) -> int: ...
-    @property
-    def loss_mask(self) -> Tensor: ...
-    @property
-    def loss_weights(self) -> Tensor | None: ...
-    @property
-    def kept_tokens(self) -> Ragged | None: ...
-    @property
-    def advantages(self) -> Tensor: ...
-
-
-def filled_fields(samples: Sequence[HashedSample]) -> tuple[str, ...]:
+def filled_fields(samples: Sequence[Any]) -> tuple[str, ...]:
     """List the fields of `VALUE_FIELDS` that all samples have. Advantages of 0 alone are not filled."""
     filled = [
         name
@@ -71,13 +52,13 @@ def filled_fields(samples: Sequence[HashedSample]) -> tuple[str, ...]:
     return tuple(filled)
 
 
-def store_hashes(samples: Sequence[HashedSample], fields: tuple[str, ...] | None = None) -> None:
+def store_hashes(samples: Sequence[Any], fields: tuple[str, ...] | None = None) -> None:
     """Store `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
 
     The tokens of many samples are one vector: a call for each sample takes longer than its arithmetic.
 
     Args:
-        samples: samples that are hashed with the same fields already keep their hashes.
+        samples: of type `Sample`. Samples that are hashed with the same fields already keep their hashes.
         fields: fields of `VALUE_FIELDS` in the identity; None is `filled_fields(samples)`.
     """
     fields = filled_fields(samples) if fields is None else fields
@@ -164,9 +145,7 @@ def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]
     return totals
 
 
-def _value_part(
-    samples: Sequence[HashedSample], responses: Integers, fields: Sequence[str]
-) -> Words:
+def _value_part(samples: Sequence[Any], responses: Integers, fields: Sequence[str]) -> Words:
     """Add up the hashes of the fields' bits, each times a number of the field."""
     total = np.zeros(len(samples), dtype=np.uint64)
     for name in fields:
@@ -189,7 +168,7 @@ def _mask_part(sums: Integers, counts: Integers) -> Words:
     return np.uint64(GOLDEN) * sums.view(np.uint64) + mixed(counts.astype(np.uint64))
 
 
-def _with_other_parts(number: int, sample: HashedSample) -> int:
+def _with_other_parts(number: int, sample: Any) -> int:
     """Extend the hash of tokens and mask by the loss weights and kept sets of a sample."""
     vectors: list[tuple[Integers, int]] = []
     if sample.loss_weights is not None:
@@ -220,7 +199,7 @@ _FACTORS = {
 """The odd factor of each field's bits."""
 
 
-def coefficients_of(samples: Sequence[HashedSample], fields: tuple[str, ...]) -> Tensor:
+def coefficients_of(samples: Sequence[Any], fields: tuple[str, ...]) -> Tensor:
     """Compute the coefficients [len(samples)] float64 of samples whose identities have these fields."""
     store_hashes(samples, fields)
     identities = np.array([vars(sample)["identity"] for sample in samples], dtype=np.uint64)

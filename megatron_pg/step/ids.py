@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from megatron_pg.step.sample import Sample, checked_integer
 
@@ -21,47 +21,31 @@ NUM_NAMED = 5
 
 
 class CountedSample(Protocol):
-    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens."""
+    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens.
+
+    The properties are those of `Sample`. `prompt_hash`, `identity` and `active_coefficients` are None without tokens.
+    """
 
     @property
-    def group_index(self) -> int | None:
-        """The prompt group, any int64."""
-
+    def group_index(self) -> int | None: ...
     @property
-    def rollout_id(self) -> int | None:
-        """Samples with the same id, any int64, are one rollout; None makes the sample a rollout of its own."""
-
+    def rollout_id(self) -> int | None: ...
     @property
-    def prompt_hash(self) -> int | None:
-        """A hash of the prompt's tokens; None where they are not known."""
-
+    def prompt_hash(self) -> int | None: ...
     @property
-    def id_source(self) -> str | None:
-        """The source that numbered the ids, such as a file; None is the data-parallel rank."""
-
+    def id_source(self) -> str | None: ...
     @property
-    def name(self) -> str:
-        """Name of the sample in error messages."""
-
+    def name(self) -> str: ...
     @property
-    def num_active_tokens(self) -> int:
-        """Response tokens that the loss mask keeps."""
-
+    def num_active_tokens(self) -> int: ...
     @property
-    def loss_weight(self) -> float | None:
-        """Sum of the loss weights over the active tokens; None where each counts 1."""
-
+    def loss_weight(self) -> float | None: ...
     @property
-    def identity(self) -> int | None:
-        """Hash of everything that tells the sample from others; None without tokens."""
-
+    def identity(self) -> int | None: ...
     @property
-    def hashed_fields(self) -> tuple[str, ...]:
-        """Fields of values in the hash, such as advantages."""
-
+    def hashed_fields(self) -> tuple[str, ...]: ...
     @property
-    def active_coefficients(self) -> float | None:
-        """Sum over the active tokens of their loss weights times the coefficients of sample and position; None without tokens."""
+    def active_coefficients(self) -> float | None: ...
 
 
 class _Place(NamedTuple):
@@ -225,13 +209,9 @@ def with_distinct_ids(sample: Sample, number: int) -> Sample:
     Raises:
         ValueError: an id below 0 or from 2^40 on, naming the sample.
     """
-
-    def distinct(field: str, identifier: int | None) -> int | None:
-        where = f"{sample.name}: {field}"
-        return None if identifier is None else distinct_id(where, number, identifier)
-
-    return dataclasses.replace(
-        sample,
-        group_index=distinct("group_index", sample.group_index),
-        rollout_id=distinct("rollout_id", sample.rollout_id),
-    )
+    ids: dict[str, Any] = {
+        field: distinct_id(f"{sample.name}: {field}", number, identifier)
+        for field in ("group_index", "rollout_id")
+        if (identifier := getattr(sample, field)) is not None
+    }
+    return dataclasses.replace(sample, **ids)

@@ -43,7 +43,7 @@ class Aggregation(Row):
     """Whether a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
-        """The denominators [num_samples] float64, D or G of the step; None for a mode that divides by neither."""
+        """Return D or G of the step for each sample, [num_samples] float64; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:

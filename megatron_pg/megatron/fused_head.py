@@ -75,7 +75,7 @@ class OutputRows:
         return len(self._active)
 
     def factors(self, hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
+        """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
 
         Args and errors are those of `FusedHead.output_processor`.
         """
@@ -92,7 +92,7 @@ class OutputRows:
     def teacher(
         self, config: PolicyLossConfig, local_columns: int, weight: Tensor | None
     ) -> WholeTeacher | TopKTeacher | None:
-        """The teacher on these rows, where one is distilled; see `teacher_of`."""
+        """Collect the teacher on these rows, where one is distilled; see `teacher_of`."""
         if not config.distills or not self._batch.samples:
             return None
         return teacher_of(
@@ -157,7 +157,7 @@ class FusedHead:
         self._metrics = MicroBatchMetrics()
 
     def output_processor(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """What runs in the place of the output layer's product; on every tensor-parallel rank of the last stage.
+        """Compute the loss in the place of the output layer's product, on every tensor-parallel rank of the last stage.
 
         Args:
             hidden_states: [local_tokens, 1, hidden], all tokens also under sequence parallelism.
@@ -180,7 +180,7 @@ class FusedHead:
         return self._loss_in_one_pass(*factors, teacher)
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
-        """The local loss and its metrics from the model's output."""
+        """Return the local loss and its metrics from the model's output."""
         return output_tensor.reshape(()), self._metrics
 
     def _loss_in_one_pass(
@@ -238,7 +238,7 @@ class FusedHead:
         return total
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
-        """The rows whose gradients wait for one another, [pieces]; None where none waits."""
+        """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
         scope = gradient_scope(self._micro_batch_loss.config)
         if scope == "token":
             return None

@@ -152,7 +152,7 @@ class PolicyStep:
     def head(
         self, batch: PackedBatch, *, context_group: ProcessGroup | None = None
     ) -> MicroBatchHead:
-        """The head of one micro-batch. Called in `forward_step`, before the model, on every rank and stage.
+        """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every rank and stage.
 
         Args:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
@@ -193,8 +193,10 @@ class PolicyStep:
         )
 
     def _check_embedding(self, batch: PackedBatch) -> None:
-        """Refuses ids and lengths beyond the tables of the model's first stage, where a GPU would only say that an index is
-        out of bounds."""
+        """Refuse ids and lengths beyond the tables of the model's first stage.
+
+        A GPU would only say that an index is out of bounds.
+        """
         longest = max(batch.window.total_lengths, default=0)
         largest = {
             "token id": (batch.largest_token, lambda sample: int(sample.tokens.max())),
@@ -216,7 +218,7 @@ class PolicyStep:
         chunk_tokens: int | None = None,
         context_group: ProcessGroup | None = None,
     ) -> FusedHead:
-        """The fused head of one micro-batch; see `FusedHead` and `head` for the arguments."""
+        """Make the fused head of one micro-batch; see `FusedHead` and `head` for the arguments."""
         group = context_group or self.groups.context
         return FusedHead(
             MicroBatchLoss(self.config, batch, self.totals, group, self.share),
@@ -234,7 +236,7 @@ class PolicyStep:
         policy_version: int | None = None,
         critic: HasSums | None = None,
     ) -> dict[str, float]:
-        """The step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
+        """Reduce the step's metrics, by name and the same on every rank. Every rank of the job calls it, once a step.
 
         Args:
             schedule_output: what the schedule returned on this rank.
@@ -323,7 +325,7 @@ def _require_one_length(plan: StepPlan, model_config: Any | None) -> None:
 
 
 def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) -> dict[str, Any]:
-    """The keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
+    """List the keyword arguments of `GPTModel.forward` for a micro-batch on the model's device, without those of a head."""
     return {
         "input_ids": batch.tokens[None],
         "position_ids": batch.position_ids[None],
@@ -335,7 +337,7 @@ def model_inputs(batch: PackedBatch, context_group: ProcessGroup | None = None) 
 def packed_seq_params(
     batch: PackedBatch, context_group: ProcessGroup | None = None
 ) -> PackedSeqParams:
-    """The `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
+    """Make the `packed_seq_params=` of `GPTModel.forward` for a micro-batch on the model's device, in THD format.
 
     The lengths are the padded ones, so that they describe where each sequence lies in the pack. The padding at a
     sequence's end is harmless: attention is causal and padding is scored by no loss. They are passed by keyword: the

@@ -1,9 +1,9 @@
 """`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
 
-The files in the order of the work: `options` reads the flags, `job` joins the processes, `model` and `sharded_parameters`
-build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them, `reference` computes the
-expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a `finding`, and `report` prints
-the results. `every_sharding` repeats the check for each sharding.
+The files in the order of the work: `options` reads the flags, `job` joins the processes, `model` and
+`sharded_parameters` build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them,
+`reference` computes the expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a
+`finding`, and `report` writes the results. `every_sharding` repeats the check for each sharding.
 """
 
 from __future__ import annotations

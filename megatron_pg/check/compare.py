@@ -1,4 +1,4 @@
-"""The comparison of a step with the reference: its loss, its checksum, every gradient, and the copies of each gradient."""
+"""The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's copies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Row(Step):
     wrong_stages: tuple[int, ...] = ()
     """Pipeline stages that hold a wrong parameter."""
     replica_error: float = 0.0
-    """The largest difference between ranks' copies of a gradient slice, as a part of its 2-norm."""
+    """The largest difference between copies of a slice, as a part of its 2-norm."""
     replica_axes: tuple[str, ...] = ()
     """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
@@ -119,17 +119,15 @@ class _Slice:
 
     name: str
     index: int
-    """The slice's place in the whole."""
+    """The slice's place."""
     rank: int
     place: tuple[int, ...]
     """The rank's coordinates, in the order of `AXES`."""
     error: float
     product: float
-    """<g, reference>"""
+    """<g, reference>; `square` is <reference, reference>, `own_square` <g, g>."""
     square: float
-    """<reference, reference>"""
     own_square: float
-    """<g, g>"""
     prints: tuple[float, float]
     """Two projections of g. Equal copies have equal projections."""
 

@@ -113,7 +113,7 @@ class CheckOptions:
 
     @property
     def tokens_per_chunk(self) -> int:
-        """The longest sequences' tokens in each of a context-parallel rank's two chunks: more than a tile of attention."""
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks: more than an attention tile."""
         # A GPU's tile has 128 tokens, a CPU's at most 64.
         return 130 if self.device == "cuda" else max(33, 70 // self.context_parallel_size)
 
@@ -151,7 +151,7 @@ def config_of(
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
-    """Return the options and the flag `--json`. A world size of 0 is unknown; every size divides it.
+    """Return the options and the flag `--json`. A world size of 0 passes every check.
 
     Raises:
         SystemExit: argparse exits for unknown flags and --help.

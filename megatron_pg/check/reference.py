@@ -220,7 +220,7 @@ class WholeModel:
         return loss
 
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return each sample's [total_length, columns] logits, padding columns included, from one pack without padding."""
+        """Return each sample's [total_length, columns] logits, padding columns included, from an unpadded pack."""
         lengths, device = [sample.total_length for sample in samples], self._options.device
         boundaries = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0)
         boundaries = boundaries.to(torch.int32)

@@ -24,8 +24,8 @@ SAMPLES_PER_RANK, MANY_RANKS = 20, 16
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     """Make all samples of the step. A data-parallel rank has `[rank::data_size]`.
 
-    Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout has two micro-batches or
-    two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
+    Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches
+    or on two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
     context-parallel rank. `with_log_probs` sets old and reference log-probs from a model's scores.
     """
     draw = _Draw(options, seed=20)
@@ -98,7 +98,7 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """Add sets that the tokens might have been sampled from: two to nine ids, and for every fifth token all ids.
+    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids.
 
     No set has the token alone: every model's log-prob would be 0, and `with_log_probs` would move it.
     """

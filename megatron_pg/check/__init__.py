@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Send standard output to standard error inside the context, and existing log handlers of standard output for good.
+    """Send standard output to standard error meanwhile, and the root logger's handlers on standard output for good.
 
     `megatron.training` installs such a handler, and the module of a custom function may import it.
     """

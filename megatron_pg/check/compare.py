@@ -35,7 +35,7 @@ class Step:
     what: str = "gradient"
     """The case's name (`cases.py`)."""
     gradient_norm: float | None = None
-    """The norm that the optimizer reported; None without its step."""
+    """The optimizer's norm; None without its step."""
 
     @property
     def tolerance(self) -> float:
@@ -49,7 +49,7 @@ class Row(Step):
 
     reference_loss: float
     reference_norm: float | None = None
-    """The norm of all gradients of the reference; None without an optimizer step."""
+    """The norm of the reference's gradients; None without an optimizer step."""
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
@@ -82,13 +82,13 @@ class Row(Step):
 
     @property
     def loss_agrees(self) -> bool:
-        """The agreement of the reported loss with the reference's; NaN disagrees."""
+        """Return whether the loss is the reference's; NaN is not."""
         scale = max(1.0, abs(self.reference_loss))
         return abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
 
     @property
     def norm_agrees(self) -> bool:
-        """The agreement of the optimizer's gradient norm, if any, with the reference's; NaN disagrees."""
+        """Return whether the optimizer's gradient norm, if any, is the reference's; NaN is not."""
         if self.gradient_norm is None or self.reference_norm is None:
             return True
         return (
@@ -98,17 +98,17 @@ class Row(Step):
 
     @property
     def samples_counted_once(self) -> bool:
-        """The checksum's equality with 1; NaN fails."""
+        """Return whether the checksum is 1; NaN is not."""
         return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
     def gradients_agree(self) -> bool:
-        """The agreement of all gradients with the reference and of their copies; NaN disagrees."""
+        """Return whether gradients and their copies agree on every rank; NaN does not."""
         return max(self.gradient_error, self.replica_error) <= self.tolerance
 
     @property
     def passed(self) -> bool:
-        """The agreement of loss, gradients, norm and checksum; NaN disagrees."""
+        """Return whether loss, gradients, norm and checksum agree; NaN does not."""
         numbers_agree = self.loss_agrees and self.norm_agrees and self.samples_counted_once
         return self.gradients_agree and numbers_agree
 

@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def is_of_norm(self) -> bool:
-        """The fact that a wrong gradient norm explains the error of the optimizer's step."""
+        """Return whether a wrong gradient norm explains the optimizer step's error."""
         found, expected = self.row.gradient_norm or 0.0, self.row.reference_norm or 1.0
         by_norm = max(abs(found / expected - 1.0), abs(expected / (found or expected) - 1.0))
         # Where no rank sums the norm, each clips by its own: one rank's norm says little of the others' steps.
@@ -65,13 +65,13 @@ class Finding:
 
     @property
     def all_have_factor(self) -> bool:
-        """The fact that all gradients are the reference's times one number other than 1."""
+        """Return whether all gradients are the reference's times one number other than 1."""
         row = self.row
         return row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
 
     @property
     def is_part(self) -> bool:
-        """The fact that some gradients are right and some wrong."""
+        """Return whether only some gradients are wrong."""
         return 0 < len(self.row.wrong) < self.row.num_parameters
 
     @property
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def is_left_over(self) -> bool:
-        """The fact that every built model's first row passes and its later rows fail."""
+        """Return whether every built model's first row passes and its later rows fail."""
         built = [
             [row.passed for row in rows]
             for _, rows in itertools.groupby(
@@ -117,7 +117,7 @@ class Finding:
 
     @property
     def fails_per_micro_batch_alone(self) -> bool:
-        """The fact that gradient rows per micro-batch fail and per-token ones pass."""
+        """Return whether gradient rows per micro-batch fail and per-token rows pass."""
         return self._failed_modes == {False}
 
     @property
@@ -129,7 +129,7 @@ class Finding:
         return set() if is_one else failed
 
     def where(self) -> str:
-        """Name the pipeline stages or ranks with wrong gradients; "" for all."""
+        """Name the stages or ranks with wrong gradients; "" for all."""
         row, stages = self.row, self.options.pipeline_model_parallel_size
         if 0 < len(row.wrong_stages) < stages:
             return f" on pipeline stage {_some(row.wrong_stages)} alone"
@@ -189,7 +189,7 @@ class Finding:
 
     @property
     def wrong_have_factor(self) -> bool:
-        """The fact that the wrong gradients are the reference's times one number other than 1."""
+        """Return whether the wrong gradients are the reference's times one number, not 1."""
         row = self.row
         return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
 

@@ -17,7 +17,7 @@ class KnownMistake:
     """The first right version; `FIRST_UNSUPPORTED` if none is known."""
     what: str
     reference: str
-    """An issue or a pull request of github.com/NVIDIA/Megatron-LM, or a source file."""
+    """An issue, pull request or file of github.com/NVIDIA/Megatron-LM."""
 
     def __str__(self) -> str:
         major, minor = self.fixed

@@ -17,7 +17,7 @@ from megatron_pg.check.options import LEAN_PERIOD
 from megatron_pg.megatron.groups import unwrapped
 
 COMMON, LEAN, PULL = 0, 1, 2
-"""The seeds of three directions of `set_parameters`."""
+"""The seeds of `set_parameters`' directions."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def set_parameters(model: Any) -> None:
     parts in ten million at any depth. Layers add little to the residual stream, so that every parameter's gradient is
     judged by its own size. All rows of the embedding share a direction. In the embedding and the output layer eight ids
     lean one way and the next eight the other (`LEAN_PERIOD`). A step whose responses have ids of the first kind pulls
-    every parameter one way at every token, and nothing cancels. Sixteen ids of a rank include both kinds.
+    every parameter one way at every token. A tensor-parallel rank's sixteen or more ids include both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -128,7 +128,7 @@ def set_parameters(model: Any) -> None:
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:
-    """Return a direction for the first half of the rows of each period, its opposite for the others."""
+    """Return a direction [columns] for the first half of each period's rows, its opposite for the others."""
     is_first = torch.arange(whole.shape[0]).unsqueeze(1) % LEAN_PERIOD < LEAN_PERIOD // 2
     lean = _direction(seed, whole.shape[1])
     return torch.where(is_first, lean, -lean)
@@ -156,10 +156,7 @@ def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
 
 @torch.no_grad()
 def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
-    """Return masks of the elements that this rank's distributed optimizer updates; none without it.
-
-    They are in the order of `gradient_slices`.
-    """
+    """Return masks of the elements of `gradient_slices` that this rank's distributed optimizer updates, if there is one."""
     if not chunks[0].ddp_config.use_distributed_optimizer:
         return []
     owned = []
@@ -187,6 +184,6 @@ def _complete_reduce_scatter(chunk: Any) -> None:
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[dist.ProcessGroup, Sequence[Any]]]:
-    """Yield each group of ranks of the distributed optimizer, with the chunk's buckets that it divides."""
+    """Yield the distributed optimizer's groups, each with the chunk's buckets that its ranks divide."""
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         yield group.intra_distributed_optimizer_instance_group, group.buckets

@@ -81,8 +81,8 @@ MODELS = {
         lambda options: not options.fused_lm_head,
     ),
 }
-"""The models. `end to end` is a GPT model in the user's dtype. `tied` has learned positions and one weight for embedding
-and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction. `loss only` has
+"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
+embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction. `loss only` has
 float32 logits for parameters, and no output layer to fuse."""
 
 
@@ -276,7 +276,8 @@ def update(
 ) -> tuple[float, list[tuple[Shard, Tensor]]]:
     """Make the optimizer's first step. Return its gradient norm and its updates of the parameters.
 
-    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
+    The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
+    parameter before Adam's update, so that the sum is right to the last digit.
     """
     before = []
     with torch.no_grad():

@@ -49,7 +49,7 @@ class Row(Step):
 
     reference_loss: float
     reference_norm: float | None = None
-    """The norm of the reference's gradients; None without an optimizer step."""
+    """The reference's norm; None without an optimizer step."""
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
@@ -59,7 +59,7 @@ class Row(Step):
     worst_ratio: float
     """<g, reference> / <reference, reference> of the worst parameter's slice."""
     common_ratio: float
-    """The same ratio of all parameters together. It shows a wrong scale."""
+    """The same ratio of all parameters. It shows a wrong scale."""
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
     num_parameters: int
@@ -103,7 +103,7 @@ class Row(Step):
 
     @property
     def gradients_agree(self) -> bool:
-        """Return whether gradients and their copies agree on every rank; NaN does not."""
+        """Return whether all gradients, and so their copies, are the reference's; NaN is not."""
         return max(self.gradient_error, self.replica_error) <= self.tolerance
 
     @property
@@ -119,7 +119,7 @@ class _Slice:
 
     name: str
     index: int
-    """The slice's place."""
+    """The `Shard`'s index."""
     rank: int
     place: tuple[int, ...]
     """The rank's coordinates, in the order of `AXES`."""

@@ -156,7 +156,7 @@ def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
 
 @torch.no_grad()
 def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
-    """Return masks of the elements of `gradient_slices` that this rank's distributed optimizer updates, if there is one."""
+    """Return masks of the `gradient_slices` elements that this rank's distributed optimizer updates; none without it."""
     if not chunks[0].ddp_config.use_distributed_optimizer:
         return []
     owned = []

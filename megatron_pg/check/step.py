@@ -82,8 +82,8 @@ MODELS = {
     ),
 }
 """The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
-embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction. `loss only` has
-float32 logits for parameters, and no output layer to fuse."""
+embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
+`loss only` has float32 logits for parameters, and no output layer to fuse."""
 
 
 @dataclass(frozen=True)

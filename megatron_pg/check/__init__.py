@@ -1,9 +1,9 @@
 """`megatron-pg check`: proves on the user's own machines that the gradient does not depend on the sharding.
 
-The files in the order of the work: `options` are what is checked, `job` starts it, `model` and `sharded_parameters` are
-what it is checked on, `step` runs it (its rows are the table of `cases`, its samples those of `samples`), `reference` says
-what it should give, `compare` how far it is from that, `diagnosis` what that looks like (it asks a `finding`), and
-`report` says so; `every_sharding` does it again and again.
+The files in the order of the work: `options` reads the flags, `job` joins the processes, `model` and
+`sharded_parameters` build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them,
+`reference` computes the expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a
+`finding`, and `report` writes the results. `every_sharding` repeats the check for each sharding.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the check in the job that its launcher has started; every rank calls it.
+    """Run the check in the job that its launcher has started. Every rank calls it.
 
-    Standard output gets the report, from rank 0, and nothing else: what libraries print goes to standard error.
+    Rank 0 prints the report on standard output. The output of libraries goes to standard error.
 
     Args:
         arguments: the command line after `megatron-pg check`.
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
-        served and a Megatron-Core that is not supported.
+        served or an unsupported Megatron-Core.
 
     Raises:
-        SystemExit: with status 1, where this rank has failed.
+        SystemExit: this rank has failed; the status is 1.
     """
-    # Every rank would say which optional packages are absent and which names will change: not about the check.
+    # Every rank would warn of absent optional packages and of names that will change.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     with joined(launch, options.device):
         with _output_to_stderr():
-            # Importing them needs Megatron, and on the CPU its redirection.
+            # These imports need Megatron, and on the CPU its redirection.
             from megatron_pg.check import every_sharding, report
             from megatron_pg.check.step import run_check
 
@@ -67,8 +67,10 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Standard output is the report's: what is printed meanwhile goes to standard error, and so does the log of whoever
-    has taken standard output for it before (`megatron.training`, which the module of a custom function may import)."""
+    """Send standard output to standard error meanwhile, and the root logger's handlers on standard output for good.
+
+    `megatron.training` installs such a handler, and the module of a custom function may import it.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)

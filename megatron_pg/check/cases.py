@@ -1,4 +1,4 @@
-"""The rows of a check, as a table: what each runs beside the plain step, on which model, and what is not checked here."""
+"""The table of a check's rows: their steps and models, and the list of things that the check leaves out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_pg.config import versions
 LOSS_SCALE = 2.0**16
 AUXILIARY_COEFFICIENT, Z_COEFFICIENT, LOGIT_COEFFICIENT = 0.5, 0.1, 0.01
 CASE_AGGREGATION = "prompt_mean"
-"""Of the rows that are made once."""
+"""The aggregation of rows that run once."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Case:
     name: str
     models: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model's configuration while it runs."""
+    """Fields of the model's configuration during the step."""
     builds: Mapping[str, Any] = field(default_factory=dict)
-    """Of the check's options, what its model is built with."""
+    """The check's options that its model is built with."""
     policy_loss: str = "ppo"
     loss_scale: float = 1.0
-    """What the gradients are divided by before they are compared."""
+    """The divisor of the gradients before the comparison."""
     is_even: bool = False
-    """On samples that need no padding (`make_even_samples`), with a loss beside the policy's."""
+    """Samples that need no padding (`make_even_samples`), and a loss beside the policy's."""
     logit_coefficient: float = 0.0
-    """Of the sum of all squared logits, those of the last token of a sequence among them, which score nothing."""
+    """The coefficient of the sum of all squared logits. It includes a sequence's last token, which scores nothing."""
     has_sets: bool = False
-    """Over the sets that the tokens were sampled from (`with_kept_sets`)."""
+    """Samples with the sets that their tokens were drawn from (`with_kept_sets`)."""
     updates: bool = False
-    """Followed by an optimizer step: its parameters and its gradient norm are what is compared."""
+    """An optimizer step after it. The check compares the parameters' update and the gradient norm."""
     lacks: Callable[[CheckOptions], str] = lambda options: ""
-    """Why it cannot be run under some options; "" where it can."""
+    """The reason why the options exclude the case; "" for none."""
 
 
 def _auxiliary_lacks(options: CheckOptions) -> str:
@@ -51,7 +51,7 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
 
 
 def _exchange(kind: str, engine: tuple[int, int]) -> Case:
-    """Keys and values exchanged another way, from the Transformer Engine on that has it for packed sequences."""
+    """Make the case of a `cp_comm_type`. `engine` is the first Transformer Engine that has it for packed sequences."""
 
     def lacks(options: CheckOptions) -> str:
         if options.context_parallel_size == 1 or options.cp_comm_type is not None:
@@ -68,10 +68,10 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
 GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
-    # Sums over a whole sequence, which context-parallel ranks share.
+    # GSPO sums over whole sequences, which context-parallel ranks share.
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
     Case("kept set", ("end to end",), has_sets=True),
-    # As fp16 has it.
+    # fp16 scales so.
     Case(
         "loss scale",
         ("end to end",),
@@ -108,10 +108,10 @@ CASES: Sequence[Case] = (
         logit_coefficient=LOGIT_COEFFICIENT,
         lacks=lambda options: "--fused-lm-head" if options.fused_lm_head else "",
     ),
-    # Refused for packed sequences before (attention/dot_product_attention/context_parallel.py); a2a+p2p still is.
+    # Older engines refuse packed sequences (attention/dot_product_attention/context_parallel.py); all refuse a2a+p2p.
     _exchange("a2a", (2, 10)),
     _exchange("all_gather", (2, 18)),
-    # The last: it leaves other parameters behind.
+    # This case is last because it changes the parameters.
     Case("update", ("end to end", "tied"), updates=True),
 )
 
@@ -119,9 +119,9 @@ CASES: Sequence[Case] = (
 def cases_of(
     model: str, options: CheckOptions, aggregations: Sequence[str], per_token: bool
 ) -> Iterator[tuple[Case, str]]:
-    """The rows of a model in one loss mode, and the aggregation of each, in their order."""
+    """Yield the case and the aggregation of each row of a model in one loss mode, in order."""
     if model == "multi-token" and per_token:
-        return  # refused (`scale_contract`)
+        return  # `scale_contract` refuses it
     for case in CASES:
         if model not in case.models or case.lacks(options):
             continue
@@ -132,15 +132,15 @@ def cases_of(
 
 
 def _has_both_modes(case: Case, options: CheckOptions) -> bool:
-    """Whether a case is another thing where Megatron divides by tokens, and is served there."""
-    # Before it is right, Megatron counts the tokens that a rank holds after sequence parallelism has split them too.
+    """Return whether a case differs in per-token mode and Megatron computes it rightly there."""
+    # The mistaken versions count a rank's tokens after sequence parallelism has split them too.
     is_split = options.context_parallel_size > 1 or options.sequence_parallel
     is_right = versions.per_token_moe_under_context_parallel_is_right()
     return case.name in ("auxiliary loss", "router z loss") and (is_right or not is_split)
 
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
-    """What this check does not look at, and what would have to be otherwise."""
+    """Return the features that this check leaves out, each with the reason."""
     has_engine = options.transformer_impl == "transformer_engine"
     has_fusion = has_gradient_accumulation_fusion(options)
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"

@@ -1,4 +1,4 @@
-"""How far a step is from what it should give: its loss, its checksum, every gradient, and the copies of each gradient."""
+"""The comparison of a step with the reference: loss, checksum, every gradient, and each gradient's copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES = ("TP", "CP", "DP", "PP")
 
 @dataclass(frozen=True)
 class Step:
-    """What was run, and the loss that it reported."""
+    """A step that was run, and its reported loss."""
 
     model: str
     aggregation: str
@@ -33,62 +33,62 @@ class Step:
     checksum: float
     """The metric `aggregation_checksum`: 1 where every sample was counted once."""
     what: str = "gradient"
-    """Which case (`cases.py`)."""
+    """The case's name (`cases.py`)."""
     gradient_norm: float | None = None
-    """What the optimizer reported, where it made a step."""
+    """The optimizer's norm; None without its step."""
 
     @property
     def tolerance(self) -> float:
-        """The bound of the gradient error; loss and gradient norm have twice that."""
+        """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
         return TOLERANCES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Step):
-    """A step compared with the reference. Equal on every rank."""
+    """A step and its errors, equal on every rank."""
 
     reference_loss: float
     reference_norm: float | None = None
-    """The norm of all gradients of the reference, where the optimizer made a step."""
+    """The reference's norm; None without an optimizer step."""
     gradient_error: float
-    """The largest over all parameters and ranks, of max|g - reference| / max|reference| (bf16: of the norms)."""
+    """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
     worst_rank: int = 0
     worst_place: tuple[int, ...] = (0,) * len(AXES)
-    """That rank's coordinates, in the order TP, CP, DP, PP."""
+    """The worst rank's coordinates, in the order of `AXES`."""
     worst_ratio: float
     """<g, reference> / <reference, reference> of the worst parameter's slice."""
     common_ratio: float
-    """The same of all parameters together: a wrong scale shows here."""
+    """The same ratio of all parameters. It shows a wrong scale."""
     scaled_error: float
     """|g - common_ratio * reference| / |common_ratio * reference| of all parameters together."""
     num_parameters: int
-    """How many have a gradient that is not zero."""
+    """The number of parameters with a nonzero gradient."""
     wrong: tuple[str, ...] = ()
     """The parameters that are beyond the tolerance on some rank."""
     wrong_ratio: float = 1.0
-    """As `common_ratio`, of the wrong parameters on the ranks where they are wrong."""
+    """The `common_ratio` of the wrong slices alone."""
     wrong_scaled_error: float = 0.0
-    """As `scaled_error`, of the same."""
+    """The `scaled_error` of the wrong slices alone."""
     wrong_ranks: tuple[int, ...] = ()
     wrong_stages: tuple[int, ...] = ()
     """Pipeline stages that hold a wrong parameter."""
     replica_error: float = 0.0
-    """How far ranks that hold the same slice of a gradient are from each other, as a part of its 2-norm."""
+    """The largest difference between copies of a slice, as a part of its 2-norm."""
     replica_axes: tuple[str, ...] = ()
-    """TP, CP, DP, PP: ranks that differ in nothing else disagree."""
+    """The `AXES` along which copies disagree while all other coordinates are equal."""
     replica_parameters: tuple[str, ...] = ()
-    """Those whose copies disagree."""
+    """The parameters whose copies disagree."""
 
     @property
     def loss_agrees(self) -> bool:
-        """Whether the reported loss is the reference's; NaN is not."""
+        """Return whether the loss is the reference's; NaN is not."""
         scale = max(1.0, abs(self.reference_loss))
         return abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
 
     @property
     def norm_agrees(self) -> bool:
-        """Whether the optimizer's gradient norm, if it made a step, is the reference's; NaN is not."""
+        """Return whether the optimizer's gradient norm, if any, is the reference's; NaN is not."""
         if self.gradient_norm is None or self.reference_norm is None:
             return True
         return (
@@ -98,38 +98,38 @@ class Row(Step):
 
     @property
     def samples_counted_once(self) -> bool:
-        """Whether the checksum is 1; NaN is not."""
+        """Return whether the checksum is 1; NaN is not."""
         return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
     def gradients_agree(self) -> bool:
-        """Whether every gradient is the reference's, on every rank, and so one another's; NaN is not."""
+        """Return whether all gradients, and so their copies, are the reference's; NaN is not."""
         return max(self.gradient_error, self.replica_error) <= self.tolerance
 
     @property
     def passed(self) -> bool:
-        """Whether loss, gradients, their norm and the checksum agree; NaN does not."""
+        """Return whether loss, gradients, norm and checksum agree; NaN does not."""
         numbers_agree = self.loss_agrees and self.norm_agrees and self.samples_counted_once
         return self.gradients_agree and numbers_agree
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """One rank's slice of one gradient beside the reference's."""
+    """One rank's slice of one gradient, compared with the reference's."""
 
     name: str
     index: int
-    """Which part of the whole."""
+    """The `Shard`'s index."""
     rank: int
     place: tuple[int, ...]
     """The rank's coordinates, in the order of `AXES`."""
     error: float
     product: float
-    """<g, reference>; then <reference, reference> and <g, g>."""
+    """<g, reference>; `square` is <reference, reference>, `own_square` <g, g>."""
     square: float
     own_square: float
     prints: tuple[float, float]
-    """Two projections of g: copies of a gradient have the same ones."""
+    """Two projections of g. Equal copies have equal projections."""
 
 
 def compare(
@@ -138,16 +138,16 @@ def compare(
     expected: Expected,
     owned: Sequence[Tensor] = (),
 ) -> Row:
-    """Compares what ranks hold with the reference; every rank of the world calls it, and gets the same row.
+    """Compare the ranks' slices with the reference. Every rank of the world calls it and gets the same row.
 
     Args:
-        step: what was run.
-        found: this rank's slices, of gradients or of parameters.
-        expected: the whole of them.
-        owned: which elements of each slice count on this rank; all where it is empty.
+        step: the step that was run.
+        found: this rank's slices of the gradients, or of the parameters' updates.
+        expected: the whole tensors.
+        owned: masks of the elements of each slice that count on this rank; empty: all count.
 
     Raises:
-        RuntimeError: the ranks together hold other parameters than the unsharded model.
+        RuntimeError: no rank holds some parameter of the unsharded model.
     """
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
@@ -220,7 +220,7 @@ def _compare_slice(
 
 
 def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
-    """The factor that brings the reference nearest to what was found, and how far it then is."""
+    """Return the factor that brings the reference nearest to the slices, and the error that is left."""
     common, squared = sum(each.product for each in slices), sum(each.square for each in slices)
     own = sum(each.own_square for each in slices)
     ratio = common / (squared or 1.0)
@@ -231,7 +231,7 @@ def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
 def _replicas(
     slices: Sequence[_Slice], tolerance: float
 ) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
-    """The largest error between copies of a slice, the axes over which copies disagree, and the names of those."""
+    """Return the largest error between copies of a slice, the axes along which they disagree, and their parameters."""
 
     def spread(copies: Sequence[_Slice]) -> float:
         scale = math.sqrt(copies[0].square)
@@ -255,7 +255,7 @@ def _replicas(
 
 
 def _grouped(slices: Sequence[_Slice], *ignored: int) -> Iterator[list[_Slice]]:
-    """The slices of one part of one parameter, on ranks that differ along the ignored axes alone."""
+    """Group the slices of one part of one parameter on ranks that differ along the ignored axes alone."""
 
     def key(each: _Slice) -> tuple[Any, ...]:
         place = (c for number, c in enumerate(each.place) if number not in ignored)

@@ -1,6 +1,6 @@
-"""What failed rows look like in words: a table, read from the top, whose first line that fits a row is its diagnosis.
+"""The diagnosis of failed rows by a table: the first line that fits a row is its diagnosis.
 
-A row is judged among all rows: what passes elsewhere says what is not to blame.
+The lines look at all rows of the check: a row that passes clears the parts that it uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_pg.check.options import CheckOptions
 
 
 def diagnoses(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
-    """The likely mistake behind each failed row; "" for one that passed."""
+    """Name the likely mistake behind each failed row; "" for a passed one."""
     data_size = world_size // options.model_parallel_size
     findings = [Finding(row, rows, options, data_size) for row in rows]
     return ["" if each.row.passed else _words(each) for each in findings]
@@ -154,7 +154,7 @@ def _of_another_rank(f: Finding) -> str:
 
 
 def _is_rounding(f: Finding) -> bool:
-    # Gradients that DDP rounds are those of the loss-only rows too.
+    # DDP rounds the gradients of the loss-only rows too.
     bound = ROUNDING if f.loss_only is not None and f.row.loss_agrees else 0.0
     return f.row.gradient_error <= max(5 * f.row.tolerance, bound)
 
@@ -195,7 +195,7 @@ def _stage(f: Finding) -> str:
 
 
 def _kind(f: Finding) -> str:
-    """What the wrong parameters have in common; "" for nothing."""
+    """Name the common trait of the wrong parameters; "" for none."""
     kinds = [words for part, words in KINDS.items() if all(part in name for name in f.row.wrong)]
     if not kinds and f.wrong_have_factor:
         chunks = ", or in another chunk of the virtual pipeline"
@@ -268,10 +268,10 @@ DIAGNOSES: Sequence[tuple[Callable[[Finding], bool], Callable[[Finding], str]]] 
     (lambda f: f.row.loss_agrees and f.is_part and bool(_kind(f)), _part),
     (lambda f: True, _model),
 )
-"""Whether a diagnosis fits, and its words."""
+"""The test and the words of each diagnosis."""
 
 ROUNDING = 2.0**-7
-"""More than sums of a few bf16 numbers are off by (3.3e-3 measured), and less than any micro-batch weighs."""
+"""A bound above the error of sums of a few bf16 numbers (3.3e-3 measured) and below any micro-batch's weight."""
 REDUCTIONS = {
     "TP": "tensor-parallel ranks (finalize_model_grads, of norms and biases under --sequence-parallel)",
     "CP": "context-parallel ranks (DDP reduces over them and the data-parallel ones together)",
@@ -293,7 +293,7 @@ CASES: Mapping[str, str] = {
     ),
     "router z loss": "so the z loss of the router is wrong: its coefficient, or its scale (1 / M, CP / M, or tokens)",
 }
-"""What it says that a row fails alone."""
+"""The meaning of a case's failure."""
 KINDS = {
     ".experts.": "experts have a data-parallel group of their own, and are divided by the size of the whole one",
     "router": "the router: its auxiliary loss, or its sum over tensor-parallel ranks",
@@ -304,7 +304,7 @@ KINDS = {
     "bias": "biases, which one tensor-parallel rank of several adds",
     "linear_qkv": "attention: what it sends back to queries, keys and values",
 }
-"""What all wrong parameters have in their names, and what that says."""
+"""The meaning of a part that all wrong parameters' names share."""
 SUSPECTS: Mapping[str, Callable[[Finding], bool]] = {
     "rotary positions (the tied model has learned ones, and passes)": lambda f: (
         f.row.model == "end to end" and f.passes("tied")
@@ -342,4 +342,4 @@ SUSPECTS: Mapping[str, Callable[[Finding], bool]] = {
     "dropout left on": lambda f: not f.passes("end to end"),
     "attention over a pack of sequences (whatever the flags)": lambda f: not f.passes("end to end"),
 }
-"""What may be wrong in a model, with the flag that takes it out of the next check."""
+"""The suspect parts of a model, with the flags that avoid them, and their tests."""

@@ -1,4 +1,4 @@
-"""`megatron-pg check --all`: every sharding that the number of processes allows, one after the other."""
+"""`megatron-pg check --all`: a check of every sharding that the number of processes allows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from megatron_pg.check.step import run_check
 
 
 def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
-    """The options with every sharding of so many processes: sizes of TP with and without SP, PP, VPP 1 and 2, CP and,
-    where there are experts, EP; what is left is data parallel."""
+    """Yield the options with every sharding of `world_size` processes.
+
+    TP with and without SP, PP, VPP 1 and 2, CP and, with experts, EP vary. The rest is data parallel.
+    """
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
         for sequence_parallel, chunks in itertools.product((False, True), (None, 2)):
@@ -34,7 +36,7 @@ def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
 
 
 def check_every_sharding(options: CheckOptions, world_size: int) -> list[Checked]:
-    """The rows of each; every rank of the world calls it."""
+    """Check each sharding. Every rank of the world calls it."""
     found = []
     for each in shardings(options, world_size):
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A failed row among the others of its check: what can be asked of it, and its numbers in words."""
+"""A failed row among the rows of its check: its properties, and its numbers in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_pg.check.samples import make_samples
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed row, the other rows, and what was asked for."""
+    """A failed row, all rows, and the check's options."""
 
     row: Row
     rows: Sequence[Row]
@@ -23,7 +23,7 @@ class Finding:
     data_size: int
 
     def same(self, model: str) -> Row | None:
-        """The gradient row of a model in this one's loss mode and, where there is one, aggregation."""
+        """Find a model's gradient row in this row's loss mode, with this row's aggregation if there is one."""
         found = [
             row
             for row in self.rows
@@ -34,44 +34,44 @@ class Finding:
         return found[0] if found else None
 
     def passes(self, model: str) -> bool:
-        """Whether there are rows of a model, and all pass."""
+        """Return whether a model has rows and all pass."""
         found = [each.passed for each in self.rows if each.model == model]
         return bool(found) and all(found)
 
     def fails(self, what: str) -> bool:
-        """Whether a row of that kind, of this one's model, fails."""
+        """Return whether a row of case `what` fails for this row's model."""
         return any(
             (row.model, row.what) == (self.row.model, what) and not row.passed for row in self.rows
         )
 
     @property
     def is_of_norm(self) -> bool:
-        """Whether the optimizer's step is no further off than a wrong gradient norm makes it."""
+        """Return whether a wrong gradient norm explains the optimizer step's error."""
         found, expected = self.row.gradient_norm or 0.0, self.row.reference_norm or 1.0
         by_norm = max(abs(found / expected - 1.0), abs(expected / (found or expected) - 1.0))
-        # A norm of each rank's own, which is not summed, is far off on some: one rank's says little of the others' steps.
+        # Where no rank sums the norm, each clips by its own: one rank's norm says little of the others' steps.
         return by_norm > 1e-3 or not self.row.gradient_error > 2.0 * by_norm + self.row.tolerance
 
     @property
     def loss_only(self) -> Row | None:
-        """The loss-only row of the same step, where it fails too: it knows nothing of the model."""
+        """The loss-only row of the same step if it fails too. That row does not depend on the model."""
         found = self.same("loss only")
         return None if found is None or found.passed else found
 
     @property
     def slack(self) -> float:
-        """How far a ratio may be from the number that it is."""
+        """The tolerance of a ratio's match with a number."""
         return min(10 * self.row.tolerance, 0.05)
 
     @property
     def all_have_factor(self) -> bool:
-        """Whether all gradients are one number other than 1 times the reference's."""
+        """Return whether all gradients are the reference's times one number other than 1."""
         row = self.row
         return row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
 
     @property
     def is_part(self) -> bool:
-        """Whether some gradients are right."""
+        """Return whether only some gradients are wrong."""
         return 0 < len(self.row.wrong) < self.row.num_parameters
 
     @property
@@ -81,7 +81,7 @@ class Finding:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By their short names."""
+        """The sizes by their short names."""
         options, counts = self.options, self.micro_batches
         return {
             "CP": options.context_parallel_size,
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether the first row of every built model passes, and all that come after it fail."""
+        """Return whether every built model's first row passes and its later rows fail."""
         built = [
             [row.passed for row in rows]
             for _, rows in itertools.groupby(
@@ -105,7 +105,7 @@ class Finding:
         return all(passed[0] for passed in built) and len(later) > 2 and not any(later)
 
     def mode(self) -> str:
-        """Say what follows where one loss mode fails alone."""
+        """Name the likely cause where one loss mode fails alone."""
         if self.fails_per_micro_batch_alone:
             return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
         if self._failed_modes == {True}:
@@ -117,19 +117,19 @@ class Finding:
 
     @property
     def fails_per_micro_batch_alone(self) -> bool:
-        """Whether gradient rows per micro-batch fail, and those per token pass."""
+        """Return whether gradient rows per micro-batch fail and per-token rows pass."""
         return self._failed_modes == {False}
 
     @property
     def _failed_modes(self) -> set[bool]:
-        """The loss modes in which gradient rows fail; none where there is but one mode."""
+        """The loss modes with failed gradient rows; none if the check has one mode."""
         gradients = [row for row in self.rows if row.what == "gradient"]
         is_one = len({row.calculate_per_token_loss for row in gradients}) == 1
         failed = {row.calculate_per_token_loss for row in gradients if not row.passed}
         return set() if is_one else failed
 
     def where(self) -> str:
-        """The pipeline stages or the ranks, where only some have wrong gradients."""
+        """Name the stages or ranks with wrong gradients; "" for all."""
         row, stages = self.row, self.options.pipeline_model_parallel_size
         if 0 < len(row.wrong_stages) < stages:
             return f" on pipeline stage {_some(row.wrong_stages)} alone"
@@ -138,7 +138,7 @@ class Finding:
         return ""
 
     def worst(self) -> str:
-        """The worst gradient, and its rank along the axes whose ranks hold other slices."""
+        """Name the worst gradient and its tensor-parallel rank and pipeline stage."""
         of_axis = dict(zip(AXES, self.row.worst_place, strict=True))
         places = [
             f"{name} {of_axis[axis]}"
@@ -149,7 +149,7 @@ class Finding:
         return f"worst in {self.row.worst_parameter}{on}"
 
     def factors(self, ratio: float) -> str:
-        """The sizes or counts whose product, or its inverse, a ratio is: ": 2 = CP or 2 = DP"; "" if there are none."""
+        """Name the sizes or counts whose product, or its inverse, is a ratio: ": 2 = CP or 2 = DP"; "" for none."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1}
         for count in (1, 2, 3):
             products = {
@@ -170,7 +170,7 @@ class Finding:
         return f": {' or '.join(found)}" if found else ""
 
     def _counts(self) -> dict[str, float]:
-        """What a denominator may be: the counts of the step, and what its ranks have of T."""
+        """Return possible denominators: the step's counts, and T over its ranks' parts."""
         samples = make_samples(self.options, self.data_size)
         active = [sample.num_active_tokens for sample in samples]
         total, tokens = sum(active), sum(sample.total_length for sample in samples)
@@ -189,12 +189,12 @@ class Finding:
 
     @property
     def wrong_have_factor(self) -> bool:
-        """Whether the wrong gradients are one number other than 1 times the reference's."""
+        """Return whether the wrong gradients are the reference's times one number, not 1."""
         row = self.row
         return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
 
     def times(self) -> str:
-        """ "are 2 times the reference: 2 = CP", of the wrong gradients; "differ" where they have no common factor."""
+        """Put the wrong gradients' common factor in words: "are 2 times the reference: 2 = CP", or "differ"."""
         ratio = self.row.wrong_ratio
         if not self.wrong_have_factor:
             return "differ"
@@ -202,12 +202,12 @@ class Finding:
 
 
 def named(names: Sequence[str]) -> str:
-    """A few of the names."""
+    """Join the first names."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def instead(found: float, expected: float) -> str:
-    """ "2 and not 1 (2 times)"."""
+    """Write `2 and not 1 (2 times)`."""
     ratio = found / expected if expected else math.nan
     return f"{found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
 

@@ -20,10 +20,10 @@ from megatron_pg.config.versions import require_supported_version
 from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 
 TIMEOUT_MINUTES = 5
-"""The longest that a collective waits for a rank that neither joins nor fails."""
+"""The time limit of a collective's wait for a rank that neither joins nor fails."""
 POLL_SECONDS, GRACE_SECONDS = 0.2, 1.0
-"""How often a rank asks whether another has failed, and what it then gives that one to end first: a launcher takes the
-first for the cause."""
+"""The interval at which a rank looks for another's failure, and the time that it then leaves that rank to end first. A
+launcher blames the first to end."""
 FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 """The key of the message that the first rank to fail leaves in the job's store."""
 
@@ -38,10 +38,10 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """RANK, WORLD_SIZE and LOCAL_RANK; one process where nothing is set.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK; one process without them.
 
         Raises:
-            ValueError: only some of the variables are there, or SLURM has started tasks that have none of them.
+            ValueError: some variables are missing, or SLURM has started several tasks without them.
         """
         if "WORLD_SIZE" not in environment:
             tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -65,15 +65,15 @@ class Launch:
 
 
 def prepare(launch: Launch, device: str) -> None:
-    """Chooses this process's device, "cpu" or "cuda"; called before Megatron is imported.
+    """Choose this process's device, "cpu" or "cuda", before any import of Megatron.
 
     Raises:
         ValueError: the process has no GPU of its own.
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
     """
-    # Megatron asks for it under tensor and context parallelism before Blackwell.
+    # Megatron requires 1 under tensor and context parallelism before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # NCCL's log would go to standard output, which is the report's.
+    # NCCL would log to standard output, which is the report's.
     os.environ.setdefault("NCCL_DEBUG_FILE", "/dev/stderr")
     if device == "cpu":
         enable_cpu_runtime()
@@ -90,10 +90,10 @@ def prepare(launch: Launch, device: str) -> None:
 
 @contextlib.contextmanager
 def joined(launch: Launch, device: str) -> Iterator[None]:
-    """The default process group, gloo on "cpu" and NCCL on "cuda"; entered by every rank, after `prepare`.
+    """Open the default process group, gloo on "cpu" and NCCL on "cuda". Every rank enters it, after `prepare`.
 
-    No rank leaves before the others are here: its end would cut off their output. An exception ends this process with
-    status 1 at once, and torchrun's agent then the others; they end by themselves where there is no such agent.
+    The ranks leave together, because the end of one would cut off the others' output. An exception ends this process
+    with status 1 at once. torchrun's agent then ends the others; without an agent they end by themselves.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     finished = threading.Event()
@@ -103,7 +103,7 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
     else:
         dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of its own: the process group's is locked while a rank waits in it.
+        # The process group locks its own connection while a rank waits in it.
         failures = TCPStore(*address, wait_for_workers=False)
         if not dist.is_torchelastic_launched():
             watch = threading.Thread(target=_watch, args=(launch, failures, finished), daemon=True)
@@ -120,7 +120,7 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
 
 
 def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
-    """Ends this process with the message of a rank that has failed; a thread of its own.
+    """End this process with the message of a failed rank. A thread runs this.
 
     A broken connection ends gloo's collectives, but NCCL waits without end for a peer that has never joined.
     """
@@ -132,14 +132,14 @@ def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
             first = "the process that holds the job's store has died"
     if not finished.wait(GRACE_SECONDS):
         _say(launch, first)
-        # Neither the interpreter's nor NCCL's shutdown, which may wait for peers that never answer.
+        # The shutdowns of the interpreter and of NCCL may wait for peers that never answer.
         os._exit(1)
 
 
 def _report(error: Exception, launch: Launch, failures: Store) -> None:
-    """Prints why this rank ends: its own error or, where that is but the consequence, the rank that failed first."""
+    """Print the reason why this rank ends: its own error, or the earlier failure of another rank."""
     own = first = f"rank {launch.rank} failed: {type(error).__name__}: {error}"
-    # Where the store is gone, so is the process that held it, and with it what it knew.
+    # The store is lost with the process that holds it.
     with contextlib.suppress(RuntimeError):
         first = failures.compare_set(FAILURE, "", own).decode()
     if first == own:

@@ -1,4 +1,4 @@
-"""Mistakes of some versions of Megatron-Core, which the check's report names."""
+"""Mistakes of Megatron-Core's versions, which the check's report names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class KnownMistake:
 
     first: tuple[int, int]
     fixed: tuple[int, int]
-    """The first version without it; `FIRST_UNSUPPORTED` where none is known."""
+    """The first right version; `FIRST_UNSUPPORTED` if none is known."""
     what: str
     reference: str
-    """Of github.com/NVIDIA/Megatron-LM, or the file that it was read in."""
+    """An issue, pull request or file of github.com/NVIDIA/Megatron-LM."""
 
     def __str__(self) -> str:
         major, minor = self.fixed
@@ -78,7 +78,7 @@ KNOWN_MISTAKES = (
         "issue 2417, pull request 3159",
     ),
 )
-"""From the oldest; read in the source of 0.15.3 to 0.19.2, and measured where `check` can."""
+"""The mistakes, oldest first, as read in the source of 0.15.3 to 0.19.2 and measured where `check` can."""
 
 
 def mistakes_in(version: tuple[int, int, int]) -> Iterator[KnownMistake]:

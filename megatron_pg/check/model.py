@@ -1,4 +1,4 @@
-"""Small models that are the same function of the same parameters at every sharding."""
+"""Small models that compute the same function of the same parameters at every sharding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
 
 
 def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
-    """Makes Megatron's process groups anew; every rank of the world calls it."""
+    """Renew Megatron's process groups. Every rank of the world calls it."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -45,14 +45,14 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
 
 
 def tied_model(**keywords: Any) -> GPTModel:
-    """A GPTModel whose output layer is its embedding, with learned positions: what `GPTModel` alone does not show."""
+    """Make a GPTModel with learned positions and one weight for the output layer and the embedding."""
     changes = {"position_embedding_type": "learned_absolute"}
     return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
 
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
-    """A HybridModel of as many layers as the config has, attention and MLP by turns, in plain torch."""
-    # Old versions have none of these.
+    """Make a HybridModel of the config's number of layers, attention and MLP by turns, in plain torch."""
+    # Old versions lack these modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -85,7 +85,7 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
 def multi_token_model(
     *, transformer_layer_spec: Any, vp_stage: int | None = None, **keywords: Any
 ) -> GPTModel:
-    """A GPTModel with the multi-token prediction that its config asks for."""
+    """Make a GPTModel with the multi-token prediction of its config."""
     config = keywords["config"]
     is_local = isinstance(transformer_layer_spec.layer_norm, type) and issubclass(
         transformer_layer_spec.layer_norm, TorchNorm
@@ -104,10 +104,10 @@ def multi_token_model(
 
 
 class LogitTable(torch.nn.Module):
-    """Logits that are parameters, one row a token id: what is left of a model when only the loss is to be judged.
+    """A model for the loss alone. Its parameters are logits, one row for each token id.
 
-    Its pipeline stages pass a hidden state on that touches no logit, so that every stage has a gradient to send.
-    Its keyword arguments are GPTModel's, most of which say nothing about it.
+    Its pipeline stages pass on a hidden state that changes no logit, so that every stage has a gradient to send.
+    Its keyword arguments are GPTModel's. It ignores most of them.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class LogitTable(torch.nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(self.table, True, 1, 1)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """The schedule's hook: what the stage before has sent."""
+        """Take the previous stage's output; the schedule calls it."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """input_ids [1, local_tokens] -> logits [1, local_tokens, v/tp], or the hidden state of an earlier stage."""
+        """Map input_ids [1, local_tokens] to logits [1, local_tokens, v/tp], or to an earlier stage's hidden state."""
         hidden = self.untouched.repeat(input_ids.shape[1], 1, 1)
         if self.input_tensor is not None:
             hidden = hidden + self.input_tensor
@@ -147,19 +147,19 @@ def model_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> TransformerConfig:
-    """A few thousand parameters, no dropout, no fusions but the attention's; `changes` override any field.
+    """Make the config of a few thousand parameters, without dropout or fusions but the attention's.
 
-    Without `sharded` it is the same model, whole on every rank. The dtype of parameters and activations is that of the
-    options where none is given.
+    `changes` override any field. Without `sharded` every rank has the whole model. `dtype` is the type of parameters
+    and activations, by default the options'.
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     sizes = options.parallel_sizes if sharded else UNSHARDED
-    # As few heads and layers as the sharding can split.
+    # The sharding cannot split fewer heads and layers.
     tensor_size = options.tensor_model_parallel_size
     num_query_groups = max(2, tensor_size)
-    if options.transformer_impl == "transformer_engine":  # whose a2a splits heads
+    if options.transformer_impl == "transformer_engine":  # its a2a splits heads
         num_query_groups = max(2, tensor_size * options.context_parallel_size)
-    # The least that fused attention takes, and less where everything is slow.
+    # Fused attention takes no smaller heads. On the slow CPU they are smaller.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
         **sizes,
@@ -176,7 +176,7 @@ def model_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=sizes["pipeline_model_parallel_size"] != 1,
-        # Dense models too: Megatron refuses variable lengths with any other.
+        # Megatron refuses variable lengths with any other, in dense models too.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=options.device == "cpu",
         calculate_per_token_loss=calculate_per_token_loss,
@@ -198,16 +198,16 @@ def model_config(
 
 
 def _expert_fields(num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    # A token leaves out one of three or more, without which an auxiliary loss is a constant; in bf16 none: where rounding
-    # decides between two experts, no gradient is close to another.
+    # A token leaves out one of three or more experts: the auxiliary loss would be constant otherwise. In bf16 it leaves
+    # out none: rounding would decide between experts, and gradients would differ much.
     leaves_one_out = num_experts > 2 and dtype != torch.bfloat16
     return {
         "num_moe_experts": num_experts,
         "moe_router_topk": num_experts - leaves_one_out,
-        # Of coefficient 0 but for the row of that name.
+        # The row of that name sets the coefficient.
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
-        # Not float32 in float32 rows: Transformer Engine's product would be in TF32 (1e-4 on an H200).
+        # In float32, Transformer Engine's product would be in TF32 (error 1e-4 on an H200).
         "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else "fp64",
         "add_bias_linear": False,
     }
@@ -221,13 +221,13 @@ def build_chunks(
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """This rank's chunks of a model, without DDP.
+    """Build this rank's chunks of a model, without DDP.
 
     Args:
-        options: the device, and whose layers they are.
-        config: of `model_config`; it has the sharding and the dtype.
+        options: the device and the layers' implementation.
+        config: a result of `model_config`, with the sharding and the dtype.
         new_model: makes a chunk from GPTModel's keyword arguments, which `changes` override.
-        same_parameters: whether they are those of every sharding (`set_parameters`), or Megatron's random ones.
+        same_parameters: takes the parameters of `set_parameters` in place of Megatron's random ones.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
     chunks = []
@@ -247,7 +247,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
-            # Megatron's rotary positions are those of a zigzag.
+            # Megatron's rotary positions follow the zigzag.
             position_embedding_type=(
                 "rope" if options.cp_partition_mode == "zigzag" else "learned_absolute"
             ),
@@ -266,9 +266,9 @@ def build_model(
     new_model: Callable[..., torch.nn.Module] = GPTModel,
     **changes: Any,
 ) -> list[DistributedDataParallel]:
-    """The chunks of `build_chunks` under Megatron's DDP, which reduces in float32, or in float64 where the model is.
+    """Wrap the chunks of `build_chunks` in Megatron's DDP, which reduces in float32, or a float64 model in float64.
 
-    Where the options overlap its reduction, the caller sets `config.no_sync_func`.
+    If the options overlap the reduction, the caller sets `config.no_sync_func`.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,

@@ -1,4 +1,4 @@
-"""What to check: the flags of `megatron-pg check`, under Megatron's names, and the objective of its steps."""
+"""The flags of `megatron-pg check`, under Megatron's names, and the objective of its steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_m
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
 LEAN_PERIOD = 16
-"""Of so many ids the first half lean one way and the others the other (`set_parameters`)."""
+"""The period of token ids: its first half leans one way, its second the other (`set_parameters`)."""
 ADAM_EPSILON = 0.1
 DIVISOR = 24.0
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.1, 0.05
 CUSTOM = "custom"
-"""In the place of an aggregation: the user's own reducer, per-token loss or both."""
+"""The aggregation name for the user's own reducer, per-token loss or both."""
 
 CUSTOM_PATHS = ("custom_pg_loss_reducer_function_path", "custom_policy_loss_path")
 
@@ -39,7 +39,7 @@ PARALLEL_SIZES = (
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """How the small model is cut and run; what is left of the world is data parallel."""
+    """The sharding and the run of the small model. The rest of the world is data parallel."""
 
     all: bool = False
     """Every sharding that the number of processes allows, in place of the sizes given: a line for each."""
@@ -85,58 +85,58 @@ class CheckOptions:
 
     @property
     def parallel_sizes(self) -> dict[str, int | None]:
-        """The sizes by Megatron's names: its process groups' arguments, and fields of its configuration."""
+        """The sizes by Megatron's names for its process groups' arguments and its configuration."""
         return {name: getattr(self, name) for name in PARALLEL_SIZES}
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes of one copy of the model; what is left of the world is data parallel."""
+        """The number of processes of one copy of the model. The rest of the world is data parallel."""
         model_size = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         return model_size * self.context_parallel_size
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks of the whole pipeline."""
+        """The pipeline's number of chunks."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's: no multiple of the tensor-parallel size, and sixteen ids or so for each of its ranks."""
+        """The tokenizer's size: no multiple of the tensor-parallel size, about sixteen ids for each rank."""
         return LEAN_PERIOD * max(4, self.tensor_model_parallel_size) - 3
 
     @property
     def padded_vocab_size(self) -> int:
-        """Columns of the output layer: as many more as give every tensor-parallel rank the same number."""
+        """The output layer's columns, padded to the same number on every tensor-parallel rank."""
         return -(-(self.vocab_size + 1) // self.tensor_model_parallel_size) * (
             self.tensor_model_parallel_size
         )
 
     @property
     def tokens_per_chunk(self) -> int:
-        """Of the longest sequences, in each of a context-parallel rank's two chunks: more than a tile of attention."""
-        # Of 128 tokens on a GPU, and of 64 at most on a CPU.
+        """The tokens of a long sequence in each of a context-parallel rank's two chunks: more than an attention tile."""
+        # A GPU's tile has 128 tokens, a CPU's at most 64.
         return 130 if self.device == "cuda" else max(33, 70 // self.context_parallel_size)
 
     def num_microbatches(self, data_rank: int) -> int:
-        """The M of a data-parallel rank: five or six by turns, more where so many only fill the pipeline."""
-        # Ranks of one expert-parallel group exchange tokens in every micro-batch: as many on each.
+        """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""
+        # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal M.
         count = max(5, self.pipeline_model_parallel_size + 2) + (
             data_rank % 2 if self.expert_model_parallel_size == 1 else 0
         )
-        # Interleaved pipelines ask for multiples.
+        # Interleaved pipelines need multiples.
         is_interleaved = self.virtual_pipeline_model_parallel_size is not None
         multiple = self.pipeline_model_parallel_size if is_interleaved else 1
         return -(-count // multiple) * multiple
 
 
 UNSHARDED = CheckOptions().parallel_sizes
-"""The sizes of a model that is whole on every rank."""
+"""The sizes of a whole model on every rank."""
 
 
 def config_of(
     aggregation: str, options: CheckOptions, policy_loss: str = "ppo"
 ) -> PolicyLossConfig:
-    """A KL and an entropy term beside the loss, whose outer counts differ from the policy-gradient term's."""
+    """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient term's."""
     values: dict[str, Any] = {"loss_aggregation": aggregation, "policy_loss": policy_loss}
     if aggregation != CUSTOM and AGGREGATIONS[aggregation].needs:
         values["loss_aggregation_divisor"] = DIVISOR
@@ -151,11 +151,11 @@ def config_of(
 
 
 def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[CheckOptions, bool]:
-    """The options, and whether the report is to be JSON; a world size of 0 is not known and not checked.
+    """Return the options and the flag `--json`. A world size of 0 passes every check.
 
     Raises:
-        SystemExit: of argparse, for unknown flags and --help.
-        ValueError: flags that cannot be served here or do not go together, all of them in one error.
+        SystemExit: argparse exits for unknown flags and --help.
+        ValueError: flags cannot be served here or do not go together; one error names all of them.
     """
     parser = ProgramParser(
         prog="megatron-pg check",
@@ -184,7 +184,7 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported, its libraries included."""
+    """Return whether Transformer Engine and its libraries can be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError):
@@ -193,7 +193,7 @@ def has_transformer_engine() -> bool:
 
 
 def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
-    """Whether weight gradients can be added up inside a GEMM here."""
+    """Return whether a GEMM can add up weight gradients here."""
     if options.device == "cpu":
         return False
     extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
@@ -201,7 +201,7 @@ def has_gradient_accumulation_fusion(options: CheckOptions) -> bool:
 
 
 def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]:
-    """Sizes that do not go together, or not with the number of processes."""
+    """Yield faults of the sizes, among them or with the number of processes."""
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
@@ -250,7 +250,7 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
 
 
 def _violations_of_machine(options: CheckOptions) -> Iterator[str]:
-    """What is asked for and not to be had here."""
+    """Yield the options that this machine lacks."""
     if options.device == "cuda" and not torch.cuda.is_available():
         yield "--device cuda: torch finds no GPU; use --device cpu"
     if options.transformer_impl == "transformer_engine":

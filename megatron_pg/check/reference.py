@@ -1,4 +1,4 @@
-"""What a step should give: the unsharded model on each sample alone, and the loss in float64, sample by sample.
+"""The expected results of a step: the unsharded model on each sample alone, and the loss in float64, sample by sample.
 
 The loss shares no code with the reducers, the token window or the scale contract that it judges.
 """
@@ -41,18 +41,18 @@ Scores = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Expected:
-    """The whole step's loss, and whole gradients by name."""
+    """The step's whole loss, and its whole gradients by name."""
 
     loss: float
     gradients: dict[str, Tensor]
     norm: float | None = None
-    """Of all gradients together, where these are parameters after the optimizer's step."""
+    """The norm of all gradients, if `gradients` has the optimizer's updates instead."""
 
     def after_update(self) -> Expected:
-        """Replace the gradients by what Adam's first step adds to parameters that are minus half of that.
+        """Replace the gradients by the updates of Adam's first step, if each parameter is minus half its update.
 
-        Learning rate and weight decay are 1, and the gradients are clipped to half their norm. Adam adds
-        `-g / (|g| + epsilon)`, and the decay, which takes the parameter away, as much again.
+        Learning rate and weight decay are 1. The gradients are clipped to half their norm. Adam adds
+        `-g / (|g| + epsilon)`. The decay adds minus the parameter, which is as much again.
         """
         norm = math.sqrt(sum(float(each.square().sum()) for each in self.gradients.values()))
         clip = 0.5 * norm / (norm + 1e-6)
@@ -63,24 +63,24 @@ class Expected:
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """The samples of a step, with old and reference log-probs, and what the model makes of them."""
+    """The samples of a step, with old and reference log-probs, and the model's scores."""
 
     samples: Sequence[Sample]
     scores: Sequence[Scores]
 
 
 class WholeModel:
-    """The model of some options without any sharding, made by `new_model`; every rank has one for itself.
+    """The unsharded model of some options, made by `new_model`, one on every rank.
 
-    In float64 where it is the reference of float32: what is measured is then the float32 run's error alone, and not
-    the difference of two. The ranks share the samples and add up what they find.
+    The reference of float32 is in float64, so that the comparison measures the float32 run's error alone. The ranks
+    divide the samples among them and add up their gradients.
     """
 
     def __init__(self, options: CheckOptions, new_model: Callable[..., torch.nn.Module]) -> None:
         self._options = options
         dtype = torch.float64 if options.dtype == "fp32" else torch.bfloat16
         self.config = model_config(options, sharded=False, dtype=dtype)
-        # The losses that Megatron computes inside a model are computed here.
+        # `_loss_ahead` computes this loss in Megatron's place.
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
@@ -103,13 +103,13 @@ class WholeModel:
         self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
 
     def _learned_positions(self, table: Any, *_: Any) -> Tensor:
-        """The rows of the positions themselves: Megatron's model might pass others."""
+        """Return the rows of the true positions. Megatron's model might pass others."""
         rows: Tensor = table.weight[self._positions][None]
         return rows
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> ScoredSamples:
-        """Asks the model, and sets log-probs near its own; the same on every rank, and every rank calls it."""
+        """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
         rank, size = dist.get_rank(), dist.get_world_size()
         mine = [
             tuple(each.cpu() for each in self._scores(sample, self._logits([sample])[0]))
@@ -127,19 +127,19 @@ class WholeModel:
         case: Case = GRADIENT,
         micro_batches: Sequence[tuple[Sequence[int], float]] = (),
     ) -> Expected:
-        """The loss and the gradients of a step; every rank calls it.
+        """Compute the loss and the gradients of a step. Every rank calls it.
 
         Args:
-            step: of this model's `score`.
-            aggregation: one of them or, for `CUSTOM`, the user's own functions.
+            step: a result of this model's `score`.
+            aggregation: a built-in name or, for the user's own functions, `CUSTOM`.
             case: the per-token loss, and the losses beside it.
-            micro_batches: the samples that are packed together, and the weight of the pack's losses beside the policy's;
-                every sample by itself where there are none.
+            micro_batches: for each pack, its samples' indices and the weight of its losses beside the policy's. Without
+                any, each sample is a pack.
         """
         samples = step.samples
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in step.scores]
         if aggregation == CUSTOM:
-            # The user's functions on the whole step at once, in one micro-batch on one rank.
+            # The user's functions get the whole step at once, as one micro-batch on one rank.
             batch, device = pack(samples).to(self._options.device), self._options.device
             parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
             config, totals = (
@@ -152,7 +152,7 @@ class WholeModel:
         loss.backward()  # type: ignore[no-untyped-call]
         micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
         gradients: dict[str, Tensor] = {
-            # In float64: many bf16 sums would lose digits of their own.
+            # Many sums in bf16 would lose digits.
             shard.name: torch.zeros_like(part, dtype=torch.float64)
             for shard, part in gradient_slices([self._module])
         }
@@ -186,27 +186,27 @@ class WholeModel:
         return Expected(float(loss.detach()), gradients)
 
     def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
-        """0-d float64: multi-token prediction of a pack as a mean over the active tokens of all samples."""
+        """Return a pack's multi-token loss, over the active tokens of all samples: 0-d float64."""
         depths = self._options.mtp_num_layers or 0
         active = sum(int(sample.loss_mask.sum()) for sample in samples)
         lengths = [sample.total_length for sample in packed]
         loss = torch.zeros((), dtype=torch.float64)
         for depth, output in enumerate(self._ahead[:depths], start=1):
-            # With the columns that are padding: Megatron's cross-entropy counts them.
+            # Megatron's cross-entropy counts the columns of padding.
             parts = torch.split(output[:, 0], lengths)
             for sample, logits in zip(packed, parts, strict=True):
                 mask = torch.cat([torch.zeros(sample.prompt_length), sample.loss_mask.float()])
-                ahead = 1 + depth  # a position's own logits are of the next token
+                ahead = 1 + depth  # a position's own logits score the next token
                 rows = torch.log_softmax(logits.double(), dim=-1)[:-ahead]
                 targets = sample.tokens[ahead:, None].to(logits.device)
                 loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
         return loss * self._scale_ahead / (depths * active)
 
     def _loss_beside(self, case: Case, logits: Tensor) -> Tensor:
-        """0-d float64: the losses of a pack beside the policy's: of its routers, and of the logits of all its tokens.
+        """Return a pack's losses beside the policy's, from its routers and from all tokens' logits: 0-d float64.
 
-        The load-balancing loss is that of Switch Transformers (arXiv 2101.03961) for several experts a token, the z loss
-        that of ST-MoE (arXiv 2202.08906).
+        Switch Transformers (arXiv 2101.03961) define the load-balancing loss, here for several experts a token. ST-MoE
+        (arXiv 2202.08906) defines the z loss.
         """
         loss = case.logit_coefficient * logits.double().square().sum()
         balance, z = (case.settings.get(f"moe_{name}_loss_coeff", 0.0) for name in ("aux", "z"))
@@ -220,7 +220,7 @@ class WholeModel:
         return loss
 
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """[total_length, columns] logits of each sample, in one pack without padding; columns of padding are among them."""
+        """Return each sample's [total_length, columns] logits, padding columns included, from an unpadded pack."""
         lengths, device = [sample.total_length for sample in samples], self._options.device
         boundaries = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0)
         boundaries = boundaries.to(torch.int32)
@@ -236,7 +236,7 @@ class WholeModel:
         return list(torch.split(logits[0], lengths))
 
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
-        """Of one sample, from its [total_length, columns] logits; over its kept sets where it has some."""
+        """Score a sample from its [total_length, columns] logits, over its kept sets if any."""
         # The logits of a position score the next token.
         scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
@@ -254,7 +254,7 @@ class WholeModel:
 def _reference_loss(
     aggregation: str, policy_loss: str, samples: Sequence[Sample], scores: Sequence[Scores]
 ) -> Tensor:
-    """0-d float64: the whole step's loss, differentiable through the log-probs and entropies of every sample."""
+    """Return the step's whole loss, differentiable in every sample's log-probs and entropies: 0-d float64."""
     rollout_tokens: Counter[object] = Counter()
     group_tokens: Counter[object] = Counter()
     for sample in samples:
@@ -267,7 +267,7 @@ def _reference_loss(
         mask, advantages, old, ref = values
         log_ratio = log_probs - old
         if policy_loss == "gspo":
-            # The mean over the sequence; each token has the gradient of its own log-prob.
+            # The value is the sequence's mean. Each token has the gradient of its own log-prob.
             mean = (mask * log_ratio).sum().detach() / max(float(mask.sum()), 1.0)
             log_ratio = mean + log_probs - log_probs.detach()
         ratio = torch.exp(log_ratio)
@@ -287,7 +287,7 @@ def _reference_loss(
 
 
 def _row_weight(aggregation: str, samples: Sequence[Sample], sample: Sample) -> float:
-    """Compute the weight of a sample's tokens by the functions of the aggregation's row, which its author answers for."""
+    """Compute a sample's token weight by the functions of the aggregation's row. The row's author answers for them."""
     row, totals = AGGREGATIONS[aggregation], step_totals(samples, allow_different_group_sizes=True)
     divisors = row.divisors_of(totals, [sample], DIVISOR if row.needs else None)
     return 1 / (float(divisors[0]) * row.outer_count(totals))

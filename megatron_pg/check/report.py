@@ -1,4 +1,4 @@
-"""What a check has found, for people and as JSON."""
+"""The report of a check, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_pg.config.versions import megatron_core_version
 
 
 def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """The whole report; a number that is not finite is null."""
+    """Write the whole report, with null for numbers that are not finite."""
     return json.dumps(
         {
             "passed": all(row.passed for row in rows),
@@ -47,7 +47,7 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
 
 
 def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """Versions, the table, and the verdict; plain text, a failed row's diagnosis below it."""
+    """Write versions, the table with a diagnosis below each failed row, and the verdict."""
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
         f"megatron-pg check: {installed}",
@@ -69,7 +69,7 @@ def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class Checked:
-    """The rows of one sharding."""
+    """One sharding's rows and time."""
 
     options: CheckOptions
     rows: Sequence[Row]
@@ -77,7 +77,7 @@ class Checked:
 
 
 def summary(checked: Sequence[Checked], world_size: int) -> str:
-    """A line for each sharding, below it the rows that fail, and the verdict; plain text."""
+    """Write a line for each sharding, its failed rows below it, and the verdict."""
     lines = []
     for each in checked:
         worst = max(each.rows, key=lambda row: row.gradient_error / row.tolerance)
@@ -95,7 +95,7 @@ def summary(checked: Sequence[Checked], world_size: int) -> str:
 
 
 def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
-    """A list of what `as_json` says of each."""
+    """List the reports of `as_json`."""
     reports = (as_json(each.rows, each.options, world_size) for each in checked)
     return f"[{', '.join(reports)}]"
 
@@ -110,7 +110,7 @@ def _lines(row: Row, words: str) -> list[str]:
 
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
-    """The sizes of a check in words."""
+    """Put the sharding in words."""
     stages = options.virtual_pipeline_model_parallel_size
     parts = [
         f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
@@ -129,7 +129,7 @@ def _sharding(options: CheckOptions, world_size: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What is installed here, by name; "absent" where it is not."""
+    """Return the installed versions by name, or "absent"."""
     core = ".".join(map(str, megatron_core_version()))
     found = {"torch": torch.__version__, "megatron-core": core}
     has_apex = importlib.util.find_spec("amp_C") is not None
@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
 
 def accelerations(options: CheckOptions) -> dict[str, str]:
-    """Which parts of the loss and of the small model run accelerated in this check."""
+    """Return the implementations of the accelerated parts of loss and model."""
     has_kernels = options.device == "cuda" and importlib.util.find_spec("triton") is not None
     return {
         "attention": "torch" if options.transformer_impl == "local" else "Transformer Engine",

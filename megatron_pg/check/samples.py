@@ -1,4 +1,4 @@
-"""The step that a check runs: samples that hide no mistake, and the micro-batches that they are cut into."""
+"""The samples of a check's step, which hide no mistake, and their micro-batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_pg.step.sample import Sample
 
 T = TypeVar("T")
 PROMPTS, RESPONSES = (3, 2, 1, 2), (5, 2, 8, 1, 6, 4, 9, 3, 4, 5)
-"""Prompt tokens of the groups and response tokens of the samples, over and over. Short, and twenty of them to a rank:
-float32 loses least where a GEMM sums over few tokens and every gradient is the mean of many."""
+"""The cycles of the groups' prompt lengths and of the samples' response lengths, in tokens. A rank has twenty short
+samples: float32 loses least if a GEMM sums over few tokens and every gradient is the mean of many."""
 LONG_RESPONSE, LONG_PROMPT = 1, 7
-"""Which of a data-parallel rank's samples is long: by its response, and by its prompt."""
+"""The places of a data-parallel rank's samples with the long response and the long prompt."""
 SAMPLES_PER_RANK, MANY_RANKS = 20, 16
 
 
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """All samples of the step; those of a data-parallel rank are `[rank::data_size]`.
+    """Make all samples of the step. A data-parallel rank has `[rank::data_size]`.
 
-    Ragged, partly masked, some masked as a whole, groups over all ranks, one rollout in two micro-batches or on two
-    ranks. Two of each rank span several tiles of an attention kernel, and all chunks of every context-parallel rank.
-    Log-probs of the old and the reference policy are set by `with_log_probs` once a model has been asked.
+    Lengths differ. Masks are partial, and some are empty. Groups span all ranks. One rollout lies in two micro-batches
+    or on two ranks. Two samples of each rank span several tiles of an attention kernel and all chunks of every
+    context-parallel rank. `with_log_probs` sets old and reference log-probs from a model's scores.
     """
     draw = _Draw(options, seed=20)
     long = 2 * options.context_parallel_size * options.tokens_per_chunk - 1
@@ -42,7 +42,7 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
         length = RESPONSES[(place + rank) % len(RESPONSES)]
         if place == LONG_RESPONSE:
             length = long - PROMPTS[group]
-        # These lie in the first micro-batch, beside others (`cut`).
+        # `cut` puts these into the first micro-batch, beside others.
         is_masked = (place + 1) % num_microbatches == 0 and not is_last
         # The first and the last are one rollout.
         sample = draw.sample(prompts[group], length, group, rollout_id=0 if is_last else index)
@@ -52,7 +52,7 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
 
 
 def make_even_samples(options: CheckOptions, data_size: int) -> list[Sample]:
-    """Samples that no rank has to pad, two or so to a micro-batch: an auxiliary loss of experts counts padding too."""
+    """Make samples without padding, about two for each micro-batch. Experts' auxiliary losses would count padding."""
     draw = _Draw(options, seed=22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
     samples = []
@@ -74,20 +74,20 @@ class _Draw:
         return ids[torch.randint(len(ids), (count,), generator=self._generator)]
 
     def prompt(self, length: int) -> Tensor:
-        """[length] ids of the whole vocabulary."""
+        """Draw [length] ids of the vocabulary."""
         return self._tokens(self._prompt_ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:
-        """A response of that many tokens, of which seven in ten are active, the first and the last among them."""
+        """Draw a response of `length` tokens. Seven in ten are active, and so are the first and the last."""
         mask = torch.rand(length, generator=self._generator) < 0.7
         mask[0] = mask[-1] = True
         return Sample(
-            # Ids that lean one way, of every tensor-parallel shard: the gradients of tokens drawn from all ids would
-            # cancel, and leave float32 few digits of what is left.
+            # These ids lean one way, on every tensor-parallel shard. The gradients of all ids would cancel and leave
+            # float32 few digits.
             tokens=torch.cat((prompt, self._tokens(self._response_ids, length))),
             response_length=length,
             loss_mask=mask,
-            # Of one sign, for the same reason.
+            # One sign avoids cancellation too.
             advantages=0.5 + torch.rand(length, generator=self._generator),
             group_index=group,
             rollout_id=rollout_id,
@@ -98,9 +98,9 @@ class _Draw:
 
 
 def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with sets that their tokens might have been sampled from: two to nine ids, and every fifth all of them.
+    """Add sets that the tokens might have been sampled from: two to nine ids, and for one token in five all ids.
 
-    Never the token alone: its log-prob would be 0 whatever the model, where `with_log_probs` moves it.
+    No set has the token alone: every model's log-prob would be 0, and `with_log_probs` would move it.
     """
     generator = torch.Generator().manual_seed(23)
 
@@ -115,7 +115,7 @@ def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sam
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:
-    """The samples with old and reference log-probs near the model's: inside the clip range, not on its edge."""
+    """Set old and reference log-probs near the model's, inside the clip range and off its edge."""
     generator = torch.Generator().manual_seed(21)
 
     def near(values: Tensor) -> Tensor:
@@ -129,18 +129,18 @@ def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> li
 
 
 def cut(samples: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
-    """The micro-batches of a data-parallel rank's samples, of uneven sizes, one in the middle empty.
+    """Cut a data-parallel rank's samples into uneven micro-batches. The middle one is empty.
 
-    The first, the last and those between carry gradient: a schedule that loses any one of them is seen.
+    All others have a gradient, so that the check sees the loss of any one of them.
     """
     micro_batches: list[list[Sample]] = [[] for _ in range(num_microbatches - 1)]
     for place, sample in enumerate(samples):
-        # The first takes the share of the empty one too.
+        # The first takes the empty one's share too.
         micro_batches[(place + 1) % num_microbatches % (num_microbatches - 1)].append(sample)
     micro_batches.insert(num_microbatches // 2, [])
     return micro_batches
 
 
 def cut_evenly(samples: Sequence[T], num_microbatches: int) -> list[list[T]]:
-    """The micro-batches of a rank's `make_even_samples`; none is empty."""
+    """Cut a rank's `make_even_samples` into nonempty micro-batches."""
     return [list(samples[place::num_microbatches]) for place in range(num_microbatches)]

@@ -1,4 +1,4 @@
-"""Parameters and gradients of a sharded Megatron model by their place in the whole one."""
+"""Parameters and gradients of a sharded Megatron model by their place in the whole model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_pg.check.options import LEAN_PERIOD
 from megatron_pg.megatron.groups import unwrapped
 
 COMMON, LEAN, PULL = 0, 1, 2
-"""Seeds of the three directions of `set_parameters`."""
+"""The seeds of `set_parameters`' directions."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a rank's parameter lies in the whole one: slice `index` of `count` along `dimension`."""
+    """The place of a rank's slice in the whole parameter: `index` of `count` along `dimension`."""
 
     name: str
     dimension: int
@@ -30,16 +30,16 @@ class Shard:
     count: int
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's slice of the whole parameter."""
+        """Return this slice of a whole tensor."""
         return whole.chunk(self.count, self.dimension)[self.index] if self.count > 1 else whole
 
 
 def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
-    """Every parameter of one unwrapped chunk with its place in the whole model."""
+    """Yield each parameter of an unwrapped chunk with its place in the whole model."""
     for name, parameter in model.named_parameters():
         dimension, rank, size = 0, 0, 1
         if ".experts." in name:
-            # Of one expert: the first layer is cut by rows, the second by columns.
+            # An expert's first layer is cut by rows, its second by columns.
             size = parallel_state.get_expert_tensor_parallel_world_size()
             rank = parallel_state.get_expert_tensor_parallel_rank()
             dimension = int("linear_fc2" in name)
@@ -51,9 +51,9 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
 
 
 def _whole_name(model: Any, name: str) -> str:
-    """The name in the unsharded model: global layer and expert numbers.
+    """Return the name in the unsharded model, with global layer and expert numbers.
 
-    A tied output layer on another pipeline stage is a second copy of the embedding.
+    A tied output layer on another pipeline stage is a copy of the embedding.
     """
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
@@ -71,14 +71,13 @@ def _whole_name(model: Any, name: str) -> str:
 
 @torch.no_grad()
 def set_parameters(model: Any) -> None:
-    """Gives every parameter values that depend on its name in the whole model alone.
+    """Give every parameter values that depend on its name in the whole model alone.
 
-    So every sharding of the model is the same function, without a checkpoint. It is one whose gradients float32 can
-    tell to a few parts in ten million at any depth: layers add little to the residual stream, so that every
-    parameter's gradient is judged by its own size; all rows of the embedding share a direction, and in it and in the
-    output layer eight ids lean one way and the next eight the other, so that a step whose responses have ids of the
-    first kind (`LEAN_PERIOD`) pulls every parameter one way at every token instead of cancelling. Sixteen ids or more
-    of a tensor-parallel rank are of both kinds.
+    Every sharding of the model is then the same function, without a checkpoint. float32 computes its gradients to a few
+    parts in ten million at any depth. Layers add little to the residual stream, so that every parameter's gradient is
+    judged by its own size. All rows of the embedding share a direction. In the embedding and the output layer eight ids
+    lean one way and the next eight the other (`LEAN_PERIOD`). A step whose responses have ids of the first kind pulls
+    every parameter one way at every token. A tensor-parallel rank's sixteen or more ids include both kinds.
     """
     for shard, parameter in shards(model):
         generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
@@ -94,7 +93,8 @@ def set_parameters(model: Any) -> None:
             common, lean = 2.0 * _direction(COMMON, whole.shape[1]), _leaning(whole, LEAN)
             is_learned = getattr(model, "position_embedding_type", "") == "learned_absolute"
             if model.share_embeddings_and_output_weights and is_learned:
-                # What all rows of a tied output layer share cancels in its softmax and costs digits: positions have it.
+                # A direction that a tied output layer's rows share cancels in the softmax and costs digits.
+                # The positions have it instead.
                 whole += common if "position" in shard.name else lean
             else:
                 whole += common + lean
@@ -105,14 +105,14 @@ def set_parameters(model: Any) -> None:
         elif "table" not in shard.name:
             whole *= 0.1 / math.sqrt(whole.shape[1])
             if "linear_qkv" in shard.name:
-                # Larger queries and keys: attention is then not the mean over the tokens before.
+                # With smaller queries and keys, attention would be the mean over the tokens before.
                 of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
                 of_a_group[:, : -model.config.kv_channels] *= 4.0
             elif ".local_experts." in shard.name and (
                 model.config.moe_router_topk < model.config.num_moe_experts
             ):
-                # Along the direction that the loss pulls in, another step for every expert: the gradient of a router
-                # is that of the difference between experts.
+                # Each expert makes another step along the loss's pull: a router's gradient comes from the difference
+                # between experts.
                 step = 0.1
                 if "linear_fc2" in shard.name:
                     number = int(shard.name.split(".local_experts.")[1].split(".")[0])
@@ -120,7 +120,7 @@ def set_parameters(model: Any) -> None:
                     step = 0.02 * (number - middle) * _direction(PULL, whole.shape[0]).unsqueeze(1)
                 whole += step / math.sqrt(whole.shape[1])
             elif "router" in shard.name:
-                # Blind to what all tokens share, so that every expert gets its part of them.
+                # The router ignores the tokens' common directions, so that every expert gets tokens.
                 for seed in (COMMON, LEAN):
                     direction = _direction(seed, whole.shape[1])
                     whole -= torch.outer(whole @ direction, direction) / direction.square().sum()
@@ -128,7 +128,7 @@ def set_parameters(model: Any) -> None:
 
 
 def _leaning(whole: Tensor, seed: int) -> Tensor:
-    """One direction [columns] for the first half of the rows of each period, its opposite for the others."""
+    """Return a direction [columns] for the first half of each period's rows, its opposite for the others."""
     is_first = torch.arange(whole.shape[0]).unsqueeze(1) % LEAN_PERIOD < LEAN_PERIOD // 2
     lean = _direction(seed, whole.shape[1])
     return torch.where(is_first, lean, -lean)
@@ -139,7 +139,7 @@ def _direction(seed: int, size: int) -> Tensor:
 
 
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the gradients: DDP's `main_grad` or, of a bare model, `grad`."""
+    """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`."""
     for chunk in chunks:
         _complete_reduce_scatter(chunk)
         for shard, parameter in shards(unwrapped(chunk)):
@@ -148,7 +148,7 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
 
 
 def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """This rank's slices of the parameters."""
+    """Yield this rank's parameter slices."""
     for chunk in chunks:
         for shard, parameter in shards(unwrapped(chunk)):
             yield shard, parameter.detach()
@@ -156,7 +156,7 @@ def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
 
 @torch.no_grad()
 def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
-    """Which elements of `gradient_slices` this rank's distributed optimizer updates; none without it."""
+    """Return masks of the `gradient_slices` elements that this rank's distributed optimizer updates; none without it."""
     if not chunks[0].ddp_config.use_distributed_optimizer:
         return []
     owned = []
@@ -174,7 +174,7 @@ def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
 
 
 def _complete_reduce_scatter(chunk: Any) -> None:
-    """Fetches the rest of a DDP chunk's gradients where the distributed optimizer has reduced each rank's part alone."""
+    """Fetch the rest of a DDP chunk's gradients, if the distributed optimizer has reduced each rank's part alone."""
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
     for ranks, buckets in _buckets(chunk):
@@ -184,6 +184,6 @@ def _complete_reduce_scatter(chunk: Any) -> None:
 
 
 def _buckets(chunk: Any) -> Iterator[tuple[dist.ProcessGroup, Sequence[Any]]]:
-    """A DDP chunk's buckets, with the group that the distributed optimizer shares them out to."""
+    """Yield the distributed optimizer's groups, each with the chunk's buckets that its ranks divide."""
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         yield group.intra_distributed_optimizer_instance_group, group.buckets

@@ -1,4 +1,4 @@
-"""What is run: one step that hides no mistake, for every aggregation, loss mode and model."""
+"""The run of a check: a step that hides no mistake, for every aggregation, loss mode and model."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from megatron_pg.step.totals import step_totals
 
 @dataclass(frozen=True)
 class Model:
-    """A kind of model that steps are run on."""
+    """A kind of model for the steps."""
 
     new: Callable[..., torch.nn.Module]
-    """Makes a chunk of it from GPTModel's keyword arguments."""
+    """The maker of a chunk from GPTModel's keyword arguments."""
     changes: Mapping[str, Any]
-    """What it has in the place of the options that are asked for."""
+    """The values that replace the user's options."""
     is_run: Callable[[CheckOptions], bool] = lambda options: True
 
 
@@ -81,14 +81,14 @@ MODELS = {
         lambda options: not options.fused_lm_head,
     ),
 }
-"""`end to end` is a GPT model in the dtype asked for; `tied` the same with one weight for embedding and output layer, and
-learned positions; `hybrid` a HybridModel; `multi-token` a GPT model with multi-token prediction; `loss only` has float32
-logits for parameters, and no output layer that could be fused."""
+"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
+embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
+`loss only` has float32 logits for parameters, and no output layer to fuse."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row to be: what is run, on which model."""
+    """The step and the model of a row."""
 
     model: str
     case: Case
@@ -97,7 +97,7 @@ class Run:
 
 
 def run_check(options: CheckOptions) -> list[Row]:
-    """All rows; every rank of the world calls it, and gets the same ones."""
+    """Make all rows. Every rank of the world calls it and gets the same."""
     options_of = {
         name: replace(options, **model.changes)
         for name, model in MODELS.items()
@@ -133,7 +133,7 @@ def run_check(options: CheckOptions) -> list[Row]:
 def _references(
     options: CheckOptions, runs: Sequence[Run]
 ) -> list[tuple[Sequence[Sample], Expected]]:
-    """The samples of each run of a model, and what their step should give."""
+    """Return the samples and the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
     steps: dict[tuple[bool, bool], ScoredSamples] = {}
@@ -161,7 +161,7 @@ def _references(
 def _packs(
     options: CheckOptions, samples: Sequence[Sample], data_size: int, per_token: bool
 ) -> list[tuple[list[int], float]]:
-    """The micro-batches of all data-parallel ranks, and what the losses of each beside the policy's weigh in the step."""
+    """Return each data-parallel rank's micro-batches, with the weights of their losses beside the policy's."""
     total = sum(sample.total_length for sample in samples)
     packs = []
     for rank in range(data_size):
@@ -173,7 +173,7 @@ def _packs(
 
 
 def _build(options: CheckOptions, run: Run) -> list[Any]:
-    """This rank's chunks of a run's model under DDP, and the configuration that they share, as a trainer sets it up."""
+    """Build this rank's chunks of a run's model under DDP. They share a configuration, set up as in a trainer."""
     config = model_config(options, calculate_per_token_loss=run.per_token)
     chunks: list[Any] = build_model(options, config, MODELS[run.model].new)
     if options.overlap_grad_reduce:
@@ -184,7 +184,7 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
 
 @contextlib.contextmanager
 def _changed(config: Any, case: Case) -> Iterator[None]:
-    """The model's configuration has the settings of a case meanwhile."""
+    """Set a case's settings in the model's configuration meanwhile."""
     before = {name: getattr(config, name) for name in case.settings}
     for name, value in case.settings.items():
         setattr(config, name, value)
@@ -201,7 +201,7 @@ def _row(
     samples: Sequence[Sample],
     expected: Expected,
 ) -> Row:
-    """Runs a step and compares it."""
+    """Run a step and compare it."""
     case = run.case
     config = config_of(run.aggregation, options, case.policy_loss)
     config = replace(config, replay_sampling_set=case.has_sets)
@@ -231,9 +231,9 @@ def train_step(
     config: PolicyLossConfig,
     case: Case = GRADIENT,
 ) -> dict[str, float]:
-    """One step through Megatron's schedule; returns its metrics and leaves the gradients in DDP's buffers.
+    """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers.
 
-    Even samples are cut into micro-batches without an empty one, and need no padding.
+    Even samples make no empty micro-batch and need no padding.
     """
     is_even = case.is_even
     data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
@@ -242,7 +242,7 @@ def train_step(
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
     if is_even:
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
-    # Sequence parallelism splits a rank's tokens once more.
+    # Sequence parallelism splits a rank's tokens again.
     layout: dict[str, Any] = {
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
         "cp_partition_mode": options.cp_partition_mode,
@@ -274,9 +274,10 @@ def train_step(
 def update(
     chunks: Sequence[Any], options: CheckOptions, expected: Expected
 ) -> tuple[float, list[tuple[Shard, Tensor]]]:
-    """The gradient norm that the optimizer's first step reports, and what the step adds to each parameter.
+    """Make the optimizer's first step. Return its gradient norm and its updates of the parameters.
 
-    A weight decay of 1 makes zero of every parameter before Adam's update, so that the sum is right to the last digit.
+    The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
+    parameter before Adam's update, so that the sum is right to the last digit.
     """
     before = []
     with torch.no_grad():

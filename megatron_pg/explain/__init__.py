@@ -38,7 +38,7 @@ BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing n
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explains the step that a command line describes.
+    """Explain the step that a command line describes.
 
     Args:
         arguments: the command line after `megatron-pg explain`.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
-    """The options of a command line; exits as argparse does for `--help` and malformed values.
+    """Parse the options of a command line; exit as argparse does for `--help` and malformed values.
 
     Raises:
         ValueError: flags of the launch line contradict each other, or a number is out of range.
@@ -86,7 +86,7 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
 
 
 def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """What of a launch line is nearly a flag of this command: left unread, it would explain another objective."""
+    """Yield the words that are nearly a flag of this command: unread, they would explain another objective."""
     for word in unused:
         flag = word.split("=")[0]
         # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at 0.85).
@@ -96,7 +96,7 @@ def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Itera
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser: lengths, parallelism, output, and the flags of a launch line that decide what is explained."""
+    """Build the parser: lengths, parallelism, output, and the flags of a launch line that decide what is explained."""
     parser = ProgramParser(
         prog="megatron-pg explain",
         usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",

@@ -1,4 +1,4 @@
-"""What every aggregation makes of a step: the weight of a token, who gets how much of it, what Megatron does to it."""
+"""Every aggregation of a step: the weight of a token, its shares, and the factors of Megatron."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAR = 4.0
 
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
-    """The report of a step; `constant` takes the longest sample for L where the flags give none."""
+    """Return the report of a step; `constant` takes the longest sample for L where the flags give none."""
     totals, config, samples = step.totals, options.config, step.samples
     lengths = [sample.num_active_tokens for sample in samples]
     parallelism: dict[str, Any] = {
@@ -71,7 +71,7 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
 
 
 def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Report | None:
-    """The aggregation of the KL and entropy terms; None where there is neither, or where a custom reducer weighs the loss."""
+    """Return the aggregation of the KL and entropy terms; None without either term, or where a custom reducer weighs the loss."""
     config = options.config
     policy = config.loss_aggregation
     has_term = config.kl_loss_coef or config.entropy_coef
@@ -85,7 +85,7 @@ def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Rep
 
 
 def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
-    """How many active tokens have a kept set, and its sizes; None where none has."""
+    """Count the active tokens with a kept set, and the sets' sizes; None without any."""
     sizes = [size for sample in samples for size in sample.kept_set_sizes]
     if not sizes:
         return None
@@ -95,7 +95,7 @@ def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
 def _aggregation_report(
     mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
-    """One aggregation over the step, its denominators those of `totals`; lists are in the order of its samples."""
+    """Report one aggregation over the step, its denominators those of `totals`; lists are in the order of its samples."""
     lengths = [sample.num_active_tokens for sample in step.samples]
     # Of a sample's tokens together: their number, or the sum of their loss weights.
     sizes = [
@@ -131,7 +131,7 @@ def _aggregation_report(
 
 
 def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[dict[str, float]]:
-    """The samples in four parts of equal number, shortest first, and the share of each."""
+    """Cut the samples into four parts of equal number, shortest first, with the share of each."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     count = min(NUM_QUANTILES, len(order))
     bounds = [len(order) * part // count for part in range(count + 1)]
@@ -149,7 +149,7 @@ def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[di
 def _of_the_lengths(
     step: ExplainedStep, options: ExplainOptions, ratio: float | None
 ) -> Iterator[str]:
-    """What is likely not meant: what, why, and what to do; `ratio` is the learning rate ratio of `constant`."""
+    """Warn of likely mistakes, with reason and remedy; `ratio` is the learning rate ratio of `constant`."""
     totals, divisor = step.totals, options.config.loss_aggregation_divisor
     if divisor is not None and ratio is not None and not 1 / FAR <= ratio <= FAR:
         mean = totals.num_active_tokens / totals.num_rollouts
@@ -180,7 +180,7 @@ def _of_the_lengths(
 
 
 def _of_the_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
-    """What the rows of files lack, and what would differ on other ranks."""
+    """Warn of fields that rows lack, and of differences on other ranks."""
     flags = required_inputs(options.config)
     missing = Counter(field for sample in step.samples for field in sample.missing_fields)
     for field, count in missing.items():

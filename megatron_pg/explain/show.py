@@ -19,7 +19,7 @@ TextTable = tuple[str, list[tuple[str, ...]]]
 
 
 def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
-    """Prints every table, then what is not shown, not used, or likely not meant."""
+    """Print every table, then what is not shown, not used, or likely not meant."""
     notes = [f"{name} is not shown: {reason}" for name, reason in report["unavailable"].items()]
     if step.num_skipped:
         notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
@@ -74,7 +74,7 @@ def _print_rich(tables: Sequence[TextTable], notes: Sequence[str]) -> None:
 
 
 def _objectives(report: Report, options: ExplainOptions) -> TextTable:
-    """The counts, and each aggregation's size against sample_mean."""
+    """Show the counts, and each aggregation's size against sample_mean."""
     step, assumed = report["step"], options.config.loss_aggregation_divisor is None
     columns = ("aggregation", "objective", "outer count", "total weight", "learning rate ratio")
     rows: list[tuple[str, ...]] = [columns]
@@ -93,7 +93,7 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
-    """The tables with a column for each aggregation: tokens of samples, samples by length, prompt groups."""
+    """Yield the tables with a column for each aggregation: tokens of samples, samples by length, prompt groups."""
     names, each = tuple(report["aggregations"]), report["aggregations"].values()
     lengths = report["step"]["active_tokens"]
     picked, some = _picked(range(len(lengths)), lengths.__getitem__, " samples, by length")
@@ -120,7 +120,7 @@ def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:
 
 
 def _scale(report: Report) -> TextTable:
-    """From the local loss to the gradient."""
+    """Show the factors from local loss to gradient."""
     data_size, context_size, num_microbatches, per_token = report["parallelism"].values()
     *factors, net = report["aggregations"]["token_mean"]["megatron_scale"].values()
     named = zip(FACTORS[per_token], factors, strict=True)
@@ -136,7 +136,7 @@ def _scale(report: Report) -> TextTable:
 def _picked(
     items: Sequence[int], key: Callable[[int], Any], what: str
 ) -> tuple[Sequence[int], str]:
-    """Some of many items, evenly over their order, the first and the last among them, and how many; all of a few."""
+    """Pick items evenly over their order, the first and the last among them, and say how many; keep all of a few."""
     if len(items) <= MAX_ROWS:
         return items, ""
     ordered, last = sorted(items, key=key), len(items) - 1
@@ -149,7 +149,7 @@ def _percent(share: float) -> str:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draws the coefficient of a token against the length of its sample, one set of points for each aggregation.
+    """Draw the coefficient of a token against the length of its sample, one set of points for each aggregation.
 
     Raises:
         ValueError: no sample has an active token, matplotlib is not installed, or it does not know the file's type.

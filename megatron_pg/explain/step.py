@@ -62,14 +62,14 @@ def _median_and_sigma(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What to explain, and how to show it. The docstring under a field is its flag's help text."""
+    """Options of the step and of its display. The docstring under a field is its flag's help text."""
 
     config: Annotated[PolicyLossConfig, PYTHON_ONLY]
     """The validated flags of the policy loss."""
     planning: Annotated[PlanningConfig, PYTHON_ONLY]
     """The validated flags that say what a step holds."""
     unused_flags: Annotated[tuple[str, ...], PYTHON_ONLY]
-    """What the command line has beyond the flags of this command."""
+    """Words of the command line beyond the flags of this command."""
     lengths: Annotated[tuple[int, ...], Parsed(_list_of_lengths, "L,L,...")] = ()
     """Active tokens of the samples, in order; repeated until the step is full."""
     log_normal: Annotated[tuple[float, ...], Parsed(_median_and_sigma, "MEDIAN,SIGMA")] = ()
@@ -116,7 +116,7 @@ class ExplainedStep:
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
-    """The step that the options describe.
+    """Collect the step that the options describe.
 
     Raises:
         ValueError: a step that training would refuse, a rollout file that cannot be read or has no sample, or lengths
@@ -146,7 +146,7 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
 
 
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
-    """The rollout files, read as training reads them, without keeping tokens; None for a bad row.
+    """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
 
     A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
     training script may compute them itself.
@@ -187,7 +187,7 @@ def _kept_set_sizes(sample: Sample) -> tuple[int, ...]:
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
-    """Samples of given or drawn lengths; endless with --docs-per-step, as training reads on beyond a step."""
+    """Yield samples of given or drawn lengths; endless with --docs-per-step, as training reads on beyond a step."""
     count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
@@ -216,7 +216,7 @@ def _cut_groups(
     carried: Sequence[ExplainedSample],
     following: Iterable[ExplainedSample | None],
 ) -> dict[int, tuple[int, int]]:
-    """The groups that go on after the step: in what was pulled with it, and in what comes next."""
+    """Find the groups that go on after the step, in the carried samples and in the following ones."""
     inside = Counter(s.group_index for s in samples if s.group_index is not None)
     beyond = Counter(s.group_index for s in carried)
     latest = (carried or samples)[-1].group_index

@@ -27,7 +27,7 @@ from megatron_pg.step.totals import BareSample
 
 
 def _refusals(args: Any, row: Aggregation) -> Iterator[str]:
-    """Features in which miles' conversion, cut of steps or scale is another than was derived."""
+    """Yield features that change miles' conversion, cut of steps or scale."""
     on = functools.partial(getattr, args)
     if on("train_backend", "megatron") != "megatron":
         yield f"--train-backend {args.train_backend} does not read rollout_mask_sums: use --train-backend megatron"
@@ -97,7 +97,7 @@ MILES = Trainer(
 
 
 def _convert(name: str, args: Any, samples: list[Any]) -> dict[str, Any]:
-    """miles' own train data with `rollout_mask_sums` overwritten; the functions of this module are its partials.
+    """Make the train data of miles and overwrite `rollout_mask_sums`; the functions of this module are its partials.
 
     Raises:
         ValueError: see `require` and `rollout_mask_sums`; a sample without `group_index` under `prompt_mean`.
@@ -144,7 +144,7 @@ sample_mean = functools.partial(_convert, "sample_mean")
 
 
 def check(args: Any) -> None:
-    """For `--custom-megatron-init-path`: refuses what would not be exact before the model is loaded, and says what is on.
+    """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
 
     Called by miles in every training process; no communication. Rank 0 prints one line.
 
@@ -155,7 +155,7 @@ def check(args: Any) -> None:
 
 
 def _indices_of_steps(rollout_ids: list[int], global_batch_size: int) -> list[list[int]]:
-    """The samples by optimizer step: `global_batch_size` rollouts each, in the order of their first sample.
+    """Cut the samples into optimizer steps: `global_batch_size` rollouts each, in the order of their first sample.
 
     As miles/utils/dp_schedule.py, `build_dp_schedule`. The rest is one more step of fewer rollouts, which miles trains on
     (`--allow-partial-train-step`) or drops: its divisors are right for the one and unused in the other.
@@ -173,7 +173,7 @@ def _indices_of_steps(rollout_ids: list[int], global_batch_size: int) -> list[li
 def _steps(
     row: Aggregation, samples: list[Any], data: dict[str, Any], steps: list[list[int]]
 ) -> list[TrainerStep]:
-    """What is counted of the samples."""
+    """Count the samples of each step."""
     counted = []
     for index, (sample, mask) in enumerate(zip(samples, data["loss_masks"], strict=True)):
         group, prompt = None, None

@@ -41,7 +41,7 @@ def _reducer(
     loss_masks: Sequence[Tensor],
     calculate_per_token_loss: bool = False,
 ) -> Reducer:
-    """The reducer of one micro-batch under one aggregation; the functions of this module are its partials.
+    """Make the reducer of one micro-batch under one aggregation; the functions of this module are its partials.
 
     Args:
         total_lengths: prompt and response tokens of each sample of the micro-batch, over its context-parallel group.
@@ -72,7 +72,7 @@ def _reducer(
 
 
 def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
-    """Refuses a reducer of this module under the wrong one of the trainer's two ways to divide.
+    """Refuse a reducer of this module under the wrong one of the trainer's two ways to divide.
 
     Raises:
         ValueError: the flag is not what the aggregation needs, or the aggregation is not possible there.

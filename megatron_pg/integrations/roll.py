@@ -47,7 +47,7 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
-        """ROLL's own, with the settings checked before it and the weights made before each optimizer step.
+        """Check the settings, initialize as ROLL does, and make the weights before each optimizer step.
 
         Raises:
             ValueError: a setting does not fit; a prompt's samples are split over optimizer steps (at that step).
@@ -64,7 +64,7 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
         self.logger.info(f"megatron_pg: {self.aggregation} is on")
 
     def weighted_step(self, train_step: Callable[..., Any], batch: Any, loss_func: Any) -> Any:
-        """One optimizer step of the strategy; every rank calls it with its data-parallel rank's samples."""
+        """Take one optimizer step of the strategy; every rank calls it with its data-parallel rank's samples."""
         mask = batch.batch.get("final_response_mask", batch.batch["response_mask"][:, 1:])
         batch.non_tensor_batch[WEIGHT] = step_weights(
             self.aggregation,
@@ -77,14 +77,14 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
         return train_step(batch=batch, loss_func=loss_func)
 
     def _prompts(self, batch: Any) -> list[bytes]:
-        """A hash of each sample's prompt tokens."""
+        """Hash each sample's prompt tokens."""
         return [
             hashlib.blake2b(np.asarray(row).tobytes(), digest_size=16).digest()
             for row in batch.batch["prompts"].cpu()
         ]
 
     def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
-        """The factors `[samples]` that ROLL's policy loss of a micro-batch is multiplied by.
+        """Return the factors `[samples]` of ROLL's policy loss of a micro-batch.
 
         Args:
             data: the micro-batch.

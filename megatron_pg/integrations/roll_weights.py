@@ -27,7 +27,7 @@ def step_weights(
     rollouts_per_prompt: int,
     divisor: float | None,
 ) -> np.ndarray[Any, Any]:
-    """What one active token of each sample of this rank weighs in the objective of the whole optimizer step.
+    """Weigh one active token of each sample of this rank in the objective of the whole optimizer step.
 
     Args:
         aggregation: one of the four.
@@ -63,7 +63,7 @@ def step_weights(
 
 
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
-    """What ROLL's `seq-mean-token-mean` must multiply a sample by, `[samples]` float32.
+    """Return the factor of each sample for ROLL's `seq-mean-token-mean`, `[samples]` float32.
 
     Args:
         weights: of one token of each sample, from `step_weights`.
@@ -77,7 +77,7 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
 def refuse_settings(
     aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
 ) -> float | None:
-    """Refuses what the aggregation cannot be computed with, before the model loads.
+    """Refuse what the aggregation cannot be computed with, before the model loads.
 
     Args:
         aggregation: one of the four.

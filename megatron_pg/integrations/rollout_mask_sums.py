@@ -1,4 +1,4 @@
-"""What `rollout_mask_sums` must hold for a trainer's own sample mean to become any of the four aggregations.
+"""Values of `rollout_mask_sums` that turn a trainer's own sample mean into any of the four aggregations.
 
 slime and miles give every sample i a divisor D_i, `rollout_mask_sums`, and build one reducer from it for the policy
 loss, KL, entropy and metrics: `sum_i (sum_t m x) / max(D_i, 1)`, which they scale so that Megatron's schedule divides
@@ -31,7 +31,7 @@ class TrainerStep:
     samples: list[BareSample]
     """The samples of this rank, with their prompt groups, rollouts and active tokens."""
     num_rollouts: int
-    """N: what the trainer divides the step's loss by, over all ranks."""
+    """N: the trainer's divisor of the step's loss, over all ranks."""
 
 
 def rollout_mask_sums(
@@ -43,7 +43,7 @@ def rollout_mask_sums(
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
 ) -> list[Tensor]:
-    """The divisors of this rank's samples, one [num_samples] float64 tensor for each step.
+    """Return the divisors of this rank's samples, one [num_samples] float64 tensor for each step.
 
     Every data-parallel rank must call it, once a rollout, with the same number of steps: one exchange of counts and ids
     over the group; none where it is None. An error is raised on every rank.
@@ -85,7 +85,7 @@ def _of_step(
     num_rollouts: int,
     trainer: str,
 ) -> Tensor:
-    """The divisors of all samples of a step, [num_samples] float64."""
+    """Return the divisors of all samples of a step, [num_samples] float64."""
     # Prompts and steps of each group are compared above, in words that fit the trainer.
     totals = step_totals(samples, allow_different_prompts=True, allow_different_group_sizes=True)
     outer_count = aggregation.outer_count(totals)
@@ -122,7 +122,7 @@ def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) ->
 
 
 def _refuse_different_prompts(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
-    """Where each rollout of a group is one sample, they have one prompt: else the groups are not what they are taken for."""
+    """Refuse groups of different prompts, if each rollout of the group is one sample: such groups are wrong."""
     for samples in steps:
         groups: dict[int | None, list[BareSample]] = {}
         for sample in samples:

@@ -11,7 +11,7 @@ DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
 
 
 def find_divisor(args: Any, path: str) -> float:
-    """L of `constant`, in tokens, from the environment or the trainer's args.
+    """Find L of `constant`, in tokens, from the environment or the trainer's args.
 
     Args:
         args: the trainer's arguments, in which `--custom-config-path` leaves `loss_aggregation_divisor`; None where
@@ -34,7 +34,7 @@ def find_divisor(args: Any, path: str) -> float:
 
 
 def one_divisor(given: Mapping[str, Any], path: str, remedy: str) -> float:
-    """The one number among what was given, by where it was given.
+    """Return the one number among the values, which are given by source.
 
     Args:
         given: by source, a number, its text, or None.
@@ -55,7 +55,7 @@ def one_divisor(given: Mapping[str, Any], path: str, remedy: str) -> float:
 
 
 def _number(source: str, text: Any) -> float:
-    """YAML reads 8e3 as text, and the environment knows nothing else."""
+    """Parse a number: YAML reads 8e3 as text, and the environment has only text."""
     try:
         number = float(text)
     except (TypeError, ValueError) as error:

@@ -65,7 +65,7 @@ SLIME = Trainer(
 
 
 def _postprocess(name: str, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Overwrites `rollout_data["rollout_mask_sums"]`; the functions of this module are its partials.
+    """Overwrite `rollout_data["rollout_mask_sums"]`; the functions of this module are its partials.
 
     Every training process must call it; two exchanges over the data-parallel group. An error is raised on every rank.
 
@@ -111,7 +111,7 @@ sample_mean = functools.partial(_postprocess, "sample_mean")
 
 
 def check(args: Any) -> None:
-    """For `--custom-megatron-init-path`: refuses what would not be exact before the model is loaded, and says what is on.
+    """Refuse inexact settings before the model is loaded, and say what is on (`--custom-megatron-init-path`).
 
     Called by slime in every training process; no communication. Rank 0 prints one line.
 
@@ -122,7 +122,7 @@ def check(args: Any) -> None:
 
 
 def _indices_of_steps(rollout_data: dict[str, Any]) -> list[list[int]]:
-    """The samples of this rank by optimizer step: its micro-batches in order, `num_microbatches` of them a step."""
+    """Cut the samples of this rank into optimizer steps: its micro-batches in order, `num_microbatches` of them a step."""
     micro_batches = iter(rollout_data["micro_batch_indices"])
     return [
         [index for _ in range(count) for index in next(micro_batches)]
@@ -133,7 +133,7 @@ def _indices_of_steps(rollout_data: dict[str, Any]) -> list[list[int]]:
 def _steps(
     row: Aggregation, args: Any, rollout_data: dict[str, Any], indices: list[list[int]]
 ) -> list[TrainerStep]:
-    """What is counted of this rank's samples."""
+    """Count this rank's samples of each step."""
     active = torch.stack([mask.sum() for mask in rollout_data["loss_masks"]]).tolist()
     needs_groups = "group_index" in row.inputs
     groups = _groups(args, rollout_data) if needs_groups else [None] * len(active)
@@ -156,7 +156,7 @@ def _steps(
 
 
 def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
-    """The prompt group of each sample."""
+    """Find the prompt group of each sample."""
     key = getattr(args, "loss_aggregation_group_key", None)
     field, divisor = ("sample_indices", args.n_samples_per_prompt) if key is None else (key, 1)
     if field not in rollout_data:
@@ -177,7 +177,7 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
 
 
 def _prompt_hashes(rollout_data: dict[str, Any]) -> list[int]:
-    """A hash of each sample's prompt tokens, which are brought to the host in one transfer."""
+    """Hash each sample's prompt tokens; one transfer brings them to the host."""
     prompts = [
         tokens[: total - response]
         for tokens, total, response in zip(

@@ -22,7 +22,7 @@ _accepted: set[str] = set()
 
 
 def fingerprint(source: str) -> str:
-    """16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
+    """Return 16 hexadecimal digits of one function's source without comments, docstring and empty lines."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -39,7 +39,7 @@ def fingerprint(source: str) -> str:
 
 
 def source_of(path: Path, name: str) -> str | None:
-    """The source of a function, or of a method as `Class.method`; None where the file has none of that name."""
+    """Return the source of a function, or of a method as `Class.method`; None if the file lacks it."""
     if not path.is_file():
         return None
     lines = path.read_text().splitlines(keepends=True)
@@ -58,7 +58,7 @@ def source_of(path: Path, name: str) -> str | None:
 
 
 def package_folder(package: str) -> Path:
-    """The folder of a package that can be imported; it is not imported.
+    """Find the folder of a package without importing the package.
 
     Raises:
         ValueError: there is none.
@@ -72,7 +72,7 @@ def package_folder(package: str) -> Path:
 
 
 def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
-    """What `expected` has, as it is in the folder; "missing" for a function that is not there."""
+    """Fingerprint the functions of `expected` in the folder; "missing" for an absent function."""
     found: dict[str, dict[str, str]] = {}
     for file, functions in expected.items():
         for name in functions:
@@ -82,7 +82,7 @@ def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
 
 
 def combined(sources: Sources) -> str:
-    """One fingerprint, 16 hexadecimal digits, of all functions."""
+    """Return one fingerprint, 16 hexadecimal digits, of all functions."""
     text = repr([(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -90,7 +90,7 @@ def combined(sources: Sources) -> str:
 def refuse_unknown_source(
     package: str, expected: Sources, proven_with: str, proven_here: str | None
 ) -> None:
-    """Refuses a trainer whose functions are not those that were proven.
+    """Refuse a trainer whose functions are not those that were proven.
 
     Args:
         package: the trainer's package.

@@ -1,4 +1,4 @@
-"""What is refused before a trainer loads its model, and the line that says what is on."""
+"""Checks before a trainer loads its model, and the line that says what is on."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Trainer:
     sources: Sources
     """The functions that the derivation rests on, as they are in that commit."""
     refusals: Callable[[Any, Aggregation], Iterable[str]] = lambda args, row: ()
-    """What this trainer alone cannot have with it, from its args."""
+    """Violations of this trainer alone, from its args."""
 
     def path(self, name: str) -> str:
-        """The flag with the import path of one of its functions here."""
+        """Return the flag with the import path of one of its functions here."""
         return f"--{self.hook.replace('_', '-')} megatron_pg.integrations.{self.name}.{name}"
 
 
 def require(trainer: Trainer, name: str, args: Any) -> tuple[Aggregation, float | None]:
-    """The aggregation and its divisor, where the trainer's args and source are such that it is exact.
+    """Return the aggregation and its divisor, if the trainer's args and source make it exact.
 
     No communication.
 
@@ -60,7 +60,7 @@ def require(trainer: Trainer, name: str, args: Any) -> tuple[Aggregation, float 
 
 
 def check(trainer: Trainer, args: Any) -> None:
-    """What `check` of `megatron_pg.integrations.slime` and `.miles` does: see there."""
+    """Do the `check` of `megatron_pg.integrations.slime` and `.miles`: see there."""
     named = str(_setting(args, trainer.hook) or "")
     reducer = str(_setting(args, "custom_pg_loss_reducer_function_path") or "")
     package = f"megatron_pg.integrations.{trainer.name}."
@@ -86,7 +86,7 @@ def check(trainer: Trainer, args: Any) -> None:
 
 
 def _require_reducer(name: str, args: Any) -> tuple[Aggregation, float | None]:
-    """The same for a reducer of `megatron_pg.integrations`."""
+    """Require a reducer of `megatron_pg.integrations`."""
     _row(f"{PREFIX}{name}", name)
     refuse_flag(name, bool(_setting(args, "calculate_per_token_loss")))
     violations = list(_without_window(args))
@@ -107,7 +107,7 @@ def _setting(args: Any, field: str) -> Any:
 
 
 def _without_window(args: Any) -> Iterator[str]:
-    """Layouts of tokens over context-parallel ranks other than the zigzag of THD."""
+    """Yield layouts of tokens over context-parallel ranks other than the zigzag of THD."""
     if int(_setting(args, "context_parallel_size") or 1) == 1:
         return
     layout = _setting(args, "qkv_format") or "thd"
@@ -118,7 +118,7 @@ def _without_window(args: Any) -> Iterator[str]:
 
 
 def _violations(trainer: Trainer, row: Aggregation, args: Any) -> Iterator[str]:
-    """What the trainer's args have that the divisors cannot be exact with."""
+    """Yield the trainer's args that make the divisors inexact."""
     if _setting(args, "calculate_per_token_loss"):
         yield (
             "--calculate-per-token-loss divides by the step's tokens and leaves rollout_mask_sums unused: drop the flag "

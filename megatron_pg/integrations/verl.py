@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the policy losses and the advantage estimators with the verl of this process; twice is once."""
+    """Register the policy losses and the advantage estimators with the verl of this process; twice is once."""
     import verl
     from verl.trainer.ppo import core_algos
 
@@ -100,7 +100,7 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
+    """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
 
     Args:
         aggregation: one of the four.
@@ -142,7 +142,7 @@ def policy_loss(
 def token_weights(
     aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
 ) -> Tensor:
-    """What one token of each sample weighs, `[samples, 1]` float32; of a group's mean, without the group's part.
+    """Weigh one token of each sample, `[samples, 1]` float32; of a group's mean, without the group's part.
 
     Args:
         aggregation: one of the four.
@@ -176,7 +176,7 @@ def prompt_mean_advantages(
     index: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """An advantage estimator as verl calls it, on the driver, once per training step.
+    """Estimate advantages as verl calls it, on the driver, once per training step.
 
     Args:
         base: the name of verl's estimator.
@@ -211,7 +211,7 @@ def prompt_mean_advantages(
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """The factor `N D_i / (P G_g)` of each sample and P.
+    """Return the factor `N D_i / (P G_g)` of each sample and P.
 
     Args:
         response_mask: `[samples, response]` of the whole optimizer step.
@@ -234,13 +234,13 @@ def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[T
 
 
 def _tagged(advantages: Tensor) -> Tensor:
-    """The same advantages in float32 with the tag in their last bits; zeros stay zeros."""
+    """Put the tag in the last bits of the advantages in float32; zeros stay zeros."""
     bits = advantages.to(torch.float32).contiguous().view(torch.int32)
     return torch.where(bits << 1 == 0, bits, bits & ~TAG_BITS | TAG).view(torch.float32)
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuses advantages that no estimator of this module made; looked at once in a process."""
+    """Refuse advantages that no estimator of this module made; looked at once in a process."""
     global _seen_tagged
     if _seen_tagged:
         return
@@ -260,7 +260,7 @@ _seen_tagged = False
 
 @functools.cache
 def _announce(num_groups: int, num_samples: int) -> None:
-    """Says once for each size of a step that the prompt mean is on; verl shows warnings."""
+    """Say once for each size of a step that the prompt mean is on; verl shows warnings."""
     logger.warning(
         "megatron_pg: prompt_mean is on: %d prompt groups, %d samples in the step",
         num_groups,

@@ -1,4 +1,4 @@
-"""What verl's entry point group `verl.plugins` names: verl imports it, and that is the registration."""
+"""The module that verl's entry point group `verl.plugins` names: its import is the registration."""
 
 from megatron_pg.integrations.verl import register
 

@@ -19,7 +19,7 @@ MODULE = "megatron_pg.integrations.verl_plugin"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the report.
+    """Print the report.
 
     Returns:
         0 where verl has all four policy losses and an estimator for prompt_mean, 1 otherwise.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _registered() -> int:
-    """Prints what verl's registries hold of ours, and says whether it is all."""
+    """Print our entries in verl's registries, and say whether they are complete."""
     from verl.trainer.ppo import core_algos
 
     from megatron_pg.integrations.verl import PREFIX, PROVEN_VERSIONS

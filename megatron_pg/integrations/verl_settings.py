@@ -12,7 +12,7 @@ BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def find_divisor(loss_scale_factor: float | None) -> float:
-    """L of `constant`, in tokens, from verl's `loss_scale_factor` or the environment.
+    """Find L of `constant`, in tokens, from verl's `loss_scale_factor` or the environment.
 
     Raises:
         ValueError: neither gives L, both give different ones, or it is not finite and above 0.
@@ -27,7 +27,7 @@ def find_divisor(loss_scale_factor: float | None) -> float:
 
 
 def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:
-    """Refuses what the advantages of a prompt mean cannot be made for.
+    """Refuse what the advantages of a prompt mean cannot be made for.
 
     Args:
         base: the name of verl's estimator.
@@ -66,7 +66,7 @@ def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: A
 
 
 def _select(config: Any, key: str) -> Any:
-    """A part of the configuration above the section, or None."""
+    """Select a part of the configuration above the section, or None."""
     try:
         from omegaconf import OmegaConf
 

@@ -26,7 +26,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what a launch line computes.
+    """Print the objective of a launch line.
 
     Args:
         arguments: the command line after `megatron-pg migrate`.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of what comes before `--`."""
+    """Build the parser of the flags before `--`."""
     parser = ProgramParser(
         prog="megatron-pg migrate",
         usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
-    """The trainer whose keys these are.
+    """Find the trainer that has these keys.
 
     Raises:
         ValueError: they look like none's.

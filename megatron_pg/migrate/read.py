@@ -16,11 +16,11 @@ SUMS = re.compile(r"([1-9]\d*|0)([-+*]([1-9]\d*|0))*")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 YAML = (".yaml", ".yml")
 MAX_DEPTH = 8
-"""How often variables may stand for variables, and a YAML for its `defaults`."""
+"""Limit on how often variables may stand for variables, and a YAML for its `defaults`."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The keys of a YAML (by its suffix) or of the launch line in a shell script.
+    """Read the keys of a YAML (by its suffix) or of the launch line in a shell script.
 
     Raises:
         ValueError: the file is not there, or is neither.
@@ -39,7 +39,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_line(words: Sequence[str]) -> dict[str, Any]:
-    """The keys of a launch line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`."""
+    """Read the keys of a launch line: `--flag value`, `--flag=value`, `--flag` (true), and `section.key=value`."""
     found: dict[str, Any] = {}
     flag = None
     for word in words:
@@ -60,7 +60,7 @@ def read_line(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _words_of_script(text: str) -> list[str]:
-    """The words of every command and array, comments left out, with the variables that the script itself sets."""
+    """List the words of every command and array, comments left out, with the variables that the script itself sets."""
     text = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " "))
     text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
     # The words of an array, NAME=( ... ), are the line's.

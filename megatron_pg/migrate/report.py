@@ -1,4 +1,4 @@
-"""What a launch line computes, in words and in numbers."""
+"""The objective of a launch line, in words and in numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PER_ROLLOUT = {
     "constant": "L",
     "token_sum": "(1 / N)",
 }
-"""What a token is divided by, times 1 / N."""
+"""Divisor of a token, times 1 / N."""
 
 
 def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
-    """What a token of each rollout weighs in a term, without the coefficient; rollouts of a prompt stand together.
+    """Return the weight of a token of each rollout in a term, without the coefficient; rollouts of a prompt stand together.
 
     Args:
         term: with a known aggregation, and a divisor where that needs one.
@@ -41,7 +41,7 @@ def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
 
 
 def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int) -> str:
-    """A term's coefficient relative to the policy loss, on one token."""
+    """Show a term's coefficient relative to the policy loss, on one token."""
     coefficient = abs(term.coefficient)
     if "unknown" in (term.aggregation, policy.aggregation):
         return "not known"
@@ -63,7 +63,7 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
 
 
 def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
-    """The report of a launch line's settings, under the command's own options."""
+    """Write the report of a launch line's settings, under the command's own options."""
     terms = trainer.terms(given)
     mode = options.loss_aggregation or terms[0].aggregation
     mode = mode if mode in AGGREGATIONS else "sample_mean"
@@ -106,7 +106,7 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
 def here(
     trainer: Trainer, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
 ) -> tuple[str, list[str]]:
-    """The flags of this package for the trainer's settings, with the aggregation that was asked for.
+    """Return the flags of this package for the trainer's settings, with the aggregation that was asked for.
 
     Returns:
         The flags, and as `key=value` every setting that has no counterpart among them.
@@ -131,7 +131,7 @@ def here(
 
 
 def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
-    """The words of this package for a value of a setting, "" where none are needed; None where it has none."""
+    """Return this package's words for a setting's value, "" where none are needed; None without any."""
     own = row.get("here")
     if isinstance(own, list):
         own = next((words for condition, words in own if holds(condition, known)), None)
@@ -146,7 +146,7 @@ def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
 
 
 def _flag(flag: str, value: Any) -> str:
-    """The flag with its value, or nothing where the value is the flag's default here."""
+    """Return the flag with its value, or nothing where the value is the flag's default here."""
     default = getattr(PolicyLossConfig(), flag.removeprefix("--").replace("-", "_"), None)
     if not flag or value is None or value == default:
         return ""

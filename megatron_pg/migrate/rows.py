@@ -1,4 +1,4 @@
-"""Reads the tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
+"""Read the tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
 
     settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, what they
                  mean, and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 Settings = Mapping[str, Any]
-"""What a launch line sets, by the trainer's own keys, with the defaults of what it does not set."""
+"""Settings of a launch line, by the trainer's own keys, with defaults for the rest."""
 CONDITION = re.compile(r"(!?)([^!=>]+?)(?:(!?=|>)(\S+))?")
 CLOSE = 0.86
 """From this similarity on, a key that the table lacks is taken for one of its keys, misspelt."""
@@ -43,7 +43,7 @@ class Term:
 
     @property
     def weighing(self) -> tuple[str, float | None]:
-        """What decides the weight of a token: two terms that agree in it are in the ratio of their coefficients."""
+        """Data that decide a token's weight: two terms with the same are in the ratio of their coefficients."""
         return self.aggregation, self.divisor
 
 
@@ -65,11 +65,11 @@ class Trainer:
         self._table = base | table
 
     def is_marked_by(self, words: Iterable[str]) -> bool:
-        """Whether these keys, values and words have what is of this trainer's launch lines alone."""
+        """Return whether these keys, values and words have a mark of this trainer's launch lines."""
         return self._mark.search(" ".join(words)) is not None
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys by the trainer's spelling: a YAML names a flag by its attribute."""
+        """Spell the keys as the trainer does: a YAML names a flag by its attribute."""
         if not next(iter(self.settings)).startswith("--"):
             return dict(given)
 
@@ -80,7 +80,7 @@ class Trainer:
         return {spelt(key): value for key, value in given.items() if "." not in key}
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """The value of every setting.
+        """Read the value of every setting.
 
         Raises:
             ValueError: keys that the trainer has not, or values that are not of their kind: all of them, by name.
@@ -97,11 +97,11 @@ class Trainer:
         return settings
 
     def is_elsewhere(self, key: str) -> bool:
-        """Whether a key is known to be about something else."""
+        """Return whether a key is known to be about something else."""
         return any(fnmatch.fnmatchcase(key, each) for each in self._table["elsewhere"].split())
 
     def unknown(self, key: str) -> str | None:
-        """What is wrong with a key, with the nearest right one; None for one that is known, or not about the loss."""
+        """Describe an unknown key, with the nearest right one; None for a known key, or one not about the loss."""
         if key in self.settings or self.is_elsewhere(key):
             return None
         near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)[0]
@@ -111,7 +111,7 @@ class Trainer:
         return None
 
     def terms(self, given: Settings) -> list[Term]:
-        """The terms of the loss, the policy loss first; those that are off have coefficient 0."""
+        """List the terms of the loss, the policy loss first; a term that is off has coefficient 0."""
         found = []
         for row in self._table["terms"]:
             name = self._first("aggregation", row, given)
@@ -126,12 +126,12 @@ class Trainer:
         return found
 
     def _first(self, what: str, term: Mapping[str, Any], given: Settings) -> Any:
-        """The first case whose condition holds, of a term's own and then of the table's."""
+        """Return the first case whose condition holds, of a term's own and then of the table's."""
         cases = [*term.get(what, ()), *self._table[what]]
         return next(found for condition, found in cases if holds(condition, given))
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
-        """Where the line is off, with its values filled in."""
+        """List the limits that apply to the line, with its values filled in."""
         known = with_terms(given, terms)
         return [
             re.sub(r"\{([^{}]+)\}", lambda key: str(known[key[1]]), row["text"])
@@ -141,7 +141,7 @@ class Trainer:
 
 
 def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
-    """The settings with the aggregation of each term, None of one that is off, by the term's name."""
+    """Add to the settings the aggregation of each term, None for one that is off, by the term's name."""
     return {
         **given,
         **{each.name: each.aggregation if each.coefficient else None for each in terms},
@@ -149,7 +149,7 @@ def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
 
 
 def holds(condition: str, given: Settings) -> bool:
-    """Whether all parts of a condition hold."""
+    """Return whether all parts of a condition hold."""
     for part in filter(None, map(str.strip, condition.split("&"))):
         match = CONDITION.fullmatch(part)
         if match is None:
@@ -168,7 +168,7 @@ def holds(condition: str, given: Settings) -> bool:
 
 
 def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
-    """The value that a launch line or YAML gives, of the row's kind."""
+    """Read the value that a launch line or YAML gives, of the row's kind."""
     word = str(given).strip().lower()
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):

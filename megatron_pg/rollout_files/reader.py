@@ -53,16 +53,16 @@ FileAccount = tuple[str, int, str]
 """Name without its folder, bytes, and a fingerprint of the contents: the same on every rank, wherever the file lies."""
 
 ParseRow = Callable[[], Row]
-"""What parses one row, or raises a `RowError`: a rank calls it for its own rows alone."""
+"""Parser of one row, which raises a `RowError`: a rank calls it for its own rows alone."""
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether the name is that of a file of JSON Lines, in capitals or not; otherwise it is one of Parquet."""
+    """Return whether the name is of a file of JSON Lines, in capitals or not; any other is of Parquet."""
     return path.suffix.lower() in JSON_SUFFIXES
 
 
 def files_of(paths: Sequence[str | Path]) -> list[Path]:
-    """The files named, and of a directory the rollout files in it, by name."""
+    """List the named files, and the rollout files of each named directory by name."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
@@ -85,7 +85,7 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _is_rollout_file(path: Path) -> bool:
-    """Whether the name is that of a rollout file; what looks like one and cannot be read is not passed over."""
+    """Return whether the name is of a rollout file; refuse a file of such a name that cannot be read."""
     name = path
     while name.suffix.lower() in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
@@ -111,7 +111,7 @@ def _is_rollout_file(path: Path) -> bool:
 
 @contextmanager
 def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
-    """The rows of a file with a rollout file's name, from row `start` on.
+    """Open the rows of a file with a rollout file's name, from row `start` on.
 
     Raises:
         ValueError: the file is not what its name says, or has fewer rows.
@@ -131,7 +131,7 @@ def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
 
 
 def account_of(path: Path, limit: int | None = None) -> FileAccount:
-    """The account of a file as it is now, or of its first `limit` bytes."""
+    """Return the account of a file as it is now, or of its first `limit` bytes."""
     size = path.stat().st_size if limit is None else min(limit, path.stat().st_size)
     with path.open("rb") as file:
         ends = file.read(min(size, END_BYTES))
@@ -154,7 +154,7 @@ def _parsed(line: bytes) -> Row:
 
 
 def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
-    """The object of a JSON text, without a column of ours given twice: Python's own takes the last of its values."""
+    """Build the object of a JSON text; refuse a column of ours that is given twice. Python takes the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -166,7 +166,7 @@ def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Lets the errors of pyarrow, which know no path, name the Parquet file."""
+    """Let the errors of pyarrow, which know no path, name the Parquet file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -198,7 +198,7 @@ def _has_page_checksums(path: Path, file: Any) -> bool:
 
 
 def _parquet_rows(path: Path, file: Any, start: int) -> tuple[int, Iterator[ParseRow]]:
-    """The rows from the row group of row `start` on, and how many there are before it."""
+    """Return the rows from the row group of row `start` on, and the number of rows before it."""
     names = [name for name in file.schema_arrow.names if name in READ]
     for name in names:
         if names.count(name) > 1:
@@ -239,7 +239,7 @@ def _rows_of(batch: Any) -> Iterator[ParseRow]:
 
 
 def _values_of(column: Any) -> Callable[[int], Any]:
-    """The value of each row: a list of numbers as a slice of one array, where null is NaN; others as Python has them."""
+    """Return the value of each row: a list of numbers as a slice of one array, where null is NaN; others as Python has them."""
     if isinstance(column, (pa.ListArray, pa.LargeListArray)):
         elements, kind = column.values, column.values.type
         is_whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
@@ -252,7 +252,7 @@ def _values_of(column: Any) -> Callable[[int], Any]:
 
 
 def _lists_of(column: Any) -> Callable[[int], Any] | None:
-    """The same of a list of lists of integers, as a `Ragged`; None where it holds something else."""
+    """Return lists of lists of integers as a `Ragged` of each row; None for other columns."""
     lists = column.values
     if not pa.types.is_integer(lists.values.type) or lists.values.null_count:
         return None

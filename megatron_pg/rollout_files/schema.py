@@ -45,14 +45,14 @@ COLUMNS: Mapping[str, str] = {
     "policy_version": INTEGER,
     "kept_tokens": INTEGER_LISTS,
 }
-"""What each column holds; every other column is ignored."""
+"""The content of each column; every other column is ignored."""
 
 ENGINE_COLUMNS: Mapping[str, str] = {
     "prompt_ids": "prompt_token_ids",
     "response_ids": "token_ids",
     "rollout_log_probs": "logprobs",
 }
-"""What vLLM calls three of them; read of a row that has its first two, and neither `prompt_ids` nor `response_ids`."""
+"""vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids` nor `response_ids`."""
 
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
@@ -87,10 +87,10 @@ class RewardedSample(Sample):
     """A sample of a rollout file, with its reward where the file has one."""
 
     reward: float | None = None
-    """What the answer earned. Without advantages in the file, `advantages` are 0 until `with_group_advantages` makes
+    """Reward of the answer. Without advantages in the file, `advantages` are 0 until `with_group_advantages` makes
     them of the rewards of the step."""
     has_advantages: bool = True
-    """Whether the file gives `advantages`."""
+    """Presence of `advantages` in the file."""
 
 
 def sample_of_row(
@@ -100,7 +100,7 @@ def sample_of_row(
     vocab_size: int | None = None,
     id_source: str | None = None,
 ) -> RewardedSample:
-    """The sample that a row holds, if it fills the required columns and has token ids below the size of the vocabulary.
+    """Make the sample of a row, if the row fills the required columns and has token ids below the size of the vocabulary.
 
     Raises:
         RowError: a value is missing, of the wrong type or length, or out of range.
@@ -151,7 +151,7 @@ def _with_our_names(row: Row) -> Row:
 
 
 def with_distinct_ids_of_file(row: Row, number: int) -> Row:
-    """The row with ids that no file of another number has; ids that are no integers stay as they are.
+    """Give a row ids that no file of another number has; ids that are no integers stay as they are.
 
     Raises:
         RowError: an id below 0 or from 2^40 on.
@@ -168,7 +168,7 @@ def with_distinct_ids_of_file(row: Row, number: int) -> Row:
 
 
 def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
-    """An integer, a finite number, or [response_length] float32, finite at active tokens; null elsewhere becomes NaN."""
+    """Return an integer, a finite number, or [response_length] float32, finite at active tokens; null elsewhere becomes NaN."""
     if COLUMNS[column] == INTEGER:
         number = as_integer(value)
         if number is None:
@@ -195,7 +195,7 @@ def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
 def _kept_sets(
     value: Any, response: NDArray[Any], is_active: NDArray[np.bool_], vocab_size: int | None
 ) -> Ragged:
-    """The sets of the response tokens; an empty one, or null, where all tokens were kept."""
+    """Check the sets of the response tokens; an empty set, or null, where all tokens were kept."""
     if not isinstance(value, (list, Ragged)):
         raise RowError("kept_tokens", shown(value), INTEGER_LISTS)
     if isinstance(value, list):
@@ -223,7 +223,7 @@ def _finite(column: str, value: Any, limit: float, expected: str) -> float:
 
 
 def _vector(field: str, value: Any, size: int | None = None) -> NDArray[Any]:
-    """The values [size], integers or numbers as the column holds; null among numbers becomes NaN."""
+    """Return the values [size], integers or numbers as the column holds; null among numbers becomes NaN."""
     is_integers = COLUMNS[field] == INTEGERS
     if isinstance(value, np.ndarray) and value.dtype.kind not in ("i" if is_integers else "iufb"):
         value = value.tolist()
@@ -247,14 +247,14 @@ def _typed(field: str, values: list[Any], expected: str) -> NDArray[Any]:
 
 
 def _check(field: str, values: NDArray[Any], is_right: NDArray[Any], expected: str) -> None:
-    """Names the first element that is wrong."""
+    """Name the first element that is wrong."""
     if not is_right.all():
         at = int(np.flatnonzero(~is_right)[0])
         raise RowError(f"{field}[{at}]", shown(values[at]), expected)
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: short."""
+    """Shorten a value for an error message."""
     value = value.item() if hasattr(value, "item") else value
     return "null" if value is None else reprlib.repr(value)
 
@@ -266,7 +266,7 @@ def with_group_advantages(
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
 ) -> tuple[list[Sample], GroupAdvantages]:
-    """Replaces the advantages of a step's samples by those of their rewards within their prompt groups.
+    """Compute the advantages of a step's samples from their rewards within their prompt groups.
 
     Every data-parallel rank must call it with its samples of the step; a group may be spread over ranks. One exchange.
 

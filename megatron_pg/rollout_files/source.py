@@ -36,7 +36,7 @@ class RolloutPosition:
     """A place in a list of rollout files: the same on every data-parallel rank, and at any number of them."""
 
     file: int
-    """Which file of the list; their number at the end of the last."""
+    """Index of the file in the list; the number of files at the end of the last."""
     row: int
     """Rows of it that have been passed."""
     files: tuple[FileAccount, ...]
@@ -106,11 +106,11 @@ class RolloutFiles:
 
     @property
     def position(self) -> RolloutPosition:
-        """Where the next pull begins."""
+        """The place where the next pull begins."""
         return RolloutPosition(self._file, self._row, self._accounts)
 
     def seek(self, position: RolloutPosition) -> None:
-        """Continues from a position, of a source with the same files on any number of ranks.
+        """Continue from a position, of a source with the same files on any number of ranks.
 
         The files may lie in another folder. More rows may follow the last one: further files, and lines at the end of
         the last file where that is JSON Lines and has not been passed.
@@ -126,7 +126,7 @@ class RolloutFiles:
                 pass
 
     def pull(self, count: int) -> list[Sample | None]:
-        """The next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
+        """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
             RowError: a bad row (a ValueError), naming file, row, field, what was found and what was expected. The
@@ -149,12 +149,12 @@ class RolloutFiles:
         return samples
 
     def close(self) -> None:
-        """Closes the file being read; the position stays."""
+        """Close the file being read; the position stays."""
         self._rows.close()
         self._rows = self._read()
 
     def _read(self) -> Generator[ParseRow, None, None]:
-        """The rows from the position on, which follows them."""
+        """Yield the rows from the position on; the position follows them."""
         try:
             while self._file < len(self._paths):
                 with open_rows(self._paths[self._file], self._row) as rows:
@@ -166,7 +166,7 @@ class RolloutFiles:
             self._rows = self._read()
 
     def _sample(self, parse: ParseRow) -> Sample:
-        """The sample of the row that was passed last."""
+        """Make the sample of the row that was passed last."""
         path, row = self._paths[self._file], self._row - 1
         try:
             values = parse()
@@ -181,7 +181,7 @@ class RolloutFiles:
             raise
 
     def _check_files(self, position: RolloutPosition) -> None:
-        """Refuses other files than those of the position, but for rows that were added after the last."""
+        """Refuse other files than the position's, except for rows added after the last."""
         last = len(position.files) - 1
         for index, then in enumerate(position.files):
             now = "is missing"
@@ -228,7 +228,7 @@ def validate_rollout_file(
     distinct_ids: bool = False,
     max_errors: int = 20,
 ) -> RolloutFileReport:
-    """Checks every row of rollout files, and that the rows of each prompt group and rollout follow each other.
+    """Check every row of rollout files, and that the rows of each prompt group and rollout follow each other.
 
     It holds the ids of all prompt groups and rollouts, and one row.
 

@@ -22,10 +22,10 @@ class CustomFunction(NamedTuple):
 
 
 # A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
-# are those of loss/sequence.py. Advantages and log-probs [window] float32 of the batch are 0 where masked.
+# are those of loss/sequence.py. Advantages and log-probs [window] of the tokens are 0 where masked.
 CUSTOM_FUNCTIONS = {
-    "custom_policy_loss_path": CustomFunction(("config", "batch", "log_probs")),
-    "custom_tis_function_path": CustomFunction(("config", "batch", "log_probs", "pg_loss")),
+    "custom_policy_loss_path": CustomFunction(("config", "tokens", "log_probs")),
+    "custom_tis_function_path": CustomFunction(("config", "tokens", "log_probs", "pg_loss")),
     "custom_pg_loss_reducer_function_path": CustomFunction(
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
         keywords=("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),

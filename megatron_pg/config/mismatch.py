@@ -32,7 +32,7 @@ class MismatchSettings:
     the per-token loss by the weight of tis_level and tis_mode. Needs rollout_log_probs."""
 
     custom_tis_function_path: str | None = None
-    """Import path of f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask). Takes the place
+    """Import path of f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask). Takes the place
     of the weights of use_tis, which must be on."""
 
     tis_level: Literal["token", "sequence", "geometric"] = "token"

@@ -18,7 +18,7 @@ class ObjectiveSettings:
     """Per-token loss, with r = exp(log_prob - old_log_prob)."""
 
     custom_policy_loss_path: str | None = None
-    """Import path, pkg.mod.fn or pkg.mod:fn, of f(config, batch, log_probs) -> per-token loss
+    """Import path, pkg.mod.fn or pkg.mod:fn, of f(config, tokens, log_probs) -> per-token loss
     [window]. Takes the place of policy_loss."""
 
     ratio_anchor: Literal["old", "rollout"] = "old"

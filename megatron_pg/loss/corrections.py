@@ -116,7 +116,7 @@ def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 @correction(
-    "f(config, batch, log_probs, pg_loss) -> (pg_loss, loss_mask)",
+    "f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask)",
     about="a function of your own in place of the weights",
     flag="--use-tis --custom-tis-function-path",
     when=lambda config: config.use_tis and config.custom_tis_function_path is not None,

@@ -326,7 +326,7 @@ REFUSED = [
     (
         f"--custom-policy-loss-path {HERE}.custom_tis",
         {},
-        ["--custom-policy-loss-path", "(config, batch, log_probs)", "pg_loss"],
+        ["--custom-policy-loss-path", "(config, tokens, log_probs)", "pg_loss"],
     ),
     (
         f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss",

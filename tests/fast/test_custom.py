@@ -18,7 +18,7 @@ FLAG = "--custom-policy-loss-path"
 MODULE = """
 import functools
 
-def loss(config, batch, log_probs):
+def loss(config, tokens, log_probs):
     return -log_probs
 
 def any_names(a, b, c=None, *rest, d=1, **more):
@@ -27,14 +27,14 @@ def any_names(a, b, c=None, *rest, d=1, **more):
 def two(config, batch):
     return config
 
-def four(config, batch, log_probs, advantages):
+def four(config, tokens, log_probs, advantages):
     return config
 
-def keyword_only(config, batch, log_probs, *, scale):
+def keyword_only(config, tokens, log_probs, *, scale):
     return config
 
 class Loss:
-    def __call__(self, config, batch, log_probs):
+    def __call__(self, config, tokens, log_probs):
         return config
 
 instance = Loss()
@@ -94,12 +94,12 @@ REFUSED = [
     ("custom_pkg.wrong_syntax.loss", ["SyntaxError"], SyntaxError),
     ("custom_pkg.raises.loss", ["RuntimeError: no licence"], RuntimeError),
     ("custom_pkg.losses.no_such", ["custom_pkg.losses", "losses.py", "'no_such'"], type(None)),
-    ("custom_pkg.losses.number", ["3", "int", "(config, batch, log_probs)"], type(None)),
+    ("custom_pkg.losses.number", ["3", "int", "(config, tokens, log_probs)"], type(None)),
     ("custom_pkg.losses", ["custom_pkg", "losses"], type(None)),
-    ("custom_pkg.losses.two", ["(config, batch, log_probs)", "(config, batch)"], TypeError),
+    ("custom_pkg.losses.two", ["(config, tokens, log_probs)", "(config, batch)"], TypeError),
     (
         "custom_pkg.losses.four",
-        ["(config, batch, log_probs)", "(config, batch, log_probs, advantages)"],
+        ["(config, tokens, log_probs)", "(config, tokens, log_probs, advantages)"],
         TypeError,
     ),
     ("custom_pkg.losses.keyword_only", ["scale"], TypeError),

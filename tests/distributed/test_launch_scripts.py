@@ -73,15 +73,15 @@ def dry_runs(processes: list[tuple[int, list[str]]]) -> list[str]:
     return texts
 
 
-def write_rollouts(folder: Path) -> None:
-    """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50."""
+def write_rollouts(folder: Path, last_group: int = 127) -> None:
+    """1024 responses in groups of 8, of 100 to 1600 tokens, to prompts of 50; the last row may be of another group."""
     rows = [
         {
             "prompt_ids": [1] * 50,
             "response_ids": [2] * (100 * (1 + index % 16)),
             "reward": float(index % 2),
             "log_probs": [-1.0] * (100 * (1 + index % 16)),
-            "group_index": index // 8,
+            "group_index": index // 8 if index < 1023 else last_group,
         }
         for index in range(1024)
     ]
@@ -130,6 +130,7 @@ KEEP, OF_THE_FIRST_STEP = (
     },
 )
 """What a dry run says of the rollouts of the first step, by flags."""
+SCATTERED = "files whose last row is of the first group"
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         size, arguments = started_by(LAUNCH / "one_node.sh", folder, *flags, *more.split())
         cuts = "sample_mean" in more
         processes[more] = size, [each for each in arguments if not cuts or each != KEEP]
+    folder = tmp_path_factory.mktemp("scattered")
+    write_rollouts(folder, last_group=0)
+    processes[SCATTERED] = started_by(LAUNCH / "one_node.sh", folder, *flags)
     (texts,) = run_ranks(dry_runs, 1, list(processes.values()))
     return dict(zip(processes, texts, strict=True))
 
@@ -182,6 +186,11 @@ def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(
     flags: str, plans: dict[str, str]
 ) -> None:
     assert re.search(f"(?m)^{OF_THE_FIRST_STEP[flags]}", plans[flags]), plans[flags]
+
+
+def test_a_dry_run_refuses_what_a_later_step_would(plans: dict[str, str]) -> None:
+    """The first step is whole: the run would stop at its second."""
+    assert "--keep-prompt-groups: " in plans[SCATTERED] and "row 1023" in plans[SCATTERED]
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)

@@ -67,9 +67,9 @@ class CheckOptions:
     gradient_accumulation_fusion: bool = False
     """Weight gradients added up inside the GEMM; needs Transformer Engine or Apex's extension."""
     cp_partition_mode: CpPartitionMode = "zigzag"
-    """Which tokens of a pack a context-parallel rank holds."""
+    """Tokens of a pack that a context-parallel rank holds."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """How Transformer Engine's attention exchanges keys and values; unset: Megatron's default."""
+    """Exchange of keys and values in Transformer Engine's attention; unset: Megatron's default."""
     fused_lm_head: bool = False
     """The end-to-end rows through the fused output layer."""
     custom_pg_loss_reducer_function_path: str | None = None
@@ -77,7 +77,7 @@ class CheckOptions:
     custom_policy_loss_path: str | None = None
     """The same rows with your own per-token loss."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where torch finds a GPU the default is cuda."""
+    """Device of the check; the default is cuda where torch finds a GPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """On cuda the default is bf16."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"

@@ -22,7 +22,7 @@ _HELD_CHUNKS = 4  # 5 GiB
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How the output layer is split and computed; the defaults are a plain layer."""
+    """Settings of the output layer's split and computation; the defaults are a plain layer."""
 
     tensor_parallel_group: dist.ProcessGroup | None = None
     """The group over which the vocabulary is split; every one of its ranks must call."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Sources = Mapping[str, Mapping[str, str]]
-"""By file of the trainer's package, by function (`Class.method`): the fingerprint of its source."""
+"""Fingerprints by file of the trainer's package, by function (`Class.method`): the fingerprint of its source."""
 
 _accepted: set[str] = set()
 """The packages that were asked about in this process: an edit of the checkout is not to stop a run half-way."""

@@ -38,9 +38,9 @@ class Aggregation(Row):
     outer_count: Callable[[StepTotals], float]
     """The count that the inner sum is divided by, above 0."""
     under_per_token_flag: str | None = None
-    """What the flag `--calculate-per-token-loss` makes of it; None where it is another objective and refused."""
+    """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is refused."""
     defaults_to_own_tokens: bool = False
-    """Whether a sample's own active tokens are its denominator where none is given."""
+    """True if a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
         """Return D or G of the step for each sample, [num_samples] float64; None for a mode that divides by neither."""

@@ -32,7 +32,7 @@ CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
 """The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
 IDENTITY_TOLERANCE = 1e-9
-"""What float64 leaves of 1, with a wide margin, of sums over the tokens of a step."""
+"""Rounding of float64 sums over the tokens of a step, with a wide margin."""
 NUM_NAMED = 5
 """Samples that a message names of each kind."""
 

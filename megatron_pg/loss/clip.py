@@ -17,9 +17,9 @@ class Clipped(NamedTuple):
     values: Tensor
     """The values, at a bound without gradient where the clip is effective."""
     is_clipped: Tensor
-    """Where they are outside the bounds, bool."""
+    """Values outside the bounds, bool."""
     is_effectively_clipped: Tensor
-    """Where they are outside on the side that the sign of A makes active, bool."""
+    """Values outside on the side that the sign of A makes active, bool."""
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:

@@ -114,7 +114,7 @@ def _program(
 ) -> Callable[..., Outputs] | None:
     """Return the compiled function, compiled at the first call for these settings; None where it runs operator by operator."""
     kind = getattr(function, "func", function)
-    dtypes = tuple((name, tensor.dtype) for name, tensor in inputs.present.items())
+    dtypes = tuple((name, each.dtype) for name, each in inputs.by_name.items() if each is not None)
     key = (kind, settings, dtypes)
     if key not in _programs:
         if len(_programs) >= MAX_PROGRAMS:  # nothing is kept of settings that every step may change

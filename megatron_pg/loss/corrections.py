@@ -50,7 +50,7 @@ class Correction(Row):
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
     """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
-    """Whether it drops tokens."""
+    """True if it drops tokens."""
     rejected_by_data: Callable[[PolicyLossConfig, Tensor, int], Tensor] | None = None
     """The test (config, d [response_length] float64, active tokens) -> bool, which tokens of a sample drop, where the data
     alone decide it, before the step; None where they do not."""

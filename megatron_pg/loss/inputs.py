@@ -37,20 +37,21 @@ def require_inputs(config: PolicyLossConfig, batch: PackedBatch) -> None:
                 f"Sample({field}=...) to every sample of the step"
             )
     if config.replay_sampling_set and batch.kept_tokens is not None:
-        _refuse_other_distributions(config, batch)
+        _refuse_other_distributions(config, batch, batch.kept_tokens.sizes == 1)
     if config.distills and batch.samples:
         _refuse_without_teacher(config, batch)
 
 
-def _refuse_other_distributions(config: PolicyLossConfig, batch: PackedBatch) -> None:
+def _refuse_other_distributions(
+    config: PolicyLossConfig, batch: PackedBatch, is_alone: Tensor
+) -> None:
     """Refuse log-probs of another distribution than the one renormalised to the kept set, by sample and position.
 
     A token that is alone in its set has the log-prob 0. Another number there belongs to the whole vocabulary, or to another
     set, and so do the numbers at other tokens. A ratio to them would compare two supports, and a KL estimate of them would
     not estimate the divergence of the renormalised distributions.
     """
-    window, kept = batch.window, batch.kept_tokens
-    alone = torch.zeros(0, dtype=torch.int64) if kept is None else (kept.sizes == 1).nonzero()[:, 0]
+    window, alone = batch.window, is_alone.nonzero()[:, 0]
     fields = [field for field in required_inputs(config) if field in LOG_PROB_FIELDS]
     for field in fields if alone.numel() else ():
         values = torch.cat([getattr(sample, field) for sample in batch.samples])

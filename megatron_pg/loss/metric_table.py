@@ -24,7 +24,7 @@ EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
 MAX_REPORTED = 300.0
 """Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and its sums, and no e^710."""
 SIGNS = {"maximum": 1.0, "minimum": -1.0}
-"""What an extreme is multiplied by, so that the all-reduce of maxima finds it."""
+"""Sign of an extreme, so that the all-reduce of maxima finds it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,11 @@ class Metric:
     """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
     one number a sequence, or an extreme over active tokens."""
     of_ratio: bool = False
-    """Whether there must be a ratio to report it."""
+    """True if it needs a ratio."""
     reads: tuple[str, ...] = ()
     """Fields that samples may lack: where all do, the step does not report it."""
     is_reported: bool = True
-    """Whether a step reports it, or only what is derived from it."""
+    """False if a step reports only metrics that are derived from it."""
     when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
 
@@ -239,7 +239,7 @@ METRICS = [
     Metric("max_advantage", "largest advantage", lambda s: s.tokens.advantages, "maximum"),
     Metric("min_advantage", "smallest advantage", lambda s: s.tokens.advantages, "minimum"),
 ]
-"""What `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
+"""Metrics that `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
 is old_log_prob - rollout_log_prob. All differences of log-probs are held within +-300."""
 
 DERIVED = [
@@ -280,7 +280,7 @@ DERIVED = [
         lambda current, oldest: current - oldest,
     ),
 ]
-"""What a step reports of the rows that it has reduced."""
+"""Metrics of a step that are derived from its reduced rows."""
 
 
 def metrics_on(config: PolicyLossConfig) -> list[Metric]:

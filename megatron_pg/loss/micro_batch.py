@@ -31,18 +31,10 @@ from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-BATCH_FIELDS = (
-    "loss_mask",
-    "advantages",
-    *LOG_PROB_FIELDS,
-    "loss_weights",
-    "policy_version",
-    "kept_set_size",
-    "kept_set_mass",
-)
-"""The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
 METRIC_FIELDS = (*LOG_PROB_FIELDS, "policy_version", "kept_set_size", "kept_set_mass")
-"""Those that metrics read, and that samples may lack."""
+"""Fields that metrics read, and that samples may lack."""
+BATCH_FIELDS = ("loss_mask", "advantages", "loss_weights", *METRIC_FIELDS)
+"""The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
 CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
 
 Tensors = Mapping[str, Any]

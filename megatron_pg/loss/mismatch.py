@@ -75,7 +75,7 @@ TRUNCATED = (
     "secretly brings you off-policy RL training"
 )
 LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
-"""What the weight of a sequence is the exponential of, by `--tis-level`; "" for that of a token."""
+"""Exponent of a sequence's weight, by `--tis-level`; "" for a token's."""
 
 
 def _weight_row(level: str, mode: str) -> Correction:

@@ -15,7 +15,7 @@ from megatron_pg.loss.weights import COUNTS, Weights
 from megatron_pg.step.batch import to_device
 
 Kind = Literal["mean", "token mean", "sum", "ratio sum", "sequence sum", "absent"]
-"""How the values of tokens become a number: a mean over documents or over active tokens, a sum over active tokens or over
+"""Reduction of the values of tokens to a number: a mean over documents or over active tokens, a sum over active tokens or over
 sequences, or nothing, where the samples lack the fields that the values are made of."""
 NUMERATOR_WEIGHTS = {
     "mean": "document",

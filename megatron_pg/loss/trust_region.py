@@ -15,7 +15,7 @@ from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked, straight_through
 
 DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
-"""What `--dppo-delta` is where it is not given: the thresholds of the authors' launch script."""
+"""Default of `--dppo-delta`: the thresholds of the authors' launch script."""
 
 
 @objective(

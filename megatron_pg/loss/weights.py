@@ -118,11 +118,14 @@ def host_weights(
         **_checksum_counts(mode, divisor, counted, share),
     }
     loss_divisors = mode.divisors_of(counted, samples, divisor)
+    document_divisors = sample_mean.divisors_of(totals, samples)
     divisors = {
         "loss": loss_divisors,
         "identified": loss_divisors,
-        "regularizer": sample_mean.divisors_of(counted, samples),
-        "document": sample_mean.divisors_of(totals, samples),
+        "regularizer": document_divisors
+        if counted is totals
+        else sample_mean.divisors_of(counted, samples),
+        "document": document_divisors,
         "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
     }
     if counted.knows_identities:

@@ -59,7 +59,7 @@ class OutputRows:
             chunk_tokens=chunk_tokens,
             with_entropy=config.needs_entropy,
         )
-        """What the functions of `megatron_pg.head` take."""
+        """Settings that the functions of `megatron_pg.head` take."""
         active, self.gradient_rows = active_rows(config, batch)
         self.kept: Ragged | None = None
         """Their kept sets, on the host; None without `--replay-sampling-set`, and where no sample has one."""
@@ -111,7 +111,7 @@ class OutputRows:
         return window.index_copy(0, self._active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
-        """How many rows [parts] in a row end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
+        """Count the rows [parts] in a row that end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
 
         The parts are of the same samples on every rank of the context-parallel group. Rows have to be in the window's order.
         """
@@ -251,7 +251,7 @@ class FusedHead:
 
 
 def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
-    """Which tokens of the window are scored, on the host: those with a gradient first.
+    """List the tokens of the window that are scored, on the host: those with a gradient first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
     wanted for the metrics alone. Where other tokens wait for it, tokens stay in the window's order.

@@ -31,10 +31,10 @@ from megatron_pg.step.totals import StepTotals
 
 @dataclass(frozen=True)
 class MicroBatchHead:
-    """What one micro-batch asks of the model, and what turns the model's output into the loss."""
+    """Inputs of the model for one micro-batch, and the function from its output to the loss."""
 
     loss_func: Callable[[Tensor], ScheduleOutput]
-    """What `forward_step` returns beside the model's output. The schedule calls it on the last pipeline stage, on every
+    """Function that `forward_step` returns beside the model's output. The schedule calls it on the last pipeline stage, on every
     tensor- and context-parallel rank, and gets what it expects of this model's config: `(loss, metrics)` or
     `(loss, n, metrics)`; see `scale_contract.py`."""
     model_inputs: dict[str, Any]
@@ -260,7 +260,7 @@ class PolicyStep:
 
     @property
     def device(self) -> torch.device:
-        """That of the model's parameters, where numbers are reduced."""
+        """Device of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
     def _loss_of_logits(

@@ -81,7 +81,7 @@ class PackedBatch:
     """The ids that each token was sampled from, [window] rows; empty where masked and where all were kept. Stays on the host.
     None where the samples carry none."""
     kept_set_size: Tensor | None = None
-    """How many they are, [window] float32; 0 for an empty row."""
+    """Sizes of the kept sets, [window] float32; 0 for an empty row."""
     kept_set_mass: Tensor | None = None
     """The probability [window] float32 that the policy in training gives the set, where it was asked for; 1 for an empty row."""
     divergence: Tensor | None = None

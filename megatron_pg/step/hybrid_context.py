@@ -25,7 +25,7 @@ from megatron_pg.step.token_window import Layout
 from megatron_pg.step.totals import step_totals
 
 SLACK = 0.05
-"""How far the slowest rank may lie above the mean: `delta` of Megatron's own scheduler (`next_hdp_group` of
+"""Excess of the slowest rank over the mean that is allowed: `delta` of Megatron's own scheduler (`next_hdp_group` of
 pipeline_parallel/hybrid_cp_schedule.py, 0.19.2)."""
 
 

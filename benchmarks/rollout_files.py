@@ -76,8 +76,7 @@ def stream(path: Path, docs_per_step: int, num_ranks: int) -> dict[str, float]:
     """Collects rank 0's samples of every step; the peak is beyond what the imports alone take."""
     import torch
 
-    from megatron_pg.rollout_files import RolloutFiles
-    from megatron_pg.step import StepCollector
+    from megatron_pg.rollout_files import RolloutFiles, StepCollector
 
     torch.set_num_threads(1)
     before, start = peak_mebibytes(), time.process_time()

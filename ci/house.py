@@ -31,10 +31,10 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1830,
     "head": 3346,
-    "step": 3132,
+    "step": 2745,
     "loss": 3576,
-    "rollout_files": 878,
-    "__init__": 61,
+    "rollout_files": 1277,
+    "__init__": 70,
     "megatron": 2043,
     "megatron/cpu": 532,
     "critic": 742,
@@ -45,9 +45,9 @@ CEILINGS = {
     "cli": 64,
     "__main__": 7,
     "core": 13930,
-    "package": 22210,
-    "examples": 4431,
-    "tests": 38892,
+    "package": 22227,
+    "examples": 4435,
+    "tests": 38903,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -28,8 +28,7 @@ from megatron.training import checkpointing
 
 from megatron_pg import Sample
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.rollout_files import RewardedSample, RolloutPosition
-from megatron_pg.step import CollectorState
+from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
 from megatron_pg.step.agreement import gather
 
 from .errors import RunError, agreed, alone

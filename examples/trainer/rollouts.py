@@ -10,14 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pg import PolicyLossConfig, Sample
+from megatron_pg import PolicyLossConfig, Sample, StepCollector
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.rollout_files import RewardedSample, RolloutFiles, with_group_advantages
-from megatron_pg.step import CollectorState, StepCollector, StepSamples
+from megatron_pg.rollout_files import (
+    CollectorState,
+    RewardedSample,
+    RolloutFiles,
+    StepSamples,
+    with_group_advantages,
+)
+from megatron_pg.rollout_files.sources import no_sample_in
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.sources import no_sample_in
 
 Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""

@@ -1,5 +1,6 @@
-"""Training from files that any rollout engine can write: Parquet and JSON Lines, one row a sample. Needs pyarrow."""
+"""From files to the samples of a step: Parquet and JSON Lines that any rollout engine can write, one row a sample."""
 
+from megatron_pg.rollout_files.collector import CollectorState, StepCollector, StepSamples
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
     RewardedSample,
@@ -12,14 +13,20 @@ from megatron_pg.rollout_files.source import (
     RolloutPosition,
     validate_rollout_file,
 )
+from megatron_pg.rollout_files.sources import IteratorSource, SampleSource
 
 __all__ = [
     "COLUMNS",
+    "CollectorState",
+    "IteratorSource",
     "RewardedSample",
     "RolloutFileReport",
     "RolloutFiles",
     "RolloutPosition",
     "RowError",
+    "SampleSource",
+    "StepCollector",
+    "StepSamples",
     "validate_rollout_file",
     "with_group_advantages",
 ]

@@ -8,7 +8,7 @@ import math
 import numbers
 import reprlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,9 @@ ENGINE_COLUMNS: Mapping[str, str] = {
 }
 """vLLM's names of three columns; read from a row that has the first two, and neither `prompt_ids` nor `response_ids`."""
 
+READ = (*COLUMNS, *ENGINE_COLUMNS.values())
+"""Columns that are read."""
+
 OPTIONAL_FIELDS: Mapping[str, str] = {
     field: field.removeprefix("old_")
     for field in (
@@ -68,6 +71,10 @@ LOG_PROB_COLUMNS = frozenset(OPTIONAL_FIELDS[field] for field in LOG_PROB_FIELDS
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None where the row has no
 value."""
+
+
+ParseRow = Callable[[], Row]
+"""Parser of one row, which raises a `RowError`: a rank calls it for its own rows alone."""
 
 
 class RowError(ValueError):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pg import Sample
-from megatron_pg.step import CollectorState, StepCollector
+from megatron_pg.rollout_files import CollectorState, StepCollector
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks

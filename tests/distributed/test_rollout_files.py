@@ -40,8 +40,8 @@ Answer = list[tuple[int, float]]
 
 def train(path: str) -> tuple[list[Answer], list[tuple[int, ...]]]:
     """Rows and advantages of each step on this rank; N, P, T and micro-batches of each step."""
-    from megatron_pg.rollout_files import RolloutFiles, with_group_advantages
-    from megatron_pg.step import StepCollector, plan_step
+    from megatron_pg.rollout_files import RolloutFiles, StepCollector, with_group_advantages
+    from megatron_pg.step import plan_step
 
     world = dist.group.WORLD
     source = RolloutFiles(
@@ -123,8 +123,7 @@ def test_rewards_without_advantages_in_float32_end_all_ranks(tmp_path: Path) -> 
 
 def collect_from(paths: list[list[str]]) -> str:
     """What a rank is told that reads its own list of files."""
-    from megatron_pg.rollout_files import RolloutFiles
-    from megatron_pg.step import StepCollector
+    from megatron_pg.rollout_files import RolloutFiles, StepCollector
 
     rank, size = dist.get_rank(), dist.get_world_size()
     source = RolloutFiles(paths[rank], data_parallel_rank=rank, data_parallel_size=size)

@@ -146,7 +146,7 @@ def test_forgetting_a_part_of_the_checkpoint_is_noticed(
 
 
 def _lose_carried_samples(rank: int) -> None:
-    from megatron_pg.step import StepCollector
+    from megatron_pg.rollout_files import StepCollector
 
     load_states = StepCollector.load_states
 

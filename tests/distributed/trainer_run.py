@@ -68,7 +68,7 @@ def end_of(rollouts: Path | None, folder: Path, flags: str, **options: Any) -> s
 
 def hold_at(steps: int, folder: Path, sent: Path, rank: int) -> None:
     """Have a rank wait after that many steps until the file `sent` says that a signal was sent."""
-    from megatron_pg.step import StepCollector
+    from megatron_pg.rollout_files import StepCollector
 
     collect = StepCollector.collect
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pg import Sample
-from megatron_pg.step import IteratorSource, StepCollector, StepSamples
+from megatron_pg.rollout_files import IteratorSource, StepCollector, StepSamples
 
 MODES = ("at_least", "exact")
 

@@ -23,7 +23,7 @@ from megatron_pg.config import (
 from megatron_pg.explain import _misspelled, build_parser, parse_options, show
 from megatron_pg.explain import main as explain
 from megatron_pg.explain.step import ExplainedStep, explained_step
-from megatron_pg.step import StepCollector
+from megatron_pg.rollout_files import StepCollector
 from tests import oracle
 from tests.lanes import in_both_lanes
 from tests.random_steps import plain_sample

@@ -21,9 +21,9 @@ from megatron_pg.cli import main as cli
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.padded import padded_totals
 from megatron_pg.megatron import PolicyStep
-from megatron_pg.rollout_files import RolloutFiles, RowError, with_group_advantages
-from megatron_pg.step import StepCollector, plan_step, with_distinct_ids
+from megatron_pg.rollout_files import RolloutFiles, RowError, StepCollector, with_group_advantages
 from megatron_pg.step import ids as ids_module
+from megatron_pg.step import plan_step, with_distinct_ids
 from megatron_pg.step.advantages import group_advantages
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample as SampleClass

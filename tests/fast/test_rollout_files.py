@@ -17,13 +17,14 @@ import torch
 
 from megatron_pg import Sample
 from megatron_pg.rollout_files import (
+    IteratorSource,
     RolloutFiles,
     RolloutPosition,
     RowError,
+    StepCollector,
     validate_rollout_file,
     with_group_advantages,
 )
-from megatron_pg.step import StepCollector
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -547,11 +548,21 @@ def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
         with_group_advantages([lone])
 
 
-def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first row of Parquet; JSON Lines do without."""
+    paths = {kind: write(tmp_path, [row(3)], kind) for kind in KINDS}
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.reader")
+    monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.parquet_file", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[tools\]'"):
-        importlib.import_module("megatron_pg.rollout_files.reader")
+        RolloutFiles([paths["parquet"]])
+    assert numbers(pull_all(RolloutFiles([paths["jsonl"]]))) == [3]
+
+
+def test_the_documented_paths_of_before_the_move_hold() -> None:
+    sources = importlib.import_module("megatron_pg.step.sources")
+    step = importlib.import_module("megatron_pg.step")
+    assert step.StepCollector is StepCollector
+    assert sources.IteratorSource is step.IteratorSource is IteratorSource
 
 
 @pytest.mark.parametrize("kind", KINDS)

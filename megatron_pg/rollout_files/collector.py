@@ -16,8 +16,8 @@ from typing import Any, Generic, NamedTuple
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
+from megatron_pg.rollout_files.sources import SampleSource
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.sources import SampleSource
 from megatron_pg.step.totals import AnySample
 
 Key = tuple[str, int]

@@ -1,0 +1,132 @@
+"""Rows of a Parquet file, decoded by pyarrow a few at a time.
+
+A dataset scanner would hold a whole row group in memory, and a writer's default row group has a million rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_pg.head.ragged import Ragged, offsets_of
+from megatron_pg.rollout_files.schema import READ, ParseRow, Row
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet
+except ImportError as error:
+    remedy = "pip install 'megatron_pg[tools]', or pip install 'pyarrow>=15'"
+    raise ImportError(f"Parquet needs pyarrow, which is not installed: {remedy}") from error
+
+BATCH_ROWS = 256
+"""Rows of Parquet that are decoded at a time."""
+BUFFER_BYTES = 1 << 16
+"""Bytes of each Parquet column that are read from the disk at a time."""
+
+logger = logging.getLogger("megatron_pg")
+_unchecked: list[Path] = []
+"""The first file without page checksums that this process has read."""
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let the errors of pyarrow, which know no path, name the Parquet file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: expected a Parquet file that can be read ({error}): write or copy it anew"
+        ) from error
+
+
+def _has_page_checksums(path: Path, file: Any) -> bool:
+    """Look for a checksum in the header of the file's first page: pyarrow verifies those that it finds, and tells nobody.
+
+    The header begins with three integers in Thrift's compact protocol, each a byte 0x15 and a number of 7 bits a byte.
+    A fourth is the checksum (PageHeader in Apache Parquet's parquet.thrift).
+    """
+    if not file.metadata.num_rows or not file.metadata.num_columns:
+        return True
+    chunk = file.metadata.row_group(0).column(0)
+    with path.open("rb") as pages:
+        pages.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+        return re.match(rb"(?s)(\x15[\x80-\xff]*[\x00-\x7f]){4}", pages.read(32)) is not None
+
+
+def open_parquet(path: Path, start: int) -> tuple[Any, int, Iterator[ParseRow]]:
+    """Open a Parquet file at the row group of row `start`.
+
+    Returns:
+        The file, to be closed, the number of rows before that row group, and the rows from it on.
+
+    Raises:
+        ValueError: it is no Parquet file that can be read, or has two columns of one name.
+    """
+    with _naming(path):
+        # Columns are read as they are decoded; otherwise those of a whole row group are held in memory first.
+        file = pa.parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
+        )
+    names = [name for name in file.schema_arrow.names if name in READ]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path} has {names.count(name)} columns {name}, expected one: write the file anew with one of them"
+            )
+    if not (_unchecked or _has_page_checksums(path, file)):
+        _unchecked.append(path)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            logger.warning(
+                "%s has no page checksums: a bit that flips on a disk can become another number, unseen; write Parquet with "
+                "pyarrow.parquet.write_table(..., write_page_checksum=True) (said once)",
+                path,
+            )
+    passed, groups = 0, list(range(file.num_row_groups))
+    while groups and passed + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
+        passed += size
+        groups.pop(0)
+    batches = file.iter_batches(BATCH_ROWS, groups, names, use_threads=False)
+    return file, passed, _decoded(path, batches)
+
+
+def _decoded(path: Path, batches: Iterator[Any]) -> Iterator[ParseRow]:
+    while True:
+        with _naming(path):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        yield from (functools.partial(_row, columns, index) for index in range(batch.num_rows))
+
+
+def _row(columns: dict[str, Any], index: int) -> Row:
+    return {name: _value(column[index]) for name, column in columns.items()}
+
+
+def _value(value: Any) -> Any:
+    """Convert a list of numbers to an array, where null is NaN, lists of integers to a `Ragged`, others as Python has them."""
+    if not (isinstance(value, pa.ListScalar) and value.is_valid):
+        return value.as_py()
+    elements = value.values
+    if _is_whole(elements) or pa.types.is_floating(elements.type):
+        return elements.to_numpy(zero_copy_only=False)
+    if isinstance(elements, (pa.ListArray, pa.LargeListArray)) and not elements.null_count:
+        ids = elements.flatten()
+        if _is_whole(ids) and not pa.types.is_boolean(ids.type):
+            sizes = torch.from_numpy(elements.value_lengths().to_numpy().astype(np.int64))
+            return Ragged(torch.from_numpy(ids.to_numpy().astype(np.int64)), offsets_of(sizes))
+    return value.as_py()
+
+
+def _is_whole(elements: Any) -> bool:
+    is_whole = pa.types.is_integer(elements.type) or pa.types.is_boolean(elements.type)
+    return is_whole and not elements.null_count

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES, read_off_rows
-from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
-from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
 
 ACTIVE = "active_tokens"
 """The sum of the loss mask."""
@@ -88,7 +87,7 @@ def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
 def _clipped_log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
     """Hold log r within the logarithms of the clip's bounds, where the advantage makes them active."""
     bounds = clip_range_of_logs(config)
-    return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages).values
+    return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages)[0]
 
 
 SUMMANDS: dict[str, Callable[[PolicyLossConfig, Tokens], Tensor]] = {

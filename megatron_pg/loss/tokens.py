@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,3 +122,33 @@ def straight_through(log_probs: Tensor) -> Tensor:
 def weighted_log_probs(weights: Tensor, log_probs: Tensor) -> Tensor:
     """Multiply weight * log_prob, [window]; 0 for a weight of 0 and a log-prob of -inf. NaN stays NaN."""
     return weights * torch.where((weights == 0) & log_probs.isinf(), 0.0, log_probs)
+
+
+def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
+    """Return the bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    return 1.0 - config.eps_clip, 1.0 + high
+
+
+def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
+    """Return the logarithms of the bounds of the ratio; minus infinity where eps_clip is 1."""
+    lowest, highest = clip_range(config)
+    return math.log(lowest) if lowest > 0 else -math.inf, math.log(highest)
+
+
+def clipped_by_sign(
+    values: Tensor, bounds: tuple[float, float], advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
+
+    A value on a bound keeps its gradient, and one beyond it has none. Returns the values; where they are outside the bounds;
+    and where they are outside on the side that the sign of A makes active.
+    """
+    lowest, highest = bounds
+    is_above, is_below = values > highest, values < lowest
+    is_positive, is_negative = advantages > 0, advantages < 0
+    is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
+    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
+    bound = torch.where(is_positive, torch.full_like(values, highest), lowest)
+    held = torch.where(is_effectively_clipped, bound, values)
+    return held, is_above | is_below, is_effectively_clipped

@@ -15,9 +15,14 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
-from megatron_pg.loss.checksum import CHECKSUM, checksum_of
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
-from megatron_pg.loss.pairs import Kind, PairTable, checksums
+from megatron_pg.loss.checksum import CHECKSUM
+from megatron_pg.loss.metrics import (
+    MicroBatchMetrics,
+    PairTable,
+    check_checksum,
+    checksums,
+    report_nan_tokens,
+)
 from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
 from megatron_pg.loss.tokens import masked
@@ -130,9 +135,8 @@ class MicroBatchValueLoss:
 @functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
     """Return the (numerator, denominator) metrics of a critic's step."""
-    means: list[tuple[str, Kind]] = [(name, "mean") for name in MEANS]
-    sums: list[tuple[str, Kind]] = [(name, "sum") for name in SUMS]
-    return PairTable(("value_loss",), (*means, *sums) if config.pg_metrics != "none" else ())
+    rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
+    return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +176,9 @@ class ValueReport:
         quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
-        check_checksum(self.config, quotients, self.micro_batches)
+        checksum = check_checksum(self.config, quotients, self.micro_batches)
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"], _ = checksum_of(quotients)
+        report[f"value_{CHECKSUM}"] = checksum
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report

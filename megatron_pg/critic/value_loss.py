@@ -19,6 +19,7 @@ from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
     PairTable,
+    add_pairs,
     check_checksum,
     checksums,
     report_nan_tokens,
@@ -159,12 +160,9 @@ class ValueReport:
         device: torch.device | str,
     ) -> ValueReport:
         """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
-        names = value_metric_table(config).names
-        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         counted = micro_batches if contributes else ()
-        for metrics in counted:
-            sums += torch.stack([metrics[name] for name in names])
-        return cls(config, counted, sums)
+        names = value_metric_table(config).names
+        return cls(config, counted, add_pairs(names, counted, device))
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -176,9 +174,8 @@ class ValueReport:
         quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
-        checksum = check_checksum(self.config, quotients, self.micro_batches)
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"] = checksum
+        report[f"value_{CHECKSUM}"] = check_checksum(self.config, quotients, self.micro_batches)
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report

@@ -85,8 +85,8 @@ class Metric:
 
     name: str
     help: str
-    value: Callable[[Scored], Tensor]
-    """The value of each token, [window]; read at active tokens alone."""
+    value: Callable[[Scored], Tensor | None]
+    """The value of each token, [window]; read at active tokens alone. None breaks a promise of the objective's row."""
     kind: Kind = "mean"
     """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
     one number a sequence, or an extreme over active tokens."""
@@ -133,11 +133,7 @@ METRICS = [
         "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
         lambda s: s.log_ratio.expm1() - s.log_ratio,
     ),
-    of_ratio(
-        "clipped_ratio_fraction",
-        "r outside the clip range",
-        lambda s: promised(s.outcome.is_clipped),
-    ),
+    of_ratio("clipped_ratio_fraction", "r outside the clip range", lambda s: s.outcome.is_clipped),
     of_ratio(
         "clipped_ratio_effective_fraction",
         "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",

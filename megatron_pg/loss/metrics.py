@@ -192,10 +192,10 @@ def metric_parts(
         if row.kind in SIGNS and is_absent:
             extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
         elif row.kind in SIGNS:
-            value = SIGNS[row.kind] * row.value(scored).double()
+            value = SIGNS[row.kind] * promised(row.value(scored)).double()
             extremes.append(value.masked_fill(~mask, -torch.inf))
         elif not is_absent:
-            values[row.name] = row.value(scored)
+            values[row.name] = promised(row.value(scored))
     sums = (checksums(weights, tokens.positions), table.sums(values, weights, mask))
     if not extremes:
         return MetricParts(*sums, None, None)
@@ -268,15 +268,22 @@ def reduce_metrics(
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
     """
-    pairs, maxima = _of_rank(config, micro_batches if contributes else (), device)
+    rows, names = metrics_on(config), metric_names(config)
+    counted = micro_batches if contributes else ()
+    pairs = add_pairs(names, counted, device)
     if critic is not None:
         pairs = torch.cat([pairs, critic.sums.to(device)])
+    num_extremes = sum(row.kind in SIGNS for row in rows)
+    maxima = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
+    for metrics in counted:
+        of_batch = getattr(metrics, "maxima", None)
+        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
         if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    pairs, of_critic = pairs.tensor_split([len(metric_names(config))])
-    reduced = _by_name(config, pairs, maxima)
+    pairs, of_critic = pairs.tensor_split([len(names)])
+    reduced = _by_name(rows, names, pairs, maxima)
     if contributes and not math.isfinite(reduced["loss"]):
         report_nan_tokens(
             micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
@@ -300,40 +307,32 @@ def reduce_metrics(
     return reduced if critic is None else reduced | critic.metrics(of_critic)
 
 
-def _of_rank(
-    config: PolicyLossConfig,
-    micro_batches: Sequence[Mapping[str, Tensor]],
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor]:
-    """Add up the pairs [names, 2] float64 of a rank's micro-batches, and take their maxima [extremes] float64."""
-    names = metric_names(config)
+def add_pairs(
+    names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
+) -> Tensor:
+    """Add up the pairs of those names of a rank's micro-batches, [names, 2] float64."""
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    maxima = torch.full((len(_extremes(config)),), -torch.inf, dtype=torch.float64, device=device)
     for metrics in micro_batches:
         pairs += torch.stack([metrics[name] for name in names])
-        of_batch = getattr(metrics, "maxima", None)
-        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
-    return pairs, maxima
+    return pairs
 
 
-def _by_name(config: PolicyLossConfig, pairs: Tensor, maxima: Tensor) -> dict[str, float]:
+def _by_name(
+    rows: Sequence[Metric], names: Sequence[str], pairs: Tensor, maxima: Tensor
+) -> dict[str, float]:
     """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
-    names, extremes = metric_names(config), _extremes(config)
     values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
     reduced = dict(zip(names, values, strict=False))
     counts = dict(zip(names, values[len(names) :], strict=False))
+    extremes = (row for row in rows if row.kind in SIGNS)
     for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
         has_tokens = largest != -math.inf
         reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
         counts[row.name] = float(has_tokens)
-    for row in metrics_on(config):
+    for row in rows:
         if row.reads and not counts[row.name]:
             del reduced[row.name]
     return reduced
-
-
-def _extremes(config: PolicyLossConfig) -> list[Metric]:
-    return [row for row in metrics_on(config) if row.kind in SIGNS]
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:

@@ -62,7 +62,7 @@ class Objective(Row):
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
     """The formula."""
     ratio: Literal["none", "token", "sequence"] = "none"
-    """The unit that has one ratio. Sequence sums and the metrics of the ratio follow from it."""
+    """The unit that has one ratio. The metrics of the ratio follow from it."""
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
@@ -70,9 +70,6 @@ class Objective(Row):
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
-
-    def sums_over_sequences(self) -> tuple[str, ...]:
-        return self.sequence_sums or (("policy",) if self.ratio == "sequence" else ())
 
     def __call__(self, config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
         return self.function(config, tokens, sums)
@@ -134,7 +131,7 @@ def _clip_of_cispo(config: Any) -> tuple[str, ...]:
     **OF_TOKEN_RATIO,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
+    """GRPO's objective; clip-higher and dual clip by the config."""
     return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
@@ -142,6 +139,7 @@ def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
     "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     options=("eps_clip_c",),
+    sequence_sums=("policy",),
     **OF_SEQUENCE_RATIO,
 )
 def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
@@ -177,13 +175,11 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     zero_advantage_is_zero_gradient=True,
 )
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Score-function estimator without a ratio."""
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Supervised cross-entropy of the response tokens."""
     return Outcome(-tokens.log_probs)
 
 

@@ -49,7 +49,7 @@ class SequenceSums:
         """
         if name not in self.sums:
             raise ValueError(
-                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sums_over_sequences()"
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"
             )
         return self.sums[name][self.sample_ids]
 
@@ -62,7 +62,7 @@ class SequenceSums:
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
     rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    names = sorted({name for row in rows_on for name in row.sums_over_sequences()})
+    names = sorted({name for row in rows_on for name in row.sequence_sums})
     return (ACTIVE, *names) if names else ()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation
+from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.identity import coefficient_of_rank, coefficients_of
 from megatron_pg.step.totals import StepTotals
@@ -34,9 +34,9 @@ class Counts:
     checksum_scale: Tensor
     """Factor of the sum of the weights that makes it 1 over the step."""
     samples_scale: Tensor
-    """The same factor for weights times the identities of tokens."""
+    """The same for weights times the identities of tokens."""
     ranks_scale: Tensor
-    """The same factor for weights times the identities of tokens and of the data-parallel rank."""
+    """The same for weights times the identities of tokens and of the data-parallel rank."""
     checksum_offset: Tensor
     """Summand of the three sums: `share` in a step without an active token, else 0."""
     nothing: Tensor
@@ -100,36 +100,42 @@ def host_weights(
         ValueError: the totals do not know a sample that the aggregation asks for.
     """
     samples, counted = batch.samples, totals.counted_in(config.loss_weight_denominator)
-    divisor, sample_mean = config.loss_aggregation_divisor, AGGREGATIONS["sample_mean"]
+    sample_mean = AGGREGATIONS["sample_mean"]
+    mode = counting = AGGREGATIONS[config.loss_aggregation]
+    divisor = config.loss_aggregation_divisor
     if AGGREGATIONS.is_replaced(config):
         # By the field's convention the sum of a custom reducer is over rollouts, or over tokens in per-token mode.
         mode, divisor = AGGREGATIONS["token_mean"], None
-        per_token = config.calculate_per_token_loss
-        outer_count = mode.outer_count(counted) if per_token else sample_mean.outer_count(counted)
-    else:
-        mode = AGGREGATIONS[config.loss_aggregation]
-        outer_count = mode.outer_count(counted)
+        counting = mode if config.calculate_per_token_loss else sample_mean
+    outer_count = counting.outer_count(counted)
+    expected = mode.expected_sums(counted, divisor)
+    checksum_scale, samples_scale, ranks_scale = (1.0 / (total or 1.0) for total in expected)
+    loss_divisors = identified = mode.divisors_of(counted, samples, divisor)
+    if counted.knows_identities:
+        identified = loss_divisors / coefficients_of(samples, counted.hashed_fields)
+        ranks_scale *= coefficient_of_rank(counted.data_parallel_rank)
     counts = {
         "outer_count": outer_count,
         "regularizer_count": sample_mean.outer_count(counted),
         "gradient_divisor": config.grad_divisor or outer_count,
         "share": share,
+        "checksum_scale": checksum_scale,
+        "samples_scale": samples_scale,
+        "ranks_scale": ranks_scale,
+        # A step without an active token has nothing to count and is right.
+        "checksum_offset": 0.0 if expected[0] else share,
         "nothing": 0.0,
-        **_checksum_counts(mode, divisor, counted, share),
     }
-    loss_divisors = mode.divisors_of(counted, samples, divisor)
-    document_divisors = sample_mean.divisors_of(totals, samples)
+    document = regularizer = sample_mean.divisors_of(totals, samples)
+    if counted is not totals:
+        regularizer = sample_mean.divisors_of(counted, samples)
     divisors = {
         "loss": loss_divisors,
-        "identified": loss_divisors,
-        "regularizer": document_divisors
-        if counted is totals
-        else sample_mean.divisors_of(counted, samples),
-        "document": document_divisors,
+        "identified": identified,
+        "regularizer": regularizer,
+        "document": document,
         "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
     }
-    if counted.knows_identities:
-        divisors["identified"] = loss_divisors / coefficients_of(samples, counted.hashed_fields)
     table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)
     for row, name in enumerate(SAMPLE_WEIGHTS):
         table[row, : len(samples)] = 1.0 / divisors[name]
@@ -144,19 +150,3 @@ def position_coefficients(
     """Return the numbers [window] float64 of the tokens' positions in the checksums; 1 where the totals know no identities."""
     counted = totals.counted_in(config.loss_weight_denominator)
     return batch.coefficients if counted.knows_identities else torch.ones_like(batch.coefficients)
-
-
-def _checksum_counts(
-    mode: Aggregation, divisor: float | None, totals: StepTotals, share: float
-) -> dict[str, float]:
-    """Compute the factors that make the three checksums 1 over the step, and their summand."""
-    expected = mode.expected_sums(totals, divisor)
-    rank = coefficient_of_rank(totals.data_parallel_rank) if totals.knows_identities else 1.0
-    weights, identities, ranks = (1.0 / (total or 1.0) for total in expected)
-    return {
-        "checksum_scale": weights,
-        "samples_scale": identities,
-        "ranks_scale": rank * ranks,
-        # A step without an active token has nothing to count and is right.
-        "checksum_offset": 0.0 if expected[0] else share,
-    }

@@ -110,10 +110,9 @@ class MicroBatchValueLoss:
         inner_sum = self._reduce(token_loss, weights.loss, batch.loss_mask)
         loss = quotient(inner_sum, weights.outer_count)
         table = value_metric_table(self.config)
-        values_by_name = self._metric_values(token_loss, values)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(values_by_name, weights, batch.loss_mask),
+            table.sums(self._metric_values(token_loss, values), weights, batch.loss_mask),
             loss.detach().double().reshape(1),
             self._counts,
         ]

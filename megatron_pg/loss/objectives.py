@@ -9,7 +9,6 @@ without gradient where masked, so a formula needs no mask. It is computed in the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -60,7 +59,6 @@ class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
-    """The formula."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """The unit that has one ratio. The metrics of the ratio follow from it."""
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
@@ -189,7 +187,6 @@ def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
     is_sum_over_tokens=True,
 )
 def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Distillation on the tokens of the samples, whichever policy sampled them."""
     return Outcome(tokens.given("divergence"))
 
 
@@ -257,29 +254,21 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 
 def get_objective(config: PolicyLossConfig) -> Objective:
-    """Return the objective that the config names. Of a custom one no property is known.
-
-    Raises:
-        ValueError: an import path that does not resolve.
-    """
+    """Return the objective that the config names. Of a custom one no property is known."""
     path = config.custom_policy_loss_path
     if path is None:
         return OBJECTIVES[config.policy_loss]
-    function = functools.partial(_custom, load_custom_function("custom_policy_loss_path", path))
-    return Objective(name=path, formula="", function=function)
+    return Objective(name=path, formula="", function=_custom)
 
 
-def _custom(
-    function: Callable[..., Tensor], config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
-) -> Outcome:
-    loss = function(config, tokens, tokens.log_probs)
-    check_returned(
-        loss,
-        tokens.loss_mask.shape,
-        f"--custom-policy-loss-path {config.custom_policy_loss_path}",
+def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    path, log_probs = str(config.custom_policy_loss_path), tokens.log_probs
+    loss = load_custom_function("custom_policy_loss_path", path)(config, tokens, log_probs)
+    where, meaning = (
+        f"--custom-policy-loss-path {path}",
         "the loss of each token of this rank's window",
-        differentiable_in=tokens.log_probs,
     )
+    check_returned(loss, log_probs.shape, where, meaning, differentiable_in=log_probs)
     return Outcome(masked(loss, tokens.loss_mask))
 
 

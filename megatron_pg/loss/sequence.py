@@ -36,10 +36,8 @@ class SequenceSums:
         cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None
     ) -> SequenceSums:
         """Name the rows of a table [names, samples], in the order of `summands`; None where no row reads a sum."""
-        names = sequence_sum_names(config)
-        return cls(
-            sample_ids, {} if table is None else dict(zip(names, table.unbind(), strict=True))
-        )
+        rows = () if table is None else zip(sequence_sum_names(config), table.unbind(), strict=True)
+        return cls(sample_ids, dict(rows))
 
     def total(self, name: str) -> Tensor:
         """Return the sum over each token's sequence, [window] float64.

@@ -61,13 +61,10 @@ class Tokens:
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Tokens:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        fields: dict[str, Any] = {
-            each.name: tensors.get(each.name) for each in dataclasses.fields(cls)
-        }
+        fields = {each.name: tensors.get(each.name) for each in dataclasses.fields(cls)}
         fields["side_channels"] = side_channels or {}
         for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
-            values = fields[name]
-            if values is not None:
+            if (values := fields[name]) is not None:
                 values = values if name in DIFFERENTIATED else values.detach()
                 fields[name] = masked(values, fields["loss_mask"])
         return cls(**fields)
@@ -106,10 +103,7 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
-    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside.
-
-    NaN stays NaN, with a NaN gradient.
-    """
+    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside. NaN stays NaN."""
     return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
 
 

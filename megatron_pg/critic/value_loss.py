@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
+from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
 from megatron_pg.loss.checksum import CHECKSUM
 from megatron_pg.loss.metrics import (
     MicroBatchMetrics,
@@ -27,7 +28,6 @@ from megatron_pg.loss.metrics import (
 from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
 from megatron_pg.loss.tokens import masked
-from megatron_pg.loss.weights import Weights, host_weights, position_coefficients
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
+from megatron_pg.loss.aggregation import COUNTS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.metric_table import (
     DERIVED,
@@ -32,7 +33,6 @@ from megatron_pg.loss.metric_table import (
 )
 from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.weights import COUNTS, Weights
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 

@@ -33,26 +33,21 @@ class Tokens:
     """Entropy in nats, with gradient."""
     divergence: Tensor | None
     """Divergence from the teacher in nats, with gradient."""
-    loss_mask: Tensor
-    """Active tokens, bool."""
     sample_ids: Tensor
     """The sample of each token, int64."""
-    advantages: Tensor
-    old_log_probs: Tensor | None
-    """Log-probs under the policy that the step starts from."""
-    ref_log_probs: Tensor | None
-    """Log-probs under the reference policy."""
-    rollout_log_probs: Tensor | None
-    """Log-probs that the rollout engine reported."""
-    loss_weights: Tensor | None
-    policy_version: Tensor | None
-    """Version of the policy that generated the token, int64."""
-    kept_set_size: Tensor | None
-    """Tokens of the set that the token was sampled from; 0 where all were kept."""
-    kept_set_mass: Tensor | None
-    """Probability of that set under the policy in training."""
     positions: Tensor
     """Coefficients of the tokens' positions in the sums that tell samples apart, float64."""
+    kept_set_mass: Tensor | None
+    """Probability, under the policy in training, of the set that the token was sampled from."""
+    # As in `PackedBatch`:
+    loss_mask: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    loss_weights: Tensor | None
+    policy_version: Tensor | None
+    kept_set_size: Tensor | None
     side_channels: Mapping[str, object] = field(default_factory=dict)
     """Side channels of the samples, for functions of the user's own; the compiled loss has none."""
 

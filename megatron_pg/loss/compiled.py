@@ -66,15 +66,10 @@ def evaluate(
 ) -> Outputs:
     """Evaluate a function of tensors: by a compiled program on a GPU, operator by operator elsewhere.
 
-    Args:
-        function: tensors by name -> tensors, without reading a value on the host. The first result is the one that has a
-            gradient.
-        settings: what the function depends on besides its tensors; None is a function that is not compiled.
-        inputs: the tensors of this call.
-        differentiated: names of the tensors that the first result has a gradient to; with none, nothing has a gradient.
+    The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
+    is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
-    program = None
-    device = inputs.tokens["log_probs"].device.type
+    program, device = None, inputs.tokens["log_probs"].device.type
     if settings is not None and device in DEVICES and not torch.is_inference_mode_enabled():
         program = _program(function, settings, inputs, differentiated)
     if program is None:

@@ -82,11 +82,7 @@ correction = CORRECTIONS.decorator(Correction)
 def apply_corrections(
     config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
 ) -> Corrected:
-    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on.
-
-    Raises:
-        ValueError: sums or log-probs are missing that a setting needs, or a custom function returned the wrong shapes.
-    """
+    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on."""
     rows = CORRECTIONS.rows_on(config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
@@ -103,11 +99,10 @@ def apply_corrections(
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
     """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
 
-    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them
-    the totals of what is kept, by the rejections that the data alone decide: those of weights and of
-    whole sequences (the config refuses the others with it). With `--rejection-denominator original` the
-    samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
-    the host.
+    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them the totals of what is
+    kept, by the rejections that the data alone decide: those of weights and of whole sequences (the config refuses the
+    others with it). With `--rejection-denominator original` the samples come back as they are, and the loss takes
+    rejected tokens out of the numerator alone. On the host.
 
     Raises:
         ValueError: log-probs are missing.

@@ -66,11 +66,7 @@ def _held(difference: Tensor) -> Tensor:
 
 
 def promised(values: Tensor | None) -> Tensor:
-    """Return the values that a row of `OBJECTIVES` promises.
-
-    Raises:
-        ValueError: the objective did not return them.
-    """
+    """Return the values that a row of `OBJECTIVES` promises, or refuse an objective that did not return them."""
     if values is None:
         raise ValueError("the objective's row promises a ratio that the objective did not return")
     return values

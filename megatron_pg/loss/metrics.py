@@ -69,13 +69,7 @@ class PairTable:
         return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
 
     def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
-        """Add up the metrics that are not absent, and their denominators, over this rank's window, float64.
-
-        Args:
-            values: the metrics, [window] each, read at active tokens alone.
-            weights: the weights of the tokens.
-            loss_mask: [window] bool.
-        """
+        """Add up values [window], read at active tokens alone, and their denominators over this rank's window, float64."""
         by_name = {
             "document": weights.document,
             "sequence": weights.sequence,
@@ -90,12 +84,7 @@ class PairTable:
         return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
 
     def pairs(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the pairs together, [names, 2] float64.
-
-        Args:
-            parts: float64, one after the other: the checksums, the result of `sums`, the terms in the order of `reported`,
-                and the counts in the order of `Counts`.
-        """
+        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and counts."""
         return torch.cat(list(parts))[_layout(self, parts[0].device)]
 
 

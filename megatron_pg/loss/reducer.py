@@ -135,10 +135,6 @@ def custom_reduction(
     The user's function gets whole loss masks: those of the samples, or, where corrections may drop tokens, those that the
     corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
     decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
-
-    Raises:
-        ValueError: the signature lacks what the layout needs; later, the function returned no function, or its sum is no
-            number with a gradient.
     """
     window = batch.window
     path = str(config.custom_pg_loss_reducer_function_path)

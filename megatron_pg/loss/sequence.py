@@ -40,11 +40,7 @@ class SequenceSums:
         return cls(sample_ids, dict(rows))
 
     def total(self, name: str) -> Tensor:
-        """Return the sum over each token's sequence, [window] float64.
-
-        Raises:
-            ValueError: no row that is on asks for it.
-        """
+        """Return the sum over each token's sequence, [window] float64, or refuse one that no row that is on asks for."""
         if name not in self.sums:
             raise ValueError(
                 f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"

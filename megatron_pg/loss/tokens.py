@@ -65,11 +65,7 @@ class Tokens:
         return cls(**fields)
 
     def given(self, name: str) -> Tensor:
-        """Return the tensor of that name.
-
-        Raises:
-            ValueError: no sample carries it, or the head did not compute it.
-        """
+        """Return the tensor of that name, or refuse a micro-batch without it."""
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise ValueError(f"the loss reads {name}, which this micro-batch does not have")

@@ -53,10 +53,6 @@ class Row:
         """Return the settings that this row does not read under a config, though other rows of its table do."""
         return ()
 
-    def sums_over_sequences(self) -> tuple[str, ...]:
-        """Return `sequence_sums`, and the sums that follow from other properties."""
-        return self.sequence_sums
-
 
 ANCHOR = "anchor_log_probs"
 """Name in `Row.inputs` of the log-probs in the denominator of the ratio, which `--ratio-anchor` chooses."""

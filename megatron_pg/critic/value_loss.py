@@ -15,13 +15,19 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
-from megatron_pg.loss.checksum import CHECKSUM, checksum_of
-from megatron_pg.loss.metrics import MicroBatchMetrics, check_checksum, report_nan_tokens
-from megatron_pg.loss.pairs import Kind, PairTable, checksums
+from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
+from megatron_pg.loss.checksum import CHECKSUM
+from megatron_pg.loss.metrics import (
+    MicroBatchMetrics,
+    PairTable,
+    add_pairs,
+    check_checksum,
+    checksums,
+    report_nan_tokens,
+)
 from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
 from megatron_pg.loss.tokens import masked
-from megatron_pg.loss.weights import Weights, host_weights, position_coefficients
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
@@ -104,10 +110,9 @@ class MicroBatchValueLoss:
         inner_sum = self._reduce(token_loss, weights.loss, batch.loss_mask)
         loss = quotient(inner_sum, weights.outer_count)
         table = value_metric_table(self.config)
-        values_by_name = self._metric_values(token_loss, values)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(values_by_name, weights, batch.loss_mask),
+            table.sums(self._metric_values(token_loss, values), weights, batch.loss_mask),
             loss.detach().double().reshape(1),
             self._counts,
         ]
@@ -130,9 +135,8 @@ class MicroBatchValueLoss:
 @functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
     """Return the (numerator, denominator) metrics of a critic's step."""
-    means: list[tuple[str, Kind]] = [(name, "mean") for name in MEANS]
-    sums: list[tuple[str, Kind]] = [(name, "sum") for name in SUMS]
-    return PairTable(("value_loss",), (*means, *sums) if config.pg_metrics != "none" else ())
+    rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
+    return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +159,9 @@ class ValueReport:
         device: torch.device | str,
     ) -> ValueReport:
         """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
-        names = value_metric_table(config).names
-        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         counted = micro_batches if contributes else ()
-        for metrics in counted:
-            sums += torch.stack([metrics[name] for name in names])
-        return cls(config, counted, sums)
+        names = value_metric_table(config).names
+        return cls(config, counted, add_pairs(names, counted, device))
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -172,9 +173,8 @@ class ValueReport:
         quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
             report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
-        check_checksum(self.config, quotients, self.micro_batches)
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"], _ = checksum_of(quotients)
+        report[f"value_{CHECKSUM}"] = check_checksum(self.config, quotients, self.micro_batches)
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report

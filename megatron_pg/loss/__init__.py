@@ -4,12 +4,10 @@
 """
 
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.corrections import CORRECTIONS
+from megatron_pg.loss.corrections import CORRECTIONS, LEVELS
 from megatron_pg.loss.metric_table import METRICS
-from megatron_pg.loss.mismatch import LEVELS
-from megatron_pg.loss.objectives import OBJECTIVES
+from megatron_pg.loss.objectives import DPPO_DELTAS, OBJECTIVES
 from megatron_pg.loss.regularizers import KL_ESTIMATES
-from megatron_pg.loss.trust_region import DPPO_DELTAS
 
 __all__ = [
     "AGGREGATIONS",

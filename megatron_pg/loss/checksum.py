@@ -36,45 +36,41 @@ IDENTITY_TOLERANCE = 1e-9
 NUM_NAMED = 5
 """Samples that a message names of each kind."""
 
-LOST_OR_TWICE = (
+MEANINGS = (
     "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "
     "num_microbatches is not the number that the schedule runs, or a micro-batch was packed for another context-parallel "
-    "rank than the one that ran it."
-)
-EXCHANGED = (
+    "rank than the one that ran it.",
     "The weights add up to 1, and not those of the samples that the totals count: a sample or micro-batch was trained on "
     "twice and another never, a micro-batch is of another step, its masks, advantages or log-probs have changed since "
-    "step_totals() or plan_step(), or one was packed for another context-parallel rank than the one that ran it."
-)
-OTHER_RANK = (
+    "step_totals() or plan_step(), or one was packed for another context-parallel rank than the one that ran it.",
     "Every sample was trained on once, and not each on the data-parallel rank that passed it to step_totals() or "
-    "plan_step(): samples or micro-batches were exchanged between ranks."
+    "plan_step(): samples or micro-batches were exchanged between ranks.",
 )
+"""The reasons for which each of the three sums is not 1, where those before it are."""
 
 
 def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
     """Return the first of the three sums that is not 1, with its meaning in words; "" where all are 1."""
-    weights, *by_identity = (sums.get(name, 1.0) for name in CHECKSUMS)
-    is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in by_identity]
-    # Where the hashes see something, so small a difference of the weights is no rounding.
-    tolerance = IDENTITY_TOLERANCE if any(is_off) else CHECKSUM_TOLERANCE
-    is_off = [not abs(weights - 1.0) <= tolerance, *is_off]
-    for value, wrong, meaning in zip(
-        (weights, *by_identity), is_off, (LOST_OR_TWICE, EXCHANGED, OTHER_RANK), strict=True
-    ):
-        if wrong:
-            shown = f"{value:.6f}" if not abs(value - 1.0) < 1e-5 else f"1 {value - 1.0:+.1e}"
-            return value, (
-                f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
-                f"{weights:.6f} times what the step's totals hold, and to {by_identity[0]:.6f} times with every sample "
-                f"weighed by what it is. {meaning}"
-            )
-    return weights, ""
+    values = [sums.get(name, 1.0) for name in CHECKSUMS]
+    is_off = [not abs(value - 1.0) <= IDENTITY_TOLERANCE for value in values]
+    # Where the hashes see nothing, so small a difference of the weights is rounding.
+    if not any(is_off[1:]):
+        is_off[0] = not abs(values[0] - 1.0) <= CHECKSUM_TOLERANCE
+    if True not in is_off:
+        return values[0], ""
+    first = is_off.index(True)
+    value = values[first]
+    shown = f"{value:.6f}" if not abs(value - 1.0) < 1e-5 else f"1 {value - 1.0:+.1e}"
+    return value, (
+        f"{CHECKSUM} is {shown}, expected 1: the weights of the tokens that reached the loss add up to "
+        f"{values[0]:.6f} times what the step's totals hold, and to {values[1]:.6f} times with every sample "
+        f"weighed by what it is. {MEANINGS[first]}"
+    )
 
 
 def samples_at_fault(micro_batches: Iterable[object]) -> str:
     """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
-    # By window: who evaluates all parts of a step in one process has each sample in every window.
+    # By window: a process that evaluates all parts of a step has each sample in every window.
     of_windows: dict[int, list[Sample]] = {}
     totals: StepTotals | None = None
     for metrics in micro_batches:
@@ -86,7 +82,7 @@ def samples_at_fault(micro_batches: Iterable[object]) -> str:
         return ""
     listed = [
         f"{kind}: {', '.join(names[:NUM_NAMED])}"
-        + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
+        + f" and {len(names) - NUM_NAMED} more" * (len(names) > NUM_NAMED)
         for kind, names in _at_fault(of_windows.values(), totals).items()
         if names
     ]
@@ -96,10 +92,8 @@ def samples_at_fault(micro_batches: Iterable[object]) -> str:
 
 def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
     """List the names of samples by the mistake that was made with them."""
-    rank_of, names = dict[int | None, int](), dict[int | None, str]()
-    for rank, of_rank in enumerate(totals.counts):
-        rank_of |= {count.identity: rank for count in of_rank}
-    mine = totals.counts[totals.data_parallel_rank]
+    rank_of = {count.identity: rank for rank, of in enumerate(totals.counts) for count in of}
+    mine, names = totals.counts[totals.data_parallel_rank], dict[int | None, str]()
     trained = Counter[int | None]()
     for samples in of_windows:
         store_hashes(samples, totals.hashed_fields)

@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,19 +35,16 @@ Outputs = tuple[Tensor | None, ...]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 
 
+@dataclass
 class Inputs:
-    """The tensors of a function by name, by what their last dimension counts. None is a tensor that is not there.
+    """The tensors of a function by name, by what their last dimension counts. None is a tensor that is not there."""
 
-    Args:
-        tokens: [..., window].
-        samples: [..., samples].
-        fixed: of a size that the settings fix.
-    """
-
-    def __init__(
-        self, tokens: dict[str, Any], samples: dict[str, Any], fixed: dict[str, Any]
-    ) -> None:
-        self.tokens, self.samples, self.fixed = tokens, samples, fixed
+    tokens: dict[str, Any]
+    """[..., window]."""
+    samples: dict[str, Any]
+    """[..., samples]."""
+    fixed: dict[str, Any]
+    """Tensors of a size that the settings fix."""
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -56,27 +54,8 @@ class Inputs:
     @property
     def present(self) -> dict[str, Tensor]:
         """The tensors that are there, detached."""
-        return {
-            name: tensor.detach().contiguous()
-            for name, tensor in self.by_name.items()
-            if tensor is not None
-        }
-
-    def traced(self) -> list[Tensor]:
-        """Return zeros of the sizes that are traced, in order."""
-        sizes = dict.fromkeys(self.tokens, TRACED_TOKENS) | dict.fromkeys(
-            self.samples, TRACED_SAMPLES
-        )
-        return [
-            tensor.new_zeros((*tensor.shape[:-1], sizes.get(name, tensor.shape[-1])))
-            for name, tensor in self.present.items()
-        ]
-
-    def mark_dynamic(self, tensors: Sequence[Tensor]) -> None:
-        """Tell the compiler which sizes of the tensors, in order, change from call to call."""
-        for name, tensor in zip(self.present, tensors, strict=True):
-            if name not in self.fixed:
-                torch._dynamo.mark_dynamic(tensor, tensor.dim() - 1)
+        tensors = self.by_name.items()
+        return {name: each.detach().contiguous() for name, each in tensors if each is not None}
 
 
 Function = Callable[[Mapping[str, Any]], Outputs]
@@ -87,15 +66,10 @@ def evaluate(
 ) -> Outputs:
     """Evaluate a function of tensors: by a compiled program on a GPU, operator by operator elsewhere.
 
-    Args:
-        function: tensors by name -> tensors, without reading a value on the host. The first result is the one that has a
-            gradient.
-        settings: what the function depends on besides its tensors; None is a function that is not compiled.
-        inputs: the tensors of this call.
-        differentiated: names of the tensors that the first result has a gradient to; with none, nothing has a gradient.
+    The function reads no value on the host, and depends on nothing but its tensors and the settings; None is a function that
+    is not compiled. Its first result has a gradient to the tensors named in `differentiated`, the others have none.
     """
-    program = None
-    device = inputs.tokens["log_probs"].device.type
+    program, device = None, inputs.tokens["log_probs"].device.type
     if settings is not None and device in DEVICES and not torch.is_inference_mode_enabled():
         program = _program(function, settings, inputs, differentiated)
     if program is None:
@@ -155,17 +129,27 @@ def _say_that_no_more_are_compiled() -> None:
 
 
 def _compiled(function: Function, inputs: Inputs) -> Callable[..., Outputs] | None:
-    names, example, start = list(inputs.present), inputs.traced(), time.perf_counter()
+    """Trace the function on zeros of `TRACED_TOKENS` and `TRACED_SAMPLES`, and compile the trace for any numbers of them."""
+    start = time.perf_counter()
+    sizes = dict.fromkeys(inputs.tokens, TRACED_TOKENS)
+    sizes |= dict.fromkeys(inputs.samples, TRACED_SAMPLES)
+    zeros = {
+        name: each.new_zeros((*each.shape[:-1], sizes.get(name, each.shape[-1])))
+        for name, each in inputs.present.items()
+    }
 
     def of_tensors(*tensors: Tensor) -> Outputs:
-        return function(dict(zip(names, tensors, strict=True)))
+        return function(dict(zip(zeros, tensors, strict=True)))
 
     try:
         with torch.no_grad():
-            graph: Callable[..., Any] = make_fx(of_tensors, tracing_mode="symbolic")(*example)
-            inputs.mark_dynamic(example)
+            graph: Callable[..., Any] = make_fx(of_tensors, tracing_mode="symbolic")(
+                *zeros.values()
+            )
+            for name in zeros.keys() & sizes.keys():
+                torch._dynamo.mark_dynamic(zeros[name], zeros[name].dim() - 1)
             compiled: Callable[..., Outputs] = torch.compile(graph)
-            compiled(*example)
+            compiled(*zeros.values())
     except Exception as error:  # whatever a compiler may raise: the formulas themselves run
         logger.warning(
             "the policy loss was not compiled (%s: %s): it runs operator by operator, with more launches (said once for these "
@@ -174,8 +158,7 @@ def _compiled(function: Function, inputs: Inputs) -> Callable[..., Outputs] | No
             str(error).split("\n")[0],
         )
         return None
-    seconds = time.perf_counter() - start
-    logger.info("a part of the policy loss was compiled in %.1f s", seconds)
+    logger.info("a part of the policy loss was compiled in %.1f s", time.perf_counter() - start)
     return compiled
 
 

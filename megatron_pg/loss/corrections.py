@@ -8,6 +8,7 @@ only shrink. A NaN compares as false with any bound, hence is kept: it stays vis
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,10 +19,12 @@ from torch import Tensor
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
-from megatron_pg.loss.sequence import SequenceSums
-from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.tokens import Tokens, clamped_log_ratio, masked
 from megatron_pg.step.sample import Sample
 
+LEVELS = {"token": "", "sequence": "sum_t d", "geometric": "mean_t d"}
+"""Exponent of a sequence's weight, by `--tis-level`; "" for a token's."""
 MISMATCH_INPUTS = ("old_log_probs", "rollout_log_probs")
 REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
@@ -51,9 +54,8 @@ class Correction(Row):
     """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
     """True if it drops tokens."""
-    rejected_by_data: Callable[[PolicyLossConfig, Tensor, int], Tensor] | None = None
-    """The test (config, d [response_length] float64, active tokens) -> bool, which tokens of a sample drop, where the data
-    alone decide it, before the step; None where they do not."""
+    rejects_by_data: bool = False
+    """True if old and rollout log-probs alone decide which tokens it drops, so that they are known before the step."""
     metrics: tuple[str, ...] = ()
     """The metrics that it reports besides `REJECTED`."""
 
@@ -61,8 +63,8 @@ class Correction(Row):
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
         if config.rejection_denominator != "accepted" or not self.rejects:
             return []
-        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejected_by_data]
-        if self.rejected_by_data is None:
+        rejecting = [row for row in CORRECTIONS.rows_on(config) if row.rejects_by_data]
+        if not self.rejects_by_data:
             wrong = f"cannot count what {CORRECTIONS.flag_of_row(self)} rejects, which is unknown before the step:"
         elif rejecting[0] is self and len(rejecting) > 1:
             flags = " or ".join(map(CORRECTIONS.flag_of_row, rejecting))
@@ -74,18 +76,13 @@ class Correction(Row):
 
 CORRECTIONS: Table[Correction] = Table("corrections")
 """The rows by name; each is on by flags of its own."""
-
 correction = CORRECTIONS.decorator(Correction)
 
 
 def apply_corrections(
     config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
 ) -> Corrected:
-    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on.
-
-    Raises:
-        ValueError: sums or log-probs are missing that a setting needs, or a custom function returned the wrong shapes.
-    """
+    """Weight the per-token loss [window] and shrink the loss mask by every correction that is on."""
     rows = CORRECTIONS.rows_on(config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
@@ -99,17 +96,48 @@ def apply_corrections(
     return Corrected(torch.where(kept, loss, 0.0), kept, metrics)
 
 
+def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
+    """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
+
+    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them the totals of what is
+    kept, by the rejections that the data alone decide: those of weights and of whole sequences (the config refuses the
+    others with it). With `--rejection-denominator original` the samples come back as they are, and the loss takes
+    rejected tokens out of the numerator alone. On the host.
+
+    Raises:
+        ValueError: log-probs are missing.
+    """
+    if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
+        return list(samples)
+    for sample in samples:
+        for name in MISMATCH_INPUTS:
+            if getattr(sample, name) is None:
+                raise ValueError(
+                    f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
+                )
+    fields = ("loss_mask", *MISMATCH_INPUTS)
+    given = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
+    lengths = [sample.response_length for sample in samples]
+    ids = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))
+    # These rejections read neither the policy in training nor advantages.
+    unread = torch.zeros(len(ids))
+    tokens = Tokens.masked({**given, "sample_ids": ids, "log_probs": unread, "advantages": unread})
+    table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
+    sums = SequenceSums.of_table(config, ids, table)
+    kept = apply_corrections(config, tokens, unread, sums).loss_mask.split(lengths)
+    return [
+        dataclasses.replace(sample, loss_mask=mask)
+        for sample, mask in zip(samples, kept, strict=True)
+    ]
+
+
 def drops_tokens(config: PolicyLossConfig) -> bool:
     """Say if a correction that is on may drop tokens; the config alone decides."""
     return any(row.rejects for row in CORRECTIONS.rows_on(config))
 
 
 def correction_metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the metrics that `apply_corrections` returns under these settings.
-
-    `tis_clipped_fraction` is the share of tokens whose weight is out of bounds, `rejected_fraction`
-    that of the tokens dropped by whatever correction.
-    """
+    """List the metrics that `apply_corrections` returns under these settings."""
     rows = CORRECTIONS.rows_on(config)
     names = dict.fromkeys(name for row in rows for name in row.metrics)
     return (*names, REJECTED) if rows else ()
@@ -161,36 +189,90 @@ def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Ten
     return Corrected(loss, kept, {})
 
 
-def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
-
-    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them
-    the totals of what is kept, by the rejections that the data alone decide: those of weights and of
-    whole sequences (the config refuses the others with it). With `--rejection-denominator original` the
-    samples come back as they are, and the loss takes rejected tokens out of the numerator alone. On
-    the host.
-
-    Raises:
-        ValueError: log-probs are missing.
-    """
-    tests = [row.rejected_by_data for row in CORRECTIONS.rows_on(config) if row.rejected_by_data]
-    if config.rejection_denominator == "original" or not tests:
-        return list(samples)
-
-    def accepted(sample: Sample) -> Sample:
-        mismatch = _mismatch_of(sample)
-        kept = sample.loss_mask & ~tests[0](config, mismatch, sample.num_active_tokens)
-        return dataclasses.replace(sample, loss_mask=kept)
-
-    return [accepted(sample) for sample in samples]
+def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
+    """Compute w of each token or of its sequence, [window] float64 without gradient, 1 at masked tokens."""
+    if level == "token":
+        return clamped_log_ratio(tokens.mismatch()).exp()
+    over_sequence = sums.total if level == "sequence" else sums.mean
+    return clamped_log_ratio(masked(over_sequence("mismatch"), tokens.loss_mask)).exp()
 
 
-def _mismatch_of(sample: Sample) -> Tensor:
-    """Compute old_log_prob - rollout_log_prob of a sample, [response_length] float64, 0 where masked."""
-    old, rollout = (getattr(sample, name) for name in MISMATCH_INPUTS)
-    if old is None or rollout is None:
-        lacking = MISMATCH_INPUTS[0] if old is None else MISMATCH_INPUTS[1]
-        raise ValueError(
-            f"{sample.name} needs {lacking}: give Sample({lacking}=...) to every sample of the step"
-        )
-    return torch.where(sample.loss_mask.bool(), old.double() - rollout.double(), 0.0)
+def _weighted(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
+) -> Corrected:
+    """Weight tokens by their own truncated weight or by their sequence's; under `--tis-mode mask` drop those out of bounds."""
+    weights = importance_weights(tokens, sums, config.tis_level)
+    is_outside = (weights < config.tis_clip_low) | (weights > config.tis_clip)
+    # In the precision of the loss: float64 stays.
+    loss = loss * weights.clamp(config.tis_clip_low, config.tis_clip).to(loss.dtype)
+    kept = tokens.loss_mask & ~is_outside if config.tis_mode == "mask" else tokens.loss_mask
+    return Corrected(loss, kept, {CLIPPED: is_outside})
+
+
+def _without_outliers(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor, *, level: str
+) -> Corrected:
+    """Drop the sequences whose weight is out of the bounds of the level."""
+    weights = importance_weights(tokens, sums, level)
+    low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))
+    return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
+
+
+TRUNCATED = (
+    "truncated importance sampling, Ionides 2008; for rollout mismatch Yao et al. 2025, Your efficient RL framework "
+    "secretly brings you off-policy RL training"
+)
+OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": True}
+
+
+def _weight_row(level: str, mode: str) -> Correction:
+    """Make the row of one level and mode of `--use-tis`."""
+    is_mask, statistic = mode == "mask", LEVELS[level]
+    flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
+    formula = "loss * clamp(w, tis_clip_low, tis_clip)"
+    if is_mask:
+        dropped = "sequences" if statistic else "tokens"
+        formula = f"loss * w, {dropped} with w outside [tis_clip_low, tis_clip] drop"
+    about = {"token": "IcePop, Ring-1T, arXiv:2510.18855" if is_mask else TRUNCATED}
+    return Correction(
+        name=f"{level}_{mode}",
+        formula=formula + f", w = exp(clamp({statistic}, +-20))" * bool(statistic),
+        about=about.get(level, "one weight for a sequence"),
+        flag=" ".join([*flags, *["--tis-mode mask"] * is_mask]),
+        when=lambda config: (
+            config.use_tis
+            and config.custom_tis_function_path is None
+            and (config.tis_level, config.tis_mode) == (level, mode)
+        ),
+        options=TIS_SETTINGS + OF_REJECTION * is_mask,
+        sequence_sums=("mismatch",) if statistic else (),
+        function=_weighted,
+        rejects=is_mask,
+        rejects_by_data=is_mask,
+        metrics=(CLIPPED,),
+        **OF_MISMATCH,
+    )
+
+
+def _rejection_row(level: str) -> Correction:
+    """Make the row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
+    bounds = (f"{level}_rejection_low", f"{level}_rejection_high")
+    return Correction(
+        name=f"{level}_rejection",
+        formula=f"sequences with exp({LEVELS[level]}) outside [{', '.join(bounds)}] drop",
+        about="Liu, Li et al. 2025, When speed kills stability",
+        flag=f"--use-{level}-rejection",
+        when=lambda config: getattr(config, f"use_{level}_rejection"),
+        options=(*bounds, *OF_REJECTION),
+        sequence_sums=("mismatch",),
+        function=functools.partial(_without_outliers, level=level),
+        rejects=True,
+        rejects_by_data=True,
+        **OF_MISMATCH,
+    )
+
+
+CORRECTIONS.add(
+    *(_weight_row(level, mode) for mode in ("truncate", "mask") for level in LEVELS),
+    *map(_rejection_row, ("geometric", "sequence")),
+)

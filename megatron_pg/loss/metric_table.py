@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from megatron_pg.loss.objectives import OBJECTIVES, Outcome
 from megatron_pg.loss.regularizers import KL_ESTIMATES
 from megatron_pg.loss.tokens import Tokens
 
-EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"
 MAX_REPORTED = 300.0
 """Bound of differences of log-probs in metrics, +-300: float64 holds e^600 and its sums, and no e^710."""
 SIGNS = {"maximum": 1.0, "minimum": -1.0}
@@ -38,27 +38,25 @@ class Scored:
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
-        """The log-ratio log r, [window] float64, within `MAX_REPORTED`."""
+        """The log-ratio log r, [window] float64, held."""
         return _held(promised(self.outcome.log_ratio))
 
     @functools.cached_property
     def ratio(self) -> Tensor:
-        """The ratio r, [window] float64."""
         return self.log_ratio.exp()
 
     @functools.cached_property
     def mismatch(self) -> Tensor:
-        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64 within `MAX_REPORTED`, 0 where masked."""
+        """The mismatch d = old_log_prob - rollout_log_prob, [window] float64, held; 0 where masked."""
         return _held(self.tokens.mismatch())
 
     @property
     def ref_difference(self) -> Tensor:
-        """The difference log_prob - ref_log_prob, [window] float64 within `MAX_REPORTED`."""
+        """The difference log_prob - ref_log_prob, [window] float64, held."""
         return _held(self.tokens.log_probs.double() - self.tokens.given("ref_log_probs"))
 
     @property
     def clipped(self) -> Tensor:
-        """Tokens whose ratio is outside on the side that the sign of A makes active, [window] bool."""
         return promised(self.outcome.is_effectively_clipped)
 
 
@@ -68,14 +66,13 @@ def _held(difference: Tensor) -> Tensor:
 
 
 def promised(values: Tensor | None) -> Tensor:
-    """Return the values that a row of `OBJECTIVES` promises.
-
-    Raises:
-        ValueError: the objective did not return them.
-    """
+    """Return the values that a row of `OBJECTIVES` promises, or refuse an objective that did not return them."""
     if values is None:
         raise ValueError("the objective's row promises a ratio that the objective did not return")
     return values
+
+
+Kind = Literal["mean", "token mean", "sum", "ratio sum", "maximum", "minimum"]
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,9 @@ class Metric:
 
     name: str
     help: str
-    value: Callable[[Scored], Tensor]
-    """The value of each token, [window]; read at active tokens alone."""
-    kind: Literal["mean", "token mean", "sum", "ratio sum", "maximum", "minimum"] = "mean"
+    value: Callable[[Scored], Tensor | None]
+    """The value of each token, [window]; read at active tokens alone. None breaks a promise of the objective's row."""
+    kind: Kind = "mean"
     """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
     one number a sequence, or an extreme over active tokens."""
     of_ratio: bool = False
@@ -109,22 +106,22 @@ class Derived:
     value: Callable[..., float]
 
 
+def of_field(name: str, help: str, field: str, kind: Kind = "mean", **properties: Any) -> Metric:
+    """Make the metric whose value is a field of `Tokens` that samples may lack."""
+    return Metric(name, help, lambda s: s.tokens.given(field), kind, reads=(field,), **properties)
+
+
 of_ratio = functools.partial(Metric, of_ratio=True)
 of_reference = functools.partial(Metric, reads=("ref_log_probs",))
 of_mismatch = functools.partial(Metric, reads=("old_log_probs", "rollout_log_probs"))
-of_version = functools.partial(Metric, reads=("policy_version",))
+unreported = functools.partial(of_mismatch, is_reported=False)
 
 
 METRICS = [
     Metric("new_logprobs", "log-prob under the policy in training", lambda s: s.tokens.log_probs),
     Metric("advantage", "advantage", lambda s: s.tokens.advantages),
     Metric("num_tokens", "T, the active tokens", lambda s: s.tokens.loss_mask, "sum"),
-    of_ratio(
-        "old_logprobs",
-        "log-prob under the policy that the step starts from",
-        lambda s: s.tokens.given("old_log_probs"),
-        reads=("old_log_probs",),
-    ),
+    of_field("old_logprobs", "log-prob under the old policy", "old_log_probs", of_ratio=True),
     of_ratio("ratio_new_old", "r before any clip", lambda s: s.ratio),
     of_ratio("ppo_kl", "-log r, the estimate k1 of KL(old || new)", lambda s: -s.log_ratio),
     of_ratio(
@@ -132,11 +129,7 @@ METRICS = [
         "r - 1 - log r, whose mean over tokens of the old policy estimates KL(old || new), not KL(new || old)",
         lambda s: s.log_ratio.expm1() - s.log_ratio,
     ),
-    of_ratio(
-        "clipped_ratio_fraction",
-        "r outside the clip range",
-        lambda s: promised(s.outcome.is_clipped),
-    ),
+    of_ratio("clipped_ratio_fraction", "r outside the clip range", lambda s: s.outcome.is_clipped),
     of_ratio(
         "clipped_ratio_effective_fraction",
         "r outside on the side that the sign of A makes active: above for A > 0, below for A < 0",
@@ -155,11 +148,7 @@ METRICS = [
     ),
     of_ratio("ratio_new_old_sum", "r", lambda s: s.ratio, "ratio sum"),
     of_ratio("ratio_new_old_squared_sum", "r^2", lambda s: (2 * s.log_ratio).exp(), "ratio sum"),
-    of_reference(
-        "ref_logprobs",
-        "log-prob under the reference policy",
-        lambda s: s.tokens.given("ref_log_probs"),
-    ),
+    of_field("ref_logprobs", "log-prob under the reference policy", "ref_log_probs"),
     of_reference(
         "kl_ref",
         "the estimate of KL(policy || reference) that --kl-loss-type names, without weight",
@@ -176,9 +165,7 @@ METRICS = [
     ),
     of_mismatch("rollout_abs_difference", "|d|", lambda s: s.mismatch.abs()),
     of_mismatch("max_rollout_abs_difference", "|d|", lambda s: s.mismatch.abs(), "maximum"),
-    of_mismatch(
-        "rollout_abs_difference_squared", "d^2", lambda s: s.mismatch.square(), is_reported=False
-    ),
+    unreported("rollout_abs_difference_squared", "d^2", lambda s: s.mismatch.square()),
     of_mismatch(
         "rollout_chi_square",
         "w^2 - 1, which estimates the chi-square divergence of old from rollout",
@@ -189,45 +176,28 @@ METRICS = [
         "-d: the log-perplexity of the old policy less that of the rollout engine",
         lambda s: -s.mismatch,
     ),
-    of_mismatch(
-        "rollout_ratio_of_tokens", "w", lambda s: s.mismatch.exp(), "token mean", is_reported=False
+    unreported("rollout_ratio_of_tokens", "w", lambda s: s.mismatch.exp(), "token mean"),
+    unreported(
+        "rollout_ratio_squared_of_tokens", "w^2", lambda s: (2 * s.mismatch).exp(), "token mean"
     ),
-    of_mismatch(
-        "rollout_ratio_squared_of_tokens",
-        "w^2",
-        lambda s: (2 * s.mismatch).exp(),
-        "token mean",
-        is_reported=False,
-    ),
-    of_version(
-        "policy_version",
-        "version of the policy that generated the sample",
-        lambda s: s.tokens.given("policy_version"),
-    ),
-    of_version(
-        "min_policy_version",
-        "the oldest of them",
-        lambda s: s.tokens.given("policy_version"),
-        "minimum",
-    ),
+    of_field("policy_version", "version of the policy that sampled the token", "policy_version"),
+    of_field("min_policy_version", "the oldest of them", "policy_version", "minimum"),
     Metric(
         "entropy",
         "entropy of the whole vocabulary, or of the kept set, in nats; under --pg-metrics with_entropy",
         lambda s: s.tokens.given("entropy"),
         when=lambda config: config.pg_metrics == "with_entropy",
     ),
-    Metric(
+    of_field(
         "kept_set_size",
         "tokens of the set that the token was sampled from, 0 where all were kept; under --replay-sampling-set",
-        lambda s: s.tokens.given("kept_set_size"),
-        reads=("kept_set_size",),
+        "kept_set_size",
         when=lambda config: config.replay_sampling_set,
     ),
-    Metric(
+    of_field(
         "kept_set_mass",
         "probability that the policy in training gives that set, 1 where all were kept; under --kept-set-mass",
-        lambda s: s.tokens.given("kept_set_mass"),
-        reads=("kept_set_mass",),
+        "kept_set_mass",
         when=lambda config: config.kept_set_mass,
     ),
     Metric(
@@ -242,12 +212,17 @@ METRICS = [
 """Metrics that `--pg-metrics` reports beside the terms of the loss, the checksum and the metrics of the corrections that are on; d
 is old_log_prob - rollout_log_prob. All differences of log-probs are held within +-300."""
 
+
+def _kish(total: float, of_squares: float) -> float:
+    return total * total / of_squares if of_squares else math.nan
+
+
 DERIVED = [
     Derived(
-        EFFECTIVE_SAMPLE_SIZE,
+        "effective_sample_size",
         "(sum r)^2 / sum r^2, Kish's: at most the number of tokens, equal to it where all ratios are equal",
         ("ratio_new_old_sum", "ratio_new_old_squared_sum"),
-        lambda total, of_squares: total * total / of_squares if of_squares else math.nan,
+        _kish,
     ),
     Derived(
         "rollout_abs_difference_std",
@@ -265,19 +240,19 @@ DERIVED = [
         "rollout_effective_sample_size",
         "(sum w)^2 / (T sum w^2), Kish's over the number of tokens: from 1 / T to 1, where all w are equal",
         ("rollout_ratio_of_tokens", "rollout_ratio_squared_of_tokens"),
-        lambda mean, of_squares: mean * mean / of_squares if of_squares else math.nan,
+        _kish,
     ),
     Derived(
         "staleness",
         "the version that the step was told less the mean of its samples'",
         ("current_policy_version", "policy_version"),
-        lambda current, mean: current - mean,
+        operator.sub,
     ),
     Derived(
         "max_staleness",
         "the same for the oldest sample",
         ("current_policy_version", "min_policy_version"),
-        lambda current, oldest: current - oldest,
+        operator.sub,
     ),
 ]
 """Metrics of a step that are derived from its reduced rows."""

@@ -1,16 +1,17 @@
-"""Metrics of a step: sums and maxima per micro-batch, reduced over the world once a step. One row of the table each.
+"""Metrics of a step: sums and maxima of each micro-batch, reduced over the world once a step.
 
-A document is a rollout, of one sample or several. "Mean" is over the documents with an active token: the token mean of
-each, then the mean of those over the step. As an active token then weighs 1 / its rollout's active tokens in the whole
-step, a mean is one more weighted sum, whatever the packing or the context parallelism.
+The rows are in `metric_table.py`. An active token weighs 1 / its rollout's active tokens in the whole step, so that a mean over
+documents is one more weighted sum, whatever the packing or the context parallelism.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import read_off_rows
+from megatron_pg.loss.aggregation import COUNTS, Weights
 from megatron_pg.loss.checksum import CHECKSUM, CHECKSUMS, checksum_of, samples_at_fault
 from megatron_pg.loss.metric_table import (
     DERIVED,
@@ -29,14 +31,85 @@ from megatron_pg.loss.metric_table import (
     promised,
     ratio_of,
 )
-from megatron_pg.loss.pairs import Kind, PairTable, checksums
 from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.weights import Weights
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
+
+
+KINDS = {
+    "mean": ("document", "document"),
+    "token mean": ("active", "active"),
+    "sum": ("active", "share"),
+    "ratio sum": ("active", "share"),
+    "sequence sum": ("sequence", "share"),
+    "absent": ("", "nothing"),
+}
+"""The weight of a token in the numerator, and the denominator, by the kind of a metric: a mean over documents or over active
+tokens, a sum over active tokens or over sequences, or nothing, where the samples lack the fields that the values are made of."""
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """The (numerator, denominator) pairs of a micro-batch by name, and the sums over its tokens that they are made of.
+
+    Equal by value: settings of which a coefficient alone differs, from step to step, share one.
+    """
+
+    reported: tuple[str, ...]
+    """Numbers of the whole micro-batch, such as the loss; their denominators add up to 1 over the step."""
+    rows: tuple[tuple[str, str], ...]
+    """The metrics of tokens, (name, kind)."""
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the pairs, in order."""
+        return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
+
+    def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
+        """Add up values [window], read at active tokens alone, and their denominators over this rank's window, float64."""
+        by_name = {
+            "document": weights.document,
+            "sequence": weights.sequence,
+            "active": loss_mask.double(),
+        }
+        # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
+        rows = [
+            torch.where(loss_mask, values[name].double(), 0.0) * by_name[KINDS[kind][0]]
+            for name, kind in self.rows
+            if kind != "absent"
+        ]
+        return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
+
+    def pairs(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and counts."""
+        return torch.cat(list(parts))[_layout(self, parts[0].device)]
+
+
+@functools.cache
+def _layout(table: PairTable, device: torch.device) -> Tensor:
+    """Place numerator and denominator of each name in what `PairTable.pairs` lays end to end, [names, 2] int64."""
+    names = [name for name, kind in table.rows if kind != "absent"]
+    laid = (*CHECKSUMS, *names, "document", "active", *table.reported, *COUNTS)
+    place = {name: index for index, name in enumerate(laid)}
+    pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
+    pairs += [
+        ("nothing" if kind == "absent" else name, KINDS[kind][1]) for name, kind in table.rows
+    ]
+    return to_device(torch.tensor([[place[name] for name in pair] for pair in pairs]), device)
+
+
+def checksums(weights: Weights, positions: Tensor) -> Tensor:
+    """Add up this rank's part of the three checksums, [3] float64; positions [window] float64 are those of `Tokens`."""
+    identified = weights.identified * positions
+    rows = [
+        weights.loss * weights.checksum_scale,
+        identified * weights.samples_scale,
+        identified * weights.ranks_scale,
+    ]
+    return torch.stack(rows).sum(1) + weights.checksum_offset
 
 
 class MicroBatchMetrics(dict[str, Tensor]):
@@ -47,13 +120,11 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """
 
     maxima: Tensor | None = None
-    """[extremes] float64 over active tokens, minima negated: the largest advantage and the largest negated one. Minus
-    infinity, the identity of the maximum, for no token; None without metrics."""
+    """[extremes] float64 over active tokens, minima negated; minus infinity for no token. None without metrics."""
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name such a token, and samples that the checksum is about; without its side channels, as a teacher's
-    logits would stay on the device until the end of the step."""
+    """The micro-batch, to name samples in errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
     """The totals of its step, for the same."""
     table: Tensor | None = None
@@ -70,38 +141,32 @@ class MicroBatchMetrics(dict[str, Tensor]):
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
         """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
-        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        return cls.of(names, table)
+        return cls.of(
+            names, torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        )
 
     def fill(self, other: MicroBatchMetrics) -> None:
         """Copy other metrics into these tensors, so that references taken earlier see the values."""
-        promised(self.table).copy_(promised(other.table))
-        self.maxima, self.is_nan, self.batch = other.maxima, other.is_nan, other.batch
-        self.totals = other.totals
+        table = promised(self.table).copy_(promised(other.table))
+        self.__dict__.update(other.__dict__, table=table)
 
 
 class HasSums(Protocol):
-    """Sums of another loss that travel beside the policy's."""
+    """Sums of another loss that travel beside the policy's: this rank's pairs [names, 2] float64, and metrics of the world's."""
 
     @property
-    def sums(self) -> Tensor:
-        """The pairs [names, 2] float64 of this rank."""
+    def sums(self) -> Tensor: ...
 
-    def metrics(self, reduced: Tensor) -> dict[str, float]:
-        """Return the metrics by name, from the pairs of the whole world."""
+    def metrics(self, reduced: Tensor) -> dict[str, float]: ...
 
 
 class MetricParts(NamedTuple):
-    """The tensors that the metrics of a micro-batch are made of, on one rank."""
+    """Results of `checksums` and `PairTable.sums`, and what `MicroBatchMetrics` carries, on one rank."""
 
     checksums: Tensor
-    """The three checksums [3] float64."""
     sums: Tensor
-    """The sums of `PairTable.sums`."""
     maxima: Tensor | None
-    """See `MicroBatchMetrics`."""
     is_nan: Tensor | None
-    """See `MicroBatchMetrics`."""
 
 
 @torch.no_grad()
@@ -111,16 +176,15 @@ def metric_parts(
     """Compute what a micro-batch reports, from the tensors of its loss. Metrics cover the tokens active before any rejection."""
     mask, values, extremes = tokens.loss_mask, {}, []
     scored = Scored(config, tokens, terms.outcome, terms.corrected)
-    present = dict(table.present)
     for row in metrics_on(config):
-        if row.kind in SIGNS:
-            if any(getattr(tokens, name) is None for name in row.reads):
-                extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
-                continue
-            value = SIGNS[row.kind] * row.value(scored).double()
+        is_absent = any(getattr(tokens, name) is None for name in row.reads)
+        if row.kind in SIGNS and is_absent:
+            extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
+        elif row.kind in SIGNS:
+            value = SIGNS[row.kind] * promised(row.value(scored)).double()
             extremes.append(value.masked_fill(~mask, -torch.inf))
-        elif row.name in present:
-            values[row.name] = row.value(scored)
+        elif not is_absent:
+            values[row.name] = promised(row.value(scored))
     sums = (checksums(weights, tokens.positions), table.sums(values, weights, mask))
     if not extremes:
         return MetricParts(*sums, None, None)
@@ -137,15 +201,12 @@ def metric_parts(
 @read_off_rows
 def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
     """Return the table of the policy loss under a config, for samples that lack the named fields."""
-    is_per_sequence = ratio_of(config) == "sequence"
-    rows: list[tuple[str, Kind]] = []
-    for row in metrics_on(config):
-        if row.kind in SIGNS:
-            continue
-        kind: Any = "absent" if lacking.intersection(row.reads) else row.kind
-        rows.append(
-            (row.name, "sequence sum" if (kind, is_per_sequence) == ("ratio sum", True) else kind)
-        )
+    replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}
+    rows = [
+        (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
+        for row in metrics_on(config)
+        if row.kind not in SIGNS
+    ]
     coefficients = {
         "kl_loss": config.kl_loss_coef,
         "entropy_loss": config.entropy_coef,
@@ -196,21 +257,27 @@ def reduce_metrics(
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
     """
-    pairs, maxima = _of_rank(config, micro_batches if contributes else (), device)
+    rows, names = metrics_on(config), metric_names(config)
+    counted = micro_batches if contributes else ()
+    pairs = add_pairs(names, counted, device)
     if critic is not None:
         pairs = torch.cat([pairs, critic.sums.to(device)])
+    num_extremes = sum(row.kind in SIGNS for row in rows)
+    maxima = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
+    for metrics in counted:
+        of_batch = getattr(metrics, "maxima", None)
+        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
         if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    pairs, of_critic = pairs.tensor_split([len(metric_names(config))])
-    reduced = _by_name(config, pairs, maxima)
+    pairs, of_critic = pairs.tensor_split([len(names)])
+    reduced = _by_name(rows, names, pairs, maxima)
     if contributes and not math.isfinite(reduced["loss"]):
         report_nan_tokens(
             micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
         )
-    check_checksum(config, reduced, micro_batches)
-    reduced[CHECKSUM], _ = checksum_of(reduced)
+    reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
     for name in CHECKSUMS[1:]:
         del reduced[name]
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
@@ -219,44 +286,6 @@ def reduce_metrics(
             "--rejection-denominator accepted, and the loss still rejected tokens that the step's "
             "totals count: call accepted_samples(config, samples) before step_totals and pack",
         )
-    _derive(reduced, policy_version)
-    return reduced if critic is None else reduced | critic.metrics(of_critic)
-
-
-def _of_rank(
-    config: PolicyLossConfig,
-    micro_batches: Sequence[Mapping[str, Tensor]],
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor]:
-    """Add up the pairs [names, 2] float64 of a rank's micro-batches, and take their maxima [extremes] float64."""
-    names = metric_names(config)
-    pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    maxima = torch.full((len(_extremes(config)),), -torch.inf, dtype=torch.float64, device=device)
-    for metrics in micro_batches:
-        pairs += torch.stack([metrics[name] for name in names])
-        of_batch = getattr(metrics, "maxima", None)
-        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
-    return pairs, maxima
-
-
-def _by_name(config: PolicyLossConfig, pairs: Tensor, maxima: Tensor) -> dict[str, float]:
-    """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
-    names, extremes = metric_names(config), _extremes(config)
-    values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
-    reduced = dict(zip(names, values, strict=False))
-    counts = dict(zip(names, values[len(names) :], strict=False))
-    for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
-        has_tokens = largest != -math.inf
-        reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
-        counts[row.name] = float(has_tokens)
-    for row in metrics_on(config):
-        if row.reads and not counts[row.name]:
-            del reduced[row.name]
-    return reduced
-
-
-def _derive(reduced: dict[str, float], policy_version: int | None) -> None:
-    """Add the metrics that are made of reduced rows, and drop the rows that only they read."""
     if policy_version is not None:
         reduced["current_policy_version"] = float(policy_version)
     for derived in DERIVED:
@@ -264,10 +293,35 @@ def _derive(reduced: dict[str, float], policy_version: int | None) -> None:
             reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
     for name in ["current_policy_version", *(row.name for row in METRICS if not row.is_reported)]:
         reduced.pop(name, None)
+    return reduced if critic is None else reduced | critic.metrics(of_critic)
 
 
-def _extremes(config: PolicyLossConfig) -> list[Metric]:
-    return [row for row in metrics_on(config) if row.kind in SIGNS]
+def add_pairs(
+    names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
+) -> Tensor:
+    """Add up the pairs of those names of a rank's micro-batches, [names, 2] float64."""
+    pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    for metrics in micro_batches:
+        pairs += torch.stack([metrics[name] for name in names])
+    return pairs
+
+
+def _by_name(
+    rows: Sequence[Metric], names: Sequence[str], pairs: Tensor, maxima: Tensor
+) -> dict[str, float]:
+    """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
+    values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
+    reduced = dict(zip(names, values, strict=False))
+    counts = dict(zip(names, values[len(names) :], strict=False))
+    extremes = (row for row in rows if row.kind in SIGNS)
+    for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
+        has_tokens = largest != -math.inf
+        reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
+        counts[row.name] = float(has_tokens)
+    for row in rows:
+        if row.reads and not counts[row.name]:
+            del reduced[row.name]
+    return reduced
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
@@ -294,18 +348,18 @@ def check_checksum(
     config: PolicyLossConfig,
     metrics: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
-) -> None:
-    """Raise under --check-aggregation, or else warn, where the checksum says that samples were not each counted once.
+) -> float:
+    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn.
 
     The message names the samples that this rank's micro-batches know of.
     """
-    _, problem = checksum_of(metrics)
-    if not problem:
-        return
-    message = problem + samples_at_fault(micro_batches)
-    if config.check_aggregation:
-        raise RuntimeError(message)
-    _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
+    checksum, problem = checksum_of(metrics)
+    if problem:
+        message = problem + samples_at_fault(micro_batches)
+        if config.check_aggregation:
+            raise RuntimeError(message)
+        _warn_once(CHECKSUM, f"{message} --check-aggregation makes it an error.")
+    return checksum
 
 
 _warned_of: set[str] = set()

@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron_pg.config.fields import fields_of
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig
 from megatron_pg.loss import compiled
+from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
 from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
 from megatron_pg.loss.policy_loss import Terms, policy_loss
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
 from megatron_pg.loss.sequence import SequenceSums, add_over_group, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
-from megatron_pg.loss.weights import Weights, host_weights, position_coefficients
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 

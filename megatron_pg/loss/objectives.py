@@ -9,21 +9,23 @@ without gradient where masked, so a formula needs no mask. It is computed in the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron_pg.config.custom import check_returned, load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import ANCHOR, Row, Table
-from megatron_pg.loss.clip import clip_range, clipped_by_sign
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import (
     Tokens,
     clamped_log_ratio,
+    clip_range,
+    clip_range_of_logs,
+    clipped_by_sign,
     masked,
     straight_through,
     weighted_log_probs,
@@ -31,6 +33,8 @@ from megatron_pg.loss.tokens import (
 
 CLIP_SETTINGS = ("eps_clip", "eps_clip_high")
 """The settings of the clip range, which have values whether an objective reads them or not."""
+DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+"""Default of `--dppo-delta`: the thresholds of the authors' launch script."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +59,8 @@ class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
-    """The formula."""
     ratio: Literal["none", "token", "sequence"] = "none"
-    """The unit that has one ratio. Sequence sums and the metrics of the ratio follow from it."""
+    """The unit that has one ratio. The metrics of the ratio follow from it."""
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
@@ -65,9 +68,6 @@ class Objective(Row):
 
     def unread_settings(self, config: Any) -> tuple[str, ...]:
         return tuple(name for name in CLIP_SETTINGS if name not in self.reads_clip(config))
-
-    def sums_over_sequences(self) -> tuple[str, ...]:
-        return self.sequence_sums or (("policy",) if self.ratio == "sequence" else ())
 
     def __call__(self, config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
         return self.function(config, tokens, sums)
@@ -87,8 +87,21 @@ OBJECTIVES: Table[Objective] = Table(
     },
 )
 """The rows by the name that `--policy-loss` takes."""
-
 objective = OBJECTIVES.decorator(Objective)
+
+MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
+OF_TOKEN_RATIO: dict[str, Any] = {
+    "inputs": (ANCHOR,),
+    "ratio": "token",
+    "is_sum_over_tokens": True,
+    "zero_advantage_is_zero_gradient": True,
+}
+OF_SEQUENCE_RATIO: dict[str, Any] = {
+    "inputs": (ANCHOR,),
+    "ratio": "sequence",
+    "reads_clip": lambda config: CLIP_SETTINGS,
+    "is_sum_over_tokens": True,
+}
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -102,34 +115,30 @@ def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tenso
     )
 
 
-def _reads_eps_clip(config: Any) -> bool:
-    """Say if cispo reads eps_clip: as its lower bound, or for want of an upper one."""
-    return config.cispo_lower_bound or config.eps_clip_high is None
+def _clip_of_cispo(config: Any) -> tuple[str, ...]:
+    """List what cispo reads: eps_clip only as its lower bound, or for want of an upper one."""
+    reads_low = config.cispo_lower_bound or config.eps_clip_high is None
+    return CLIP_SETTINGS if reads_low else CLIP_SETTINGS[1:]
 
 
 @objective(
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
-    inputs=(ANCHOR,),
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
-    ratio="token",
-    is_sum_over_tokens=True,
-    zero_advantage_is_zero_gradient=True,
+    **OF_TOKEN_RATIO,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """PPO's clipped surrogate, GRPO's objective; clip-higher and dual clip by the config."""
+    """GRPO's objective; clip-higher and dual clip by the config."""
     return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
 @objective(
     "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
-    inputs=(ANCHOR,),
     options=("eps_clip_c",),
-    reads_clip=lambda config: CLIP_SETTINGS,
-    ratio="sequence",
-    is_sum_over_tokens=True,
+    sequence_sums=("policy",),
+    **OF_SEQUENCE_RATIO,
 )
 def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
@@ -140,12 +149,9 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 @objective(
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
     about="MiniMax-M1, arXiv:2506.13585",
-    inputs=(ANCHOR,),
     options=("cispo_lower_bound",),
-    reads_clip=lambda config: CLIP_SETTINGS if _reads_eps_clip(config) else CLIP_SETTINGS[1:],
-    ratio="token",
-    is_sum_over_tokens=True,
-    zero_advantage_is_zero_gradient=True,
+    reads_clip=_clip_of_cispo,
+    **OF_TOKEN_RATIO,
 )
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
@@ -167,13 +173,11 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     zero_advantage_is_zero_gradient=True,
 )
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Score-function estimator without a ratio."""
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 
 @objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
 def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Supervised cross-entropy of the response tokens."""
     return Outcome(-tokens.log_probs)
 
 
@@ -183,34 +187,88 @@ def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome
     is_sum_over_tokens=True,
 )
 def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Distillation on the tokens of the samples, whichever policy sampled them."""
     return Outcome(tokens.given("divergence"))
 
 
-def get_objective(config: PolicyLossConfig) -> Objective:
-    """Return the objective that the config names. Of a custom one no property is known.
+@objective(
+    "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else sapo_tau_neg",
+    about="a soft gate in place of the clip; arXiv:2511.20347 eq. 5 and 6",
+    options=("sapo_tau_pos", "sapo_tau_neg"),
+    **OF_TOKEN_RATIO,
+)
+def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
+    advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
+    ratio = clamped_log_ratio(log_ratio).exp()
+    of_positive = torch.full_like(ratio, config.sapo_tau_pos)
+    tau = torch.where(advantages > 0, of_positive, config.sapo_tau_neg)
+    distance = tau * (ratio - 1.0)
+    # Where the sigmoid is near 1, float32 keeps too few of its digits to say its gradient: 1 - sigmoid(-x) there.
+    is_above = distance > 0
+    nearer_zero = torch.sigmoid(torch.where(is_above, -distance, distance))
+    gate = 4.0 / tau * torch.where(is_above, 1.0 - nearer_zero, nearer_zero)
+    nowhere = torch.zeros_like(tokens.loss_mask)
+    return Outcome(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
 
-    Raises:
-        ValueError: an import path that does not resolve.
+
+@objective(
+    f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
+    about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
+    options=("dppo_delta", "dppo_delta_high"),
+    **OF_TOKEN_RATIO,
+)
+def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
+    return _divergence_masked(
+        config, tokens, "dppo_tv", lambda old, new: (new.exp() - old.exp()).abs()
+    )
+
+
+@objective(
+    f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
+    about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
+    options=("dppo_delta", "dppo_delta_high"),
+    **OF_TOKEN_RATIO,
+)
+def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """Divergence PPO, whose trust region is about the sampled token against all others together."""
+    return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
+
+
+@objective(
+    "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) / A",
+    about="geometric mean of a sequence's clipped ratios; arXiv:2507.20673 eq. 4",
+    sequence_sums=("clipped_policy",),
+    **OF_SEQUENCE_RATIO,
+)
+def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.
+
+    Under the sample mean and with one advantage a sequence, its gradient is that of the paper's objective.
     """
+    advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
+    held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
+    mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
+    ratio = clamped_log_ratio(mean + straight_through(held)).exp()
+    return Outcome(-ratio * advantages, mean, *is_clipped)
+
+
+def get_objective(config: PolicyLossConfig) -> Objective:
+    """Return the objective that the config names. Of a custom one no property is known."""
     path = config.custom_policy_loss_path
     if path is None:
         return OBJECTIVES[config.policy_loss]
-    function = functools.partial(_custom, load_custom_function("custom_policy_loss_path", path))
-    return Objective(name=path, formula="", function=function)
+    return Objective(name=path, formula="", function=_custom)
 
 
-def _custom(
-    function: Callable[..., Tensor], config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
-) -> Outcome:
-    loss = function(config, tokens, tokens.log_probs)
-    check_returned(
-        loss,
-        tokens.loss_mask.shape,
-        f"--custom-policy-loss-path {config.custom_policy_loss_path}",
+def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
+    path, log_probs = str(config.custom_policy_loss_path), tokens.log_probs
+    loss = load_custom_function("custom_policy_loss_path", path)(config, tokens, log_probs)
+    where, meaning = (
+        f"--custom-policy-loss-path {path}",
         "the loss of each token of this rank's window",
-        differentiable_in=tokens.log_probs,
     )
+    check_returned(loss, log_probs.shape, where, meaning, differentiable_in=log_probs)
     return Outcome(masked(loss, tokens.loss_mask))
 
 
@@ -222,3 +280,32 @@ def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tens
         is_dual_clipped = (advantages < 0) & (ratio > config.eps_clip_c)
         effective_ratio = effective_ratio.masked_fill(is_dual_clipped, config.eps_clip_c)
     return Outcome(-effective_ratio * advantages, log_ratio.detach(), *is_clipped)
+
+
+def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
+    """KL(old || new) in nats of {this token, any other}, [window] from log-probs [window].
+
+    Infinite where the new policy leaves nothing to other tokens and the old one did.
+    """
+    others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
+    of_others = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
+    p_old = old.exp()
+    # 0 log 0 is 0: a token that the old policy could not sample adds nothing.
+    return torch.where(p_old == 0, 0.0, p_old * (old - new)) + of_others
+
+
+def _divergence_masked(
+    config: PolicyLossConfig, tokens: Tokens, name: str, divergence: Callable[..., Tensor]
+) -> Outcome:
+    """Compute -r A without the tokens that move further away and are further away than delta."""
+    delta = DPPO_DELTAS[name] if config.dppo_delta is None else config.dppo_delta
+    delta_high = delta if config.dppo_delta_high is None else config.dppo_delta_high
+    advantages, anchor = tokens.advantages, tokens.anchor(config)
+    log_ratio = tokens.log_probs - anchor
+    with torch.no_grad():
+        distance = divergence(anchor, tokens.log_probs)
+        is_above = (log_ratio > 0) & (distance > delta_high)
+        is_below = (log_ratio < 0) & (distance > delta)
+        is_dropped = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
+    ratio = clamped_log_ratio(log_ratio).exp().masked_fill(is_dropped, 0.0)
+    return Outcome(-ratio * advantages, log_ratio.detach(), is_above | is_below, is_dropped)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.loss.aggregation import checked_aggregation
-from megatron_pg.loss.reducer import WeightedSum
+from megatron_pg.loss.reducer import weighted_sum
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.batch import to_device
 from megatron_pg.step.sample import as_integer, checked_integer
@@ -61,8 +61,7 @@ def padded_totals(
     def rows() -> list[BareSample]:
         _check_mask(mask)
         counts = mask.sum(dim=1, dtype=torch.int64).tolist()
-        counted = _counted_rows(counts, group_index, rollout_id)
-        return [row._replace(id_source=id_source) for row in counted]
+        return _counted_rows(counts, group_index, rollout_id, id_source)
 
     _, everyone = compute_and_gather(rows, sample_counts, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
@@ -114,29 +113,20 @@ def reduce_padded(
             f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
         )
     if totals is None:
-        totals = padded_totals(
-            mask,
-            group_index=group_index,
-            rollout_id=rollout_id,
-            allow_different_group_sizes=True,  # the rows are the whole step
-        )
+        ids = {"group_index": group_index, "rollout_id": rollout_id}
+        totals = padded_totals(mask, **ids, allow_different_group_sizes=True)
     if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(
             "the totals were counted with rollout_id and this call has none: pass the rollout_id of each row"
         )
-    denominators: Tensor | None
     if mode.defaults_to_own_tokens and rollout_id is None:
         denominators = mask.sum(dim=1, dtype=torch.float64)  # bfloat16 would round the counts
+        divisors = torch.as_tensor(mode.divisors(denominators, divisor))
     else:
         # Looked up by id: no row is counted here, and no device waited for.
-        rows = _counted_rows([0] * mask.shape[0], group_index, rollout_id)
-        denominators = mode.denominators(totals, rows)
-        if denominators is not None:
-            denominators = to_device(denominators, mask.device)
-    divisors = mode.divisors(denominators, divisor)
-    divisors = divisors[:, None] if isinstance(divisors, Tensor) else divisors
-    weights = mask.to(torch.float64) / divisors
-    inner_sum = WeightedSum(weights.flatten())(loss.flatten())
+        rows = _counted_rows([0] * len(mask), group_index, rollout_id)
+        divisors = to_device(mode.divisors_of(totals, rows, divisor), mask.device)
+    inner_sum = weighted_sum(loss, mask / divisors[:, None])
     return inner_sum * (data_parallel_size / mode.outer_count(totals))
 
 
@@ -144,6 +134,7 @@ def _counted_rows(
     active_tokens: Sequence[int],
     group_index: Sequence[int] | None,
     rollout_id: Sequence[int] | None,
+    id_source: str | None = None,
 ) -> list[BareSample]:
     """One counted sample per row."""
 
@@ -156,9 +147,11 @@ def _counted_rows(
             )
         return [checked_integer(f"{field}[{row}]", value) for row, value in enumerate(given)]
 
-    groups, rollouts = ids("group_index", group_index), ids("rollout_id", rollout_id)
-    names = [f"row {row}" for row in range(len(active_tokens))]
-    return list(map(BareSample, active_tokens, groups, rollouts, names))
+    columns = (active_tokens, ids("group_index", group_index), ids("rollout_id", rollout_id))
+    return [
+        BareSample(*values, f"row {row}", id_source=id_source)
+        for row, values in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def _check_mask(mask: Tensor) -> None:

@@ -4,7 +4,7 @@ r"""The policy loss of one micro-batch on one rank.
     aggregate(x) = sum over this rank's tokens of weight * x, divided by a count of the whole step
 
 Summed over ranks and micro-batches this is the objective of the step, since weights and counts are fixed by the whole step
-before it begins (`weights.py`, `aggregation.py`). Objectives, corrections and regularizers are rows of tables, chosen by
+before it begins (`aggregation.py`). Objectives, corrections and regularizers are rows of tables, chosen by
 name. The function takes tensors by name and nothing else: a CPU runs it operator by operator, the compiler traces it, and
 the fused head calls it chunk by chunk.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.aggregation import Weights
 from megatron_pg.loss.corrections import Corrected, apply_corrections
 from megatron_pg.loss.objectives import Outcome, get_objective
 from megatron_pg.loss.reducer import Reduction, weighted_sum
 from megatron_pg.loss.regularizers import kl_estimate
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from megatron_pg.loss.corrections import drops_tokens
 from megatron_pg.loss.sequence import add_over_group
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import Layout, TokenWindow
-from megatron_pg.step.values import check_mask
+from megatron_pg.step.values import check_mask, refuse_values
 
 Reducer = Callable[[Tensor], Tensor]
 """A function reducer(x): x [window], the per-token loss of this rank's window -> 0-d inner sum of this rank."""
@@ -45,8 +44,7 @@ def get_pg_loss_reducer(
     """Build the reducer of one micro-batch on one rank.
 
     `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is
-    local to the rank: no communication, no host synchronisation, and no more operators for many samples than for
-    one. Summed over ranks and micro-batches and divided by the outer count of the step it is the objective. Neither
+    local to the rank: no communication and no host synchronisation. Summed over ranks and micro-batches and divided by the outer count of the step it is the objective. Neither
     a value nor a gradient of a masked position reaches it, NaN and infinity included.
 
     Args:
@@ -80,17 +78,26 @@ def get_pg_loss_reducer(
         raise NotImplementedError(violation)
     layout = Layout(cp_rank or 0, cp_size, cp_partition_mode, pad_to_multiple)
     window = TokenWindow.cut(total_lengths, response_lengths, layout)
-    loss_masks = _checked_masks(window.response_lengths, loss_masks)
+    mask = _flat_mask(window.response_lengths, loss_masks)
+    device = mask.device
     if denominators is not None:
-        denominators = _checked_denominators(denominators, mode, window)
+        denominators = to_device(_checked_denominators(denominators, mode, window), device)
     if calculate_per_token_loss:
         mode, divisor, denominators = AGGREGATIONS["token_mean"], None, None
-    elif denominators is None and mode.denominator and not mode.defaults_to_own_tokens:
+    elif denominators is None and mode.defaults_to_own_tokens:
+        lengths = torch.tensor(window.response_lengths, dtype=torch.int64)
+        sample_ids = torch.arange(window.num_samples).repeat_interleave(lengths)
+        own = mask.new_zeros(window.num_samples)
+        denominators = own.index_add_(0, to_device(sample_ids, device), mask)
+    elif denominators is None and mode.denominator:
         raise ValueError(
             f"denominators is None, and --loss-aggregation {aggregation} needs one per sample: the active tokens of its "
             "prompt group over the whole step"
         )
-    return WeightedSum(token_weights(window, loss_masks, mode, divisor, denominators))
+    divisors = mode.divisors(denominators, divisor)
+    if isinstance(divisors, Tensor):
+        divisors = divisors[to_device(window.window_segment_ids, device)]
+    return WeightedSum(mask[to_device(window.response_indices, device)] / divisors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,30 +125,6 @@ def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) ->
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-def token_weights(
-    window: TokenWindow,
-    loss_masks: Sequence[Tensor],
-    mode: Aggregation,
-    divisor: float | None = None,
-    denominators: Tensor | None = None,
-) -> Tensor:
-    """Compute `mask / divisor of the token's sample`, [window] float64 on the masks' device, for one aggregation."""
-    flat_mask = torch.cat(list(loss_masks)) if loss_masks else torch.zeros(0)
-    device = flat_mask.device
-    mask = flat_mask.to(torch.float64)
-    if denominators is not None:
-        denominators = to_device(denominators, device)
-    elif mode.defaults_to_own_tokens:
-        lengths = torch.tensor(window.response_lengths, dtype=torch.int64)
-        sample_ids = torch.arange(window.num_samples).repeat_interleave(lengths)
-        own = torch.zeros(window.num_samples, dtype=torch.float64, device=device)
-        denominators = own.index_add_(0, to_device(sample_ids, device), mask)
-    divisors = mode.divisors(denominators, divisor)
-    if isinstance(divisors, Tensor):
-        divisors = divisors[to_device(window.window_segment_ids, device)]
-    return mask[to_device(window.response_indices, device)] / divisors
-
-
 def custom_reduction(
     config: PolicyLossConfig,
     batch: PackedBatch,
@@ -152,10 +135,6 @@ def custom_reduction(
     The user's function gets whole loss masks: those of the samples, or, where corrections may drop tokens, those that the
     corrections leave, put together by one all-reduce over the context-parallel group. The config and the samples alone
     decide if there is one. An empty micro-batch has the sum 0 without a call, as a loop over no samples would make an int.
-
-    Raises:
-        ValueError: the signature lacks what the layout needs; later, the function returned no function, or its sum is no
-            number with a gradient.
     """
     window = batch.window
     path = str(config.custom_pg_loss_reducer_function_path)
@@ -164,12 +143,10 @@ def custom_reduction(
     if not batch.samples:
         return lambda x, weights, loss_mask=None: x.sum()
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
-    place = {
-        "cp_rank": window.cp_rank,
-        "cp_size": window.cp_size,
-        "cp_partition_mode": window.cp_partition_mode,
-        "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
-    }
+    place = {name: getattr(window, name) for name in ("cp_rank", "cp_size", "cp_partition_mode")}
+    place["pad_to_multiple"] = (
+        window.num_tokens
+    )  # the pack is as long as that, however it came to be
     named = {name: place[name] for name in named_keywords(function, tuple(place))}
     is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
     if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
@@ -181,12 +158,12 @@ def custom_reduction(
     def reducer_of(masks: Tensor) -> Reducer:
         loss_masks = list(torch.split(to_device(masks, batch.loss_mask.device), lengths))
         per_token = config.calculate_per_token_loss
-        reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
+        reducer: Reducer = function(total_lengths, lengths, loss_masks, per_token, **named)
         if not callable(reducer):
             raise ValueError(
                 f"{where} returned a {type(reducer).__name__}, expected a function: x [window] -> its sum, 0-d"
             )
-        return cast(Reducer, reducer)
+        return reducer
 
     @functools.cache
     def own_reducer() -> Reducer:
@@ -222,17 +199,13 @@ def _checked_denominators(
             f"denominators has shape {list(values.shape)}, expected one per sample ({window.num_samples})"
         )
     if values.device.type == "cpu":
-        wrong = (~(values >= 0) | values.isinf()).nonzero()
-        if wrong.numel():
-            sample = int(wrong[0])
-            raise ValueError(
-                f"denominators[{sample}] is {float(values[sample])}, expected a count of active tokens"
-            )
+        is_wrong = ~(values >= 0) | values.isinf()
+        refuse_values("denominators", values, is_wrong, ", expected a count of active tokens")
     return values
 
 
-def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the masks, one tensor per sample. Their values are read only where they lie on the host."""
+def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
+    """Lay the masks end to end, float64. Their values are read only where they lie on the host."""
     if len(loss_masks) != len(response_lengths):
         raise ValueError(
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
@@ -244,10 +217,9 @@ def _checked_masks(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )
+    flat = torch.cat(masks) if masks else torch.zeros(0)
     # In one look; on a device it would make the host wait, and there the samples were checked when built.
-    if masks and masks[0].device.type == "cpu":
-        values = torch.cat(masks)
-        if ((values != 0) & (values != 1)).any():
-            for sample, mask in enumerate(masks):
-                check_mask(f"loss_masks[{sample}]", mask)
-    return masks
+    if flat.device.type == "cpu" and ((flat != 0) & (flat != 1)).any():
+        for sample, mask in enumerate(masks):
+            check_mask(f"loss_masks[{sample}]", mask)
+    return flat.to(torch.float64)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.rows import TABLES, read_off_rows
-from megatron_pg.loss.clip import clip_range_of_logs, clipped_by_sign
-from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.tokens import Tokens, clip_range_of_logs, clipped_by_sign
 
 ACTIVE = "active_tokens"
 """The sum of the loss mask."""
@@ -37,20 +36,14 @@ class SequenceSums:
         cls, config: PolicyLossConfig, sample_ids: Tensor, table: Tensor | None
     ) -> SequenceSums:
         """Name the rows of a table [names, samples], in the order of `summands`; None where no row reads a sum."""
-        names = sequence_sum_names(config)
-        return cls(
-            sample_ids, {} if table is None else dict(zip(names, table.unbind(), strict=True))
-        )
+        rows = () if table is None else zip(sequence_sum_names(config), table.unbind(), strict=True)
+        return cls(sample_ids, dict(rows))
 
     def total(self, name: str) -> Tensor:
-        """Return the sum over each token's sequence, [window] float64.
-
-        Raises:
-            ValueError: no row that is on asks for it.
-        """
+        """Return the sum over each token's sequence, [window] float64, or refuse one that no row that is on asks for."""
         if name not in self.sums:
             raise ValueError(
-                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sums_over_sequences()"
+                f"the sum over sequences of {name!r} was not made: a row that reads it names it in sequence_sums"
             )
         return self.sums[name][self.sample_ids]
 
@@ -63,7 +56,7 @@ class SequenceSums:
 def sequence_sum_names(config: PolicyLossConfig) -> tuple[str, ...]:
     """List the sums over sequences that the rows read which are on; `ACTIVE` is the first. Empty where none does."""
     rows_on = [row for table in TABLES.values() for row in table.rows_on(config)]
-    names = sorted({name for row in rows_on for name in row.sums_over_sequences()})
+    names = sorted({name for row in rows_on for name in row.sequence_sums})
     return (ACTIVE, *names) if names else ()
 
 
@@ -88,7 +81,7 @@ def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
 def _clipped_log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:
     """Hold log r within the logarithms of the clip's bounds, where the advantage makes them active."""
     bounds = clip_range_of_logs(config)
-    return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages).values
+    return clipped_by_sign(_log_ratio(config, tokens), bounds, tokens.advantages)[0]
 
 
 SUMMANDS: dict[str, Callable[[PolicyLossConfig, Tokens], Tensor]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,26 +33,21 @@ class Tokens:
     """Entropy in nats, with gradient."""
     divergence: Tensor | None
     """Divergence from the teacher in nats, with gradient."""
-    loss_mask: Tensor
-    """Active tokens, bool."""
     sample_ids: Tensor
     """The sample of each token, int64."""
-    advantages: Tensor
-    old_log_probs: Tensor | None
-    """Log-probs under the policy that the step starts from."""
-    ref_log_probs: Tensor | None
-    """Log-probs under the reference policy."""
-    rollout_log_probs: Tensor | None
-    """Log-probs that the rollout engine reported."""
-    loss_weights: Tensor | None
-    policy_version: Tensor | None
-    """Version of the policy that generated the token, int64."""
-    kept_set_size: Tensor | None
-    """Tokens of the set that the token was sampled from; 0 where all were kept."""
-    kept_set_mass: Tensor | None
-    """Probability of that set under the policy in training."""
     positions: Tensor
     """Coefficients of the tokens' positions in the sums that tell samples apart, float64."""
+    kept_set_mass: Tensor | None
+    """Probability, under the policy in training, of the set that the token was sampled from."""
+    # As in `PackedBatch`:
+    loss_mask: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    loss_weights: Tensor | None
+    policy_version: Tensor | None
+    kept_set_size: Tensor | None
     side_channels: Mapping[str, object] = field(default_factory=dict)
     """Side channels of the samples, for functions of the user's own; the compiled loss has none."""
 
@@ -60,23 +56,16 @@ class Tokens:
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Tokens:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        fields: dict[str, Any] = {
-            each.name: tensors.get(each.name) for each in dataclasses.fields(cls)
-        }
+        fields = {each.name: tensors.get(each.name) for each in dataclasses.fields(cls)}
         fields["side_channels"] = side_channels or {}
         for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
-            values = fields[name]
-            if values is not None:
+            if (values := fields[name]) is not None:
                 values = values if name in DIFFERENTIATED else values.detach()
                 fields[name] = masked(values, fields["loss_mask"])
         return cls(**fields)
 
     def given(self, name: str) -> Tensor:
-        """Return the tensor of that name.
-
-        Raises:
-            ValueError: no sample carries it, or the head did not compute it.
-        """
+        """Return the tensor of that name, or refuse a micro-batch without it."""
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise ValueError(f"the loss reads {name}, which this micro-batch does not have")
@@ -105,10 +94,7 @@ def masked(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def clamped_log_ratio(log_ratio: Tensor, limit: float = MAX_LOG_RATIO) -> Tensor:
-    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside.
-
-    NaN stays NaN, with a NaN gradient.
-    """
+    """Hold a log-ratio within +-20, or within another limit, with zero gradient outside. NaN stays NaN."""
     return torch.where(log_ratio.abs() > limit, log_ratio.detach().clamp(-limit, limit), log_ratio)
 
 
@@ -121,3 +107,33 @@ def straight_through(log_probs: Tensor) -> Tensor:
 def weighted_log_probs(weights: Tensor, log_probs: Tensor) -> Tensor:
     """Multiply weight * log_prob, [window]; 0 for a weight of 0 and a log-prob of -inf. NaN stays NaN."""
     return weights * torch.where((weights == 0) & log_probs.isinf(), 0.0, log_probs)
+
+
+def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
+    """Return the bounds of the ratio, (1 - eps_clip, 1 + eps_clip_high)."""
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    return 1.0 - config.eps_clip, 1.0 + high
+
+
+def clip_range_of_logs(config: PolicyLossConfig) -> tuple[float, float]:
+    """Return the logarithms of the bounds of the ratio; minus infinity where eps_clip is 1."""
+    lowest, highest = clip_range(config)
+    return math.log(lowest) if lowest > 0 else -math.inf, math.log(highest)
+
+
+def clipped_by_sign(
+    values: Tensor, bounds: tuple[float, float], advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hold values from above where A > 0 and from below where A < 0: the minimum of value A and clipped value A, over A.
+
+    A value on a bound keeps its gradient, and one beyond it has none. Returns the values; where they are outside the bounds;
+    and where they are outside on the side that the sign of A makes active.
+    """
+    lowest, highest = bounds
+    is_above, is_below = values > highest, values < lowest
+    is_positive, is_negative = advantages > 0, advantages < 0
+    is_effectively_clipped = (is_above & is_positive) | (is_below & is_negative)
+    # Of two numbers torch.where would make float32, and round the bound of a float64 ratio.
+    bound = torch.where(is_positive, torch.full_like(values, highest), lowest)
+    held = torch.where(is_effectively_clipped, bound, values)
+    return held, is_above | is_below, is_effectively_clipped

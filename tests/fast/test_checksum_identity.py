@@ -300,7 +300,7 @@ def test_without_a_part_of_the_coefficients_some_pass(
     mutant, expected = MUTANTS[part]
     for sample in (*SAMPLES, *STALE):
         vars(sample).pop("hashed_fields", None)
-    for module in ("step.identity", "step.batch", "step.totals", "loss.weights"):
+    for module in ("step.identity", "step.batch", "step.totals", "loss.aggregation"):
         monkeypatch.setattr(f"megatron_pg.{module}.{part}", mutant, raising=False)
     assert {fault for fault in EXCHANGES if missed(fault, 2)} == expected
     for sample in (*SAMPLES, *STALE):

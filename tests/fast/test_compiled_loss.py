@@ -19,9 +19,8 @@ from torch._dynamo.utils import counters
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import compiled, micro_batch
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metrics import MicroBatchMetrics
+from megatron_pg.loss.metrics import MicroBatchMetrics, _layout
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.loss.pairs import _layout
 from megatron_pg.loss.sequence import sums_of_rank
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample

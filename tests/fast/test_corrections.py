@@ -15,9 +15,9 @@ from megatron_pg.loss.corrections import (
     accepted_samples,
     apply_corrections,
     correction_metric_names,
+    importance_weights,
 )
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.mismatch import importance_weights
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from megatron_pg.step.batch import PackedBatch, pack
@@ -258,7 +258,7 @@ def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(config, *tokens_and_sums(config, batch, log_probs))
+    weights = importance_weights(*tokens_and_sums(config, batch, log_probs), level)
     expected = []
     for s in sequences:
         total = sum(oracle.mismatches(s))

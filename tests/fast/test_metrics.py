@@ -20,7 +20,7 @@ from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss
 from megatron_pg.loss.corrections import accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metric_table import EFFECTIVE_SAMPLE_SIZE, METRICS, metrics_on
+from megatron_pg.loss.metric_table import METRICS, metrics_on
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_names, metric_table, reduce_metrics
 from megatron_pg.loss.reducer import WeightedSum
 from megatron_pg.step.batch import PackedBatch, pack
@@ -95,7 +95,7 @@ def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) 
     squared = expected["ratio_new_old_squared_sum"]
     expected |= {
         "num_tokens": num_tokens,
-        EFFECTIVE_SAMPLE_SIZE: expected["ratio_new_old_sum"] ** 2 / squared,
+        "effective_sample_size": expected["ratio_new_old_sum"] ** 2 / squared,
         "loss": plain.loss.item(),
         "pg_loss": plain.pg_loss.item(),
         "aggregation_checksum": 1.0,
@@ -298,7 +298,7 @@ def test_gspo_metrics_are_per_sequence() -> None:
     assert found["ratio_new_old"] == pytest.approx(total / len(ratios))
     divergences = [r - 1 - value for r, value in zip(ratios, log_ratios, strict=True)]
     assert found["kl_new_old"] == pytest.approx(sum(divergences) / len(ratios))
-    assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(total**2 / squared)
+    assert found["effective_sample_size"] == pytest.approx(total**2 / squared)
     outside = [not 0.8 <= r <= 1.2 for r in ratios]
     assert found["clipped_ratio_fraction"] == pytest.approx(sum(outside) / len(ratios))
 
@@ -433,7 +433,7 @@ def test_a_step_without_active_tokens_has_no_means() -> None:
     config = PolicyLossConfig(**EVERYTHING)
     found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
     assert found["loss"] == 0 and found["num_tokens"] == 0
-    for name in ("max_advantage", "min_advantage", "ratio_new_old", EFFECTIVE_SAMPLE_SIZE):
+    for name in ("max_advantage", "min_advantage", "ratio_new_old", "effective_sample_size"):
         assert math.isnan(found[name])
 
 
@@ -457,7 +457,7 @@ def test_ratios_beyond_float32_are_numbers() -> None:
         found = reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
         assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
         assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
-        assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(1.0)
+        assert found["effective_sample_size"] == pytest.approx(1.0)
 
 
 class CountDispatches(TorchDispatchMode):

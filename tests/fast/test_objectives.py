@@ -14,12 +14,11 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.flags import field_docstrings
-from megatron_pg.loss import trust_region
+from megatron_pg.loss import DPPO_DELTAS, objectives
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.trust_region import DPPO_DELTAS
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
@@ -315,9 +314,9 @@ def divergence_of_the_new_from_the_old(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
 ) -> Outcome:
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
-        return trust_region.binary_divergence(new, old)
+        return objectives.binary_divergence(new, old)
 
-    return trust_region._divergence_masked(config, tokens, "dppo_kl", reversed_)
+    return objectives._divergence_masked(config, tokens, "dppo_kl", reversed_)
 
 
 def with_sums_of(sums: SequenceSums, values: Tensor) -> SequenceSums:
@@ -348,7 +347,7 @@ MUTANTS = {
     "the same of dppo_kl": ("dppo_kl", dropped_whatever_the_advantage("dppo_kl")),
     "ratio for probability": (
         "dppo_tv_deltas",
-        lambda config, tokens, sums: trust_region._divergence_masked(
+        lambda config, tokens, sums: objectives._divergence_masked(
             config, tokens, "dppo_tv", lambda old, new: ((new - old).exp() - 1).abs()
         ),
     ),
@@ -480,13 +479,13 @@ def test_divergence_of_a_token_that_either_policy_cannot_sample() -> None:
     """0 log 0 is 0: KL(old || new) of {this token, any other} is -log(1 - p) where old has nothing for the token."""
     old = torch.tensor([-math.inf, -math.inf, -1.0, -200.0], dtype=torch.float64)
     new = torch.tensor([math.log(0.5), -3.0, -math.inf, -3.0], dtype=torch.float64)
-    found = trust_region.binary_divergence(old, new)
+    found = objectives.binary_divergence(old, new)
     expected = [
         oracle.moved("dppo_kl", *pair) for pair in zip(old.tolist(), new.tolist(), strict=True)
     ]
     torch.testing.assert_close(found.tolist(), expected, rtol=1e-12, atol=0)
     assert expected[0] == pytest.approx(math.log(2)) and expected[2] == math.inf
-    assert trust_region.binary_divergence(old.float(), new.float()).isfinite().tolist() == [
+    assert objectives.binary_divergence(old.float(), new.float()).isfinite().tolist() == [
         True, True, False, True,
     ]  # fmt: skip
 

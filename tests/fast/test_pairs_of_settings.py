@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import micro_batch, policy_loss
+from megatron_pg.loss.aggregation import Weights
 from megatron_pg.loss.corrections import CORRECTIONS, Corrected, accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.weights import Weights
 from megatron_pg.step.batch import pack
 from megatron_pg.step.totals import step_totals
 from tests import oracle as step_oracle

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.aggregation import AGGREGATIONS
+from megatron_pg.loss.aggregation import AGGREGATIONS, Weights, host_weights
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import Reducer, custom_reduction, get_pg_loss_reducer, weighted_sum
-from megatron_pg.loss.weights import Weights, host_weights
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import StepTotals, step_totals

@@ -47,6 +47,7 @@ OBJECTIVE = Objective(
     inputs=("old_log_probs",),
     options=("eps_clip_c",),
     ratio="sequence",
+    sequence_sums=("policy",),
     zero_advantage_is_zero_gradient=True,
 )
 CORRECTION = Correction(
@@ -127,7 +128,8 @@ def test_a_row_of_ones_own_is_all_that_it_takes() -> None:
 DROPPED = [
     {kind: {name: default}}
     for kind, row, names in (
-        ("objective", OBJECTIVE, ("inputs", "options", "ratio", "zero_advantage_is_zero_gradient")),
+        ("objective", OBJECTIVE, ("inputs", "options", "ratio", "sequence_sums")),
+        ("objective", OBJECTIVE, ("zero_advantage_is_zero_gradient",)),
         ("correction", CORRECTION, ("inputs", "sequence_sums", "rejects", "metrics", "when")),
     )
     for name in names

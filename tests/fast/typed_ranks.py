@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pg.head import log_probs, rows_torch
-from megatron_pg.loss import from_logits, metrics, micro_batch, pairs
+from megatron_pg.loss import from_logits, metrics, micro_batch
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.megatron.cpu import runtime
 from megatron_pg.megatron.groups import ParallelGroups
@@ -162,7 +162,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             spmd.assert_type(numbers, {"dp": V, "cp": R, "tp": R})
         return built
 
-    pairs_of = pairs.PairTable.pairs
+    pairs_of = metrics.PairTable.pairs
 
     def pairs_typed(self: Any, parts: Any) -> Tensor:
         if wrong := {types_of(each) for each in parts[:-1]} - {"V P I", "V P R"}:
@@ -190,7 +190,7 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
         return sums_of(config, sample_ids, table)
 
     patch.setattr(micro_batch, "host_weights", build_typed)
-    patch.setattr(pairs.PairTable, "pairs", pairs_typed)
+    patch.setattr(metrics.PairTable, "pairs", pairs_typed)
     patch.setattr(from_logits, "log_probs_of_logits", of_logits_typed)
     patch.setattr(SequenceSums, "of_table", sums_seen)
     patch.setattr(log_probs, "LogProbsAndEntropy", HeadTyped)

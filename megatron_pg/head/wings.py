@@ -13,6 +13,9 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 
 KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
 """A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
+TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
+"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the student's logits, which
+must still be there."""
 
 
 class Chunk(Protocol):
@@ -30,8 +33,7 @@ class Chunk(Protocol):
     ) -> None:
         """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`.
 
-        `incoming` are the gradients [rows] to log-probabilities and entropy. `more` is added to the gradient, [rows, v/tp]
-        in the dtype of the hidden states.
+        `more`, of a teacher, is added to the gradient, [rows, v/tp] in the dtype of the hidden states.
         """
 
 
@@ -41,29 +43,19 @@ class FirstProduct(Protocol):
     def padded(self, rows: int) -> int:
         """Return the rows of the buffer that so many rows take up."""
 
-    def first_product(self, hidden: Tensor, targets: Tensor, place: slice, buffer: Tensor) -> Chunk:
-        """Multiply hidden states [rows, hidden] by the weight into the front of `buffer` [padded rows or more, v/tp].
-
-        There is one row or more; `place` is theirs among all tokens.
-        """
-
-
-class TeacherRows(Protocol):
-    """A teacher on some rows of the student."""
-
-    @property
-    def value(self) -> Tensor:
-        """The divergence [rows]."""
-
-    def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `incoming` [rows] times the gradient [rows, v/tp] to the student's logits, which must still be there."""
+    def first_product(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
+    ) -> Chunk:
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
 
 
 class Teacher(Protocol):
     """A teacher of all tokens of a call."""
 
-    def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> TeacherRows:
-        """Compare the student's logits of `rows`, with their statistics; every tensor-parallel rank must call."""
+    def on(
+        self, student: LogitRows, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, TeacherGradient]:
+        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel rank must call."""
 
 
 class RowSets(Protocol):

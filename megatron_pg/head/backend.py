@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head import rows_torch
-from megatron_pg.head.wings import FirstProduct
 
 
 @functools.cache
@@ -34,7 +33,7 @@ def row_passes(logits: Tensor) -> ModuleType:
     return choose("rows_triton", rows_torch, logits)
 
 
-def hopper_products(hidden: Tensor, *settings: Any) -> FirstProduct | None:
+def hopper_products(hidden: Tensor, *settings: Any) -> Any:
     """Return the products of exponentials, if QuACK is installed and takes these factors; see `find_products`."""
     module = _optional("hopper.exponentials") if hidden.is_cuda else None
     return module.find_products(hidden, *settings) if module else None

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.factor_gradients import FactorGradients, multiply
-from megatron_pg.head.from_logits import refuse_second_derivative
+from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
 from megatron_pg.head.output_layer import (
     Factors,
     HeadOptions,
+    KeepOnly,
     OutputLayer,
     check_factors,
     default_chunk_tokens,
 )
 from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics, joined
-from megatron_pg.head.wings import KeepOnly, Teacher
 
 TokenLoss = Callable[..., Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
@@ -75,10 +75,6 @@ def linear_token_loss(
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
-    Deferred, forward keeps its arguments and all of this happens in backward, with the gradient that arrives: the
-    weight's goes to `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until backward
-    has filled them in, in place; where nothing needs a gradient they are computed at once.
-
     Args:
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
             range would lose a gradient that does not carry a loss scale yet.
@@ -90,7 +86,9 @@ def linear_token_loss(
         piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
             its rows, even for a piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all
             chunks but the last are multiplied again, a fourth product. None: the loss takes any rows.
-        defer: leave everything to backward.
+        defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
+            without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
+            needs a gradient they are computed at once.
         teacher: a teacher of the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
     Returns:
@@ -263,14 +261,18 @@ def _loss_in_pieces(
             to_log_probs, to_entropy, to_divergence = (
                 None if vector is None else vector[place] for vector in (*coefficients, None)[:3]
             )
-            own, more = statistics.rows(place), None
+            own, incoming_rows = statistics.rows(place), (to_log_probs, to_entropy)
             if rows is not chunks[-1]:
                 chunk = layer.first_product(factors, rows, logits)
-            if teacher is not None and to_divergence is not None:
-                if rows is not chunks[-1]:
-                    _, to_logits = teacher.on(chunk, own, rows)
-                more = to_logits(to_divergence, factors.hidden.dtype)
-            chunk.add_gradient(gradients, own, (to_log_probs, to_entropy), more)
+            if teacher is None or to_divergence is None:
+                chunk.add_gradient(gradients, own, incoming_rows)
+                continue
+            if rows is not chunks[-1]:
+                _, to_logits = teacher.on(chunk, own, rows)
+            gradient = to_logits(to_divergence, factors.hidden.dtype)
+            if any(vector is not None for vector in incoming_rows):
+                gradient = chunk.write_gradient(own, incoming_rows).add_(gradient)
+            gradients.add_products(rows, chunk.hidden, gradient)
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
     return (total, *(joined(column, like=zero) for column in columns))
 
@@ -296,10 +298,8 @@ def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
     before the two other products.
 
     Args:
-        hidden: [..., hidden] bfloat16, float16 or float32 (or float64, for tests), the same on every tensor-parallel
-            rank. Its gradient, in its own dtype, is the part of this rank's columns, which the caller sums.
-        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into `weight.main_grad` where
-            Megatron's DistributedDataParallel made one.
+        hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like the weight.
+        weight: [v/tp, hidden].
         bias: [v/tp]; its gradient is summed in float32 and rounded to its dtype.
 
     Returns:
@@ -323,8 +323,8 @@ class Float32Product(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
         ctx.save_for_backward(hidden, weight)
-        shape = (hidden.shape[0], weight.shape[0])
-        logits = weight.new_empty(shape, dtype=wide_dtype(weight.dtype))
+        shape, dtype = (len(hidden), len(weight)), wide_dtype(weight.dtype)
+        logits = weight.new_empty(shape, dtype=dtype)
         multiply(hidden, weight.t(), logits)
         return logits
 

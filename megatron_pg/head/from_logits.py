@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,37 @@ from torch import Tensor
 from megatron_pg.head.backend import row_passes
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
-from megatron_pg.head.wings import RowSets, Teacher
 
+TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
+"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the student's logits, which
+must still be there."""
 _TEACHER_ROWS = 2048
 """The rows for which a teacher's logits, or a gradient beside the one in place, are made at a time."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Teacher(Protocol):
+    """A teacher of all tokens of a call."""
+
+    def on(
+        self, student: LogitRows, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, TeacherGradient]:
+        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel rank must call."""
+
+
+class RowSets(Protocol):
+    """The kept sets of rows of logits."""
+
+    def logits_in(self, logits: Tensor) -> Tensor:
+        """Return the logits of the sets [elements] out of all of them, [tokens, v/tp]."""
+
+    def local_statistics(self, logits: Tensor) -> Tensor:
+        """Return the statistics [tokens, 4] of this shard's part of each set."""
+
+    def add_gradient(
+        self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
+    ) -> None:
+        """Add the gradient of the sets' logits to `out` [tokens, v/tp], which is 0 there."""
 
 
 def logit_rows(
@@ -119,7 +146,10 @@ class LogProbsAndEntropy(torch.autograd.Function):
         else:
             _write_with_teacher(ctx.teacher, rows, statistics, incoming, out)
         if ctx.sets is not None:
-            ctx.sets.add_gradient(set_logits, statistics, incoming[:2], row_mask, out)
+            of_sets = incoming[:2]
+            if row_mask is not None:
+                of_sets = tuple(x if x is None else torch.where(row_mask, x, 0.0) for x in of_sets)
+            ctx.sets.add_gradient(set_logits, statistics, of_sets, out)
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

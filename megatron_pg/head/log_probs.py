@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.from_hidden import linear_log_probs
-from megatron_pg.head.from_logits import LogProbsAndEntropy, logit_rows
+from megatron_pg.head.from_logits import LogProbsAndEntropy, Teacher, logit_rows
 from megatron_pg.head.kept.sets import KeptPairs, check_rows
 from megatron_pg.head.kept.sparse_layer import kept_log_probs
 from megatron_pg.head.output_layer import Factors, HeadOptions
 from megatron_pg.head.ragged import Ragged, to_device
-from megatron_pg.head.wings import Teacher
 
 
 def log_probs_and_entropy(

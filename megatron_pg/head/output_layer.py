@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
-from megatron_pg.head.wings import Chunk, FirstProduct, KeepOnly
 
+KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
+"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
 _CHUNK_MULTIPLE = 256
 _HELD_CHUNKS = 4  # 5 GiB
@@ -86,34 +88,54 @@ class Factors(NamedTuple):
     targets: Tensor
 
 
+class Chunk(Protocol):
+    """The first product of some rows: their logits, or a stand-in for them."""
+
+    def statistics(self) -> RowStatistics:
+        """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
+
+
+class FirstProduct(Protocol):
+    """A first product that takes the place of hidden states times weight."""
+
+    def padded(self, rows: int) -> int:
+        """Return the rows of the buffer that so many rows take up."""
+
+    def first_product(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
+    ) -> Chunk:
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitChunk(LogitRows):
-    """Some rows of logits, which their gradient overwrites."""
+    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
 
     hidden: Tensor
-    """The hidden states [rows, hidden]."""
     place: slice
-    """The place of the rows among all tokens."""
 
     def statistics(self) -> RowStatistics:
         statistics: RowStatistics = row_passes(self.logits).row_statistics(self)
         return statistics
 
-    def add_gradient(
-        self,
-        gradients: FactorGradients,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        more: Tensor | None = None,
-    ) -> None:
-        """Add the products; the gradient of logits wider than the hidden states takes the front of each row."""
+    def write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
+        """Overwrite the logits with their gradient; of logits wider than the hidden states it takes the front of each row."""
         gradient = self.logits
         if gradient.dtype != self.hidden.dtype:
             gradient = gradient.view(self.hidden.dtype)[:, : gradient.shape[1]]
-        if more is None or any(vector is not None for vector in incoming):
-            row_passes(self.logits).write_gradient(self, statistics, incoming, gradient)
-            more = gradient if more is None else gradient.add_(more)
-        gradients.add_products(self.place, self.hidden, more)
+        row_passes(self.logits).write_gradient(self, statistics, incoming, gradient)
+        return gradient
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        gradient = self.write_gradient(statistics, incoming)
+        gradients.add_products(self.place, self.hidden, gradient)
 
 
 @dataclass(frozen=True)
@@ -156,8 +178,8 @@ class OutputLayer:
         if options.fp32_logits:
             dtype = wide_dtype(dtype)
             if may_be_exponentials and options.use_quack:
-                given = options.temperature, options.with_entropy
-                products = hopper_products(hidden, weight, shard, *given)
+                settings = options.temperature, options.with_entropy
+                products = hopper_products(hidden, weight, shard, *settings)
         return cls(shard, temperature, size, dtype, keep_only, products)
 
     def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:

@@ -17,8 +17,8 @@ from megatron_pg.head.backend import choose, row_passes
 from megatron_pg.head.distill import divergence as passes_torch
 from megatron_pg.head.distill.divergence import Divergence, LogitPair
 from megatron_pg.head.factor_gradients import multiply
+from megatron_pg.head.from_logits import TeacherGradient
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
-from megatron_pg.head.wings import TeacherGradient
 
 _LEAST_REST = 1e-7
 """The least probability of all tokens beside the k: the float32 sum of the exponentials of the student's logits resolves no

@@ -247,25 +247,21 @@ class ExponentialProducts:
 
 @dataclass(frozen=True)
 class ExponentialRows:
-    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile."""
+    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
+
+    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32,
+    and the statistics of this shard's columns [rows, 4] float32.
+    """
 
     layer: ExponentialProducts
     hidden: Tensor
-    """[padded rows, hidden] bfloat16."""
     weight: Tensor
-    """[v/tp, hidden] bfloat16."""
     targets: Tensor
-    """[rows] int64, global."""
     place: slice
-    """The place of the rows among all tokens."""
     temperature: Tensor
-    """One element."""
     exponentials: Tensor
-    """[padded rows, v/tp] bfloat16."""
     offsets: Tensor
-    """[padded rows, tiles] float32, whole numbers."""
     shard_statistics: Tensor
-    """[rows, 4] float32, the statistics of this shard's columns."""
 
     def statistics(self) -> RowStatistics:
         outputs = RowStatistics.empty(len(self.targets), self.temperature)
@@ -273,16 +269,9 @@ class ExponentialRows:
         return rows_triton.combine(self.shard_statistics, shard, self.temperature, None, outputs)
 
     def add_gradient(
-        self,
-        gradients: FactorGradients,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        more: Tensor | None = None,
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
-        """Add the products and overwrite the exponentials; `more` is always None: a teacher takes logits.
-
-        With a gradient to the entropy the exponentials become the gradient of the logits first.
-        """
+        """Add the products; with a gradient to the entropy the exponentials become the gradient of the logits first."""
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
             gradient = self._write_gradient(statistics, incoming)
@@ -303,11 +292,10 @@ class ExponentialRows:
     def _gradient_factors(
         self, statistics: RowStatistics, to_log_probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the factors that turn exponentials into the gradient of the logits; overwrite those of the targets.
+        """Compute the factors that turn exponentials into the gradient of the logits, and overwrite those of the targets.
 
-        Returns:
-            factors of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16, and the hidden
-            states times the factors of the rows, like `hidden`.
+        They are of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16. The third tensor
+        is the hidden states times the factors of the rows.
         """
         (whole, tiles), columns = self.offsets.shape, self.exponentials.shape[1]
         tile, strip = columns // tiles, self.layer.products.STRIP

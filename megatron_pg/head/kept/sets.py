@@ -34,7 +34,7 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """The pairs of a call, on its device."""
+    """The pairs of a call, on its device, as `RowSets`."""
 
     rows: Tensor
     """The row of each pair, [pairs] int64, ascending."""
@@ -47,7 +47,6 @@ class KeptPairs:
     offsets: Tensor
     """The place where each row's pairs begin, [tokens + 1] int64."""
     temperature: Tensor
-    """The temperature, one element in the dtype of the statistics."""
     shard: VocabularyShard
 
     @classmethod
@@ -65,11 +64,7 @@ class KeptPairs:
         return torch.where(self.is_here, values, -math.inf)
 
     def local_statistics(self, logits: Tensor) -> Tensor:
-        """Compute the statistics [tokens, 4] of this shard's part of each row's set; `rows_torch` has those of a row.
-
-        Args:
-            logits: [pairs] in the dtype of the statistics, minus infinity where another rank holds the column.
-        """
+        """Compute `rows_torch`'s statistics [tokens, 4] of this shard's part of each row's set, from `logits_in` [pairs]."""
         maximum = self._reduce("max", logits)
         largest = torch.where(maximum == -math.inf, 0.0, maximum)[self.rows]
         exponents = (logits - largest) / self.temperature
@@ -80,17 +75,9 @@ class KeptPairs:
         return torch.stack([maximum, *sums, target], dim=1)
 
     def add_gradient(
-        self,
-        logits: Tensor,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        row_mask: Tensor | None,
-        out: Tensor,
+        self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
-        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
         gradient = kept_gradient(logits, self, statistics, incoming)
-        if row_mask is not None:
-            gradient = torch.where(row_mask[self.rows], gradient, 0.0)
         out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:

@@ -1,24 +1,23 @@
 """Log-probabilities and entropy of target tokens, from vocabulary-parallel logits or from hidden states.
 
 The plain head: `from_logits` is an autograd function around two row passes, in torch (`rows_torch`) or Triton
-(`rows_triton`). `from_hidden` puts the output layer in front of them, chunk by chunk (`output_layer`), and gives the
-gradients of its factors (`factor_gradients`). `plain_layer` is the output layer by itself. `backend` chooses who computes.
+(`rows_triton`). `from_hidden` puts the output layer in front of them, chunk by chunk (`output_layer`), or runs it by itself,
+and gives the gradients of its factors (`factor_gradients`). `backend` chooses who computes.
 
-The wings, which the plain head knows by the interfaces in `wings`: `kept` restricts each row to the tokens that it was
-sampled from, `distill` compares it with a teacher, `hopper` computes float32 logits as exponentials. `log_probs` has the
-functions that take logits or kept sets.
+The wings, which the plain head knows by protocols: `kept` restricts each row to the tokens that it was sampled from
+(`RowSets`), `distill` compares it with a `Teacher`, `hopper` computes float32 logits as exponentials (`FirstProduct`).
+`log_probs` has the functions that take logits or kept sets.
 """
 
 from megatron_pg.head.distill.divergence import Divergence
 from megatron_pg.head.distill.teacher import TopKTeacher, WholeTeacher
-from megatron_pg.head.from_hidden import linear_token_loss
+from megatron_pg.head.from_hidden import float32_logits, linear_token_loss
 from megatron_pg.head.log_probs import (
     linear_log_probs_and_entropy,
     log_probs_and_divergence,
     log_probs_and_entropy,
 )
 from megatron_pg.head.output_layer import HeadOptions
-from megatron_pg.head.plain_layer import float32_logits
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.head.vocabulary_shard import VocabularyShard
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.head import rows_torch
-from megatron_pg.head.vocabulary_shard import VocabularyShard
-from megatron_pg.head.wings import FirstProduct
 
 
 @functools.cache
@@ -34,15 +33,7 @@ def row_passes(logits: Tensor) -> ModuleType:
     return choose("rows_triton", rows_torch, logits)
 
 
-def hopper_products(
-    hidden: Tensor,
-    weight: Tensor,
-    shard: VocabularyShard,
-    temperature: float | Tensor,
-    with_entropy: bool,
-) -> FirstProduct | None:
-    """Return the products of exponentials, if QuACK is installed and takes these factors."""
-    products: FirstProduct | None = None
-    if hidden.is_cuda and (choice := _optional("hopper.choice")):
-        products = choice.find_products(hidden, weight, shard, temperature, with_entropy)
-    return products
+def hopper_products(hidden: Tensor, *settings: Any) -> Any:
+    """Return the products of exponentials, if QuACK is installed and takes these factors; see `find_products`."""
+    module = _optional("hopper.exponentials") if hidden.is_cuda else None
+    return module.find_products(hidden, *settings) if module else None

@@ -69,39 +69,38 @@ class FactorGradients:
 
     def weight_sum(self) -> tuple[Tensor, bool]:
         """Return the sum [v/tp, hidden] of the weight's gradient; False where it is new and uninitialised."""
-        is_new = self._sum is None
-        if self._sum is None:
-            dtype = wide_dtype(self.weight.dtype)
-            self._sum = self.weight.new_empty(self.weight.shape, dtype=dtype, requires_grad=False)
-        return self._sum, not is_new
+        if self._sum is not None:
+            return self._sum, True
+        dtype = wide_dtype(self.weight.dtype)
+        self._sum = self.weight.new_empty(self.weight.shape, dtype=dtype, requires_grad=False)
+        return self._sum, False
 
     def finish(self, scale: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients, times `scale`, as autograd gets them."""
-        hidden = self.hidden
+        """Settle the sum and return both gradients, times `scale`, as autograd gets them.
+
+        With `main_grad` the weight's is a stand-in, of which DistributedDataParallel uses the existence alone: a sparse
+        tensor without elements takes no memory. A weight that is tied to an embedding on the same stage
+        (`zero_out_wgrad`) gets zeros.
+        """
+        hidden, weight, total, main_grad = self.hidden, self.weight, self._sum, self._main_grad
+        self._sum = None
         if hidden is not None and scale is not None:
             # In float32: a 0-d factor would be rounded to the dtype of the tensor it multiplies.
             hidden = hidden.to(scale.dtype).mul_(scale).to(hidden.dtype)
-        return hidden, self._finish_weight(scale) if self.needs_weight else None
-
-    def _finish_weight(self, scale: Tensor | None) -> Tensor:
-        """Settle the sum, times `scale`, and return the weight's gradient for autograd.
-
-        With `main_grad` that is a stand-in, of which DistributedDataParallel uses the existence alone: a sparse tensor
-        without elements takes no memory. A weight that is tied to an embedding on the same stage (`zero_out_wgrad`) gets
-        zeros.
-        """
-        weight, total = self.weight, self._sum
-        self._sum = None
-        if self._main_grad is None:
-            if total is None:
-                return torch.zeros_like(weight, requires_grad=False)
-            return (total if scale is None else total.mul_(scale)).to(weight.dtype)
-        if total is not None and total is not self._main_grad:
-            factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
-            self._main_grad.addcmul_(total, factor)
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if getattr(weight, "zero_out_wgrad", False):
-            return torch.zeros_like(weight, requires_grad=False)
-        return torch.sparse_coo_tensor(  # type: ignore[call-arg]
-            size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False
-        )
+        if not self.needs_weight:
+            return hidden, None
+        if main_grad is not None:
+            if total is not None and total is not main_grad:
+                factor = total.new_ones(()) if scale is None else scale.to(total.dtype)
+                main_grad.addcmul_(total, factor)
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            if not getattr(weight, "zero_out_wgrad", False):
+                return hidden, torch.sparse_coo_tensor(  # type: ignore[call-arg]
+                    size=weight.shape,
+                    dtype=weight.dtype,
+                    device=weight.device,
+                    check_invariants=False,
+                )
+        if main_grad is not None or total is None:
+            return hidden, torch.zeros_like(weight, requires_grad=False)
+        return hidden, (total if scale is None else total.mul_(scale)).to(weight.dtype)

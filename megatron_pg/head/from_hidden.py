@@ -9,6 +9,8 @@ when the gradient of the loss to the log-probabilities is known:
 * as soon as those of the token's sequence are: the same, with chunks that hold whole sequences;
 * only in backward, for any other loss: `linear_log_probs` either keeps the logits, or drops
   them and multiplies again in backward, a fourth product.
+
+`float32_logits` is the output layer by itself: one product in forward, two in backward, nothing fused with them.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.head.factor_gradients import FactorGradients
-from megatron_pg.head.from_logits import refuse_second_derivative
-from megatron_pg.head.output_layer import HeadOptions, OutputLayer
-from megatron_pg.head.vocabulary_shard import RowStatistics
-from megatron_pg.head.wings import KeepOnly, Teacher, TeacherRows
+from megatron_pg.head.factor_gradients import FactorGradients, multiply
+from megatron_pg.head.from_logits import Teacher, refuse_second_derivative
+from megatron_pg.head.output_layer import (
+    Factors,
+    HeadOptions,
+    KeepOnly,
+    OutputLayer,
+    check_factors,
+    default_chunk_tokens,
+)
+from megatron_pg.head.rows_torch import chunk_slices, wide_dtype
+from megatron_pg.head.vocabulary_shard import RowStatistics, joined
 
 TokenLoss = Callable[..., Tensor]
 """A function `token_loss(log_probs, entropy, rows)` -> 0-d loss of these rows, both arguments [rows] float32; with a teacher
@@ -35,21 +44,18 @@ TokenLoss = Callable[..., Tensor]
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    factors: Factors,
     options: HeadOptions,
     keep_logits: bool | None = None,
     keep_only: KeepOnly | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do the work of `linear_log_probs_and_entropy` with all columns; `keep_only` restricts rows to their kept sets."""
-    layer = OutputLayer(hidden, weight, targets, options, keep_only)
+    layer, tokens = OutputLayer.build(factors, options, keep_only), len(factors.hidden)
     if keep_logits is None:
-        keep_logits = len(hidden) <= layer.chunk_tokens
+        keep_logits = tokens <= layer.chunk_tokens
     if keep_logits:
-        whole = replace(layer.options, chunk_tokens=max(len(hidden), 1))
-        layer = OutputLayer(hidden, weight, targets, whole, keep_only)
-    return LinearLogProbs.apply(hidden, weight, layer, keep_logits)  # type: ignore
+        layer = replace(layer, chunk_tokens=max(tokens, 1))
+    return LinearLogProbs.apply(*factors, layer, keep_logits)  # type: ignore
 
 
 def linear_token_loss(
@@ -69,10 +75,6 @@ def linear_token_loss(
     Each chunk's log-probabilities go through `token_loss`, autograd gives its coefficients, and the
     gradient of the chunk's logits takes their place. Backward only multiplies by the incoming gradient.
 
-    Deferred, forward keeps its arguments and all of this happens in backward, with the gradient that arrives: the
-    weight's goes to `weight.main_grad` at once, without a buffer of its own. The outputs are NaN until backward
-    has filled them in, in place; where nothing needs a gradient they are computed at once.
-
     Args:
         hidden, weight, targets, options: as for `linear_log_probs_and_entropy`; float16 with `defer` only: its
             range would lose a gradient that does not carry a loss scale yet.
@@ -84,7 +86,9 @@ def linear_token_loss(
         piece_sizes: [pieces] rows of each piece, such as whole sequences: `token_loss` is called once for each, with all of
             its rows, even for a piece without rows. Up to four chunks of a piece are one chunk; of a longer piece all
             chunks but the last are multiplied again, a fourth product. None: the loss takes any rows.
-        defer: leave everything to backward.
+        defer: leave everything to backward, with the gradient that arrives: the weight's goes to `weight.main_grad` at once,
+            without a buffer of its own. The outputs are NaN until backward has filled them in, in place; where nothing
+            needs a gradient they are computed at once.
         teacher: a teacher of the same tokens; it gets no gradient. A chunk of its logits lies beside one of the student's.
 
     Returns:
@@ -96,10 +100,9 @@ def linear_token_loss(
             that do not add up to the tokens.
         NotImplementedError: float16 with gradients and no `defer`.
     """
-    layer = OutputLayer(
-        hidden, weight, targets, options or HeadOptions(), teacher=teacher, may_be_exponentials=True
-    )
-    tokens = len(hidden)
+    factors, tokens = Factors(hidden, weight, targets), len(hidden)
+    options = options or HeadOptions()
+    layer = OutputLayer.build(factors, options, may_be_exponentials=teacher is None)
     if hidden.dtype == torch.float16 and not defer and torch.is_grad_enabled():
         raise NotImplementedError(
             "linear_token_loss takes float16 hidden states with defer=True alone: gradients that are computed before "
@@ -111,9 +114,15 @@ def linear_token_loss(
     if piece_sizes is not None and sum(piece_sizes) != tokens:
         raise ValueError(f"piece_sizes add up to {sum(piece_sizes)} and there are {tokens} tokens")
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    pieces = _pieces(layer, rows, piece_sizes)
-    work = functools.partial(_loss_in_pieces, token_loss, pieces, rows if has_backward else 0)
-    return LinearTokenLoss.apply(hidden, weight, layer, work, defer and has_backward)  # type: ignore
+    pieces = _pieces(layer, rows, tokens, piece_sizes)
+    work = functools.partial(
+        _loss_in_pieces, token_loss, teacher, layer, pieces, rows if has_backward else 0
+    )
+    awaited = None
+    if defer and has_backward:
+        sizes = [(), *[(tokens,)] * (2 if teacher is None else 3)]
+        awaited = [layer.temperature.new_full(size, math.nan) for size in sizes]
+    return LinearTokenLoss.apply(*factors, work, awaited)  # type: ignore
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -121,16 +130,16 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, layer: OutputLayer, keep: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: OutputLayer, keep: bool
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        logits = layer.new_logits(layer.chunks())
-        parts = [layer.chunk(rows, logits).statistics() for rows in layer.chunks()]
+        ctx.chunks, factors = layer.chunks(0, len(hidden)), Factors(hidden, weight, targets)
+        logits = layer.new_logits(weight, ctx.chunks)
+        parts = [layer.chunk(factors, rows, logits).statistics() for rows in ctx.chunks]
         statistics = RowStatistics.concatenate(parts, like=layer.temperature)
-        ctx.layer = functools.partial(OutputLayer, options=layer.options, keep_only=layer.keep_only)
-        ctx.keep, ctx.logits = keep, logits if keep else None
+        ctx.layer, ctx.keep, ctx.logits = layer, keep, logits if keep else None
         ctx.parameter = weight  # saved, it may come back without its `main_grad`
-        ctx.save_for_backward(hidden, weight, layer.targets, *statistics.kept())
+        ctx.save_for_backward(hidden, weight, targets, *statistics.kept())
         return statistics.log_probs, statistics.entropy
 
     @staticmethod
@@ -138,21 +147,21 @@ class LinearLogProbs(torch.autograd.Function):
         refuse_second_derivative("linear_log_probs_and_entropy")
         hidden, _, targets, *saved = ctx.saved_tensors
         if all(gradient is None for gradient in incoming):
-            return (None,) * 4
-        layer = ctx.layer(hidden, ctx.parameter, targets)
-        logits = ctx.logits if ctx.keep else layer.new_logits(layer.chunks())
+            return (None,) * 5
+        factors = Factors(hidden, ctx.parameter, targets)
+        logits = ctx.logits if ctx.keep else ctx.layer.new_logits(ctx.parameter, ctx.chunks)
         if logits is None:
             raise RuntimeError("backward through kept logits a second time: they are overwritten")
         ctx.logits = None
         gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
         statistics = RowStatistics(*saved)
-        for rows in layer.chunks():
-            chunk = layer.chunk(rows, logits, is_kept=ctx.keep)
+        for rows in ctx.chunks:
+            chunk = ctx.layer.chunk(factors, rows, logits, is_kept=ctx.keep)
             coefficients = tuple(None if vector is None else vector[rows] for vector in incoming)
             chunk.add_gradient(gradients, statistics.rows(rows), coefficients)
             del chunk
         del logits  # before the weight's gradient asks for memory
-        return (*gradients.finish(), None, None)
+        return (*gradients.finish(), None, None, None)
 
 
 class LinearTokenLoss(torch.autograd.Function):
@@ -163,113 +172,109 @@ class LinearTokenLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        layer: OutputLayer,
+        targets: Tensor,
         work: Callable[..., tuple[Tensor, ...]],
-        defer: bool,
+        awaited: list[Tensor] | None,
     ) -> tuple[Tensor, ...]:
-        ctx.defer = defer
-        if defer:
-            ctx.layer = functools.partial(
-                OutputLayer, options=layer.options, teacher=layer.teacher, may_be_exponentials=True
-            )
+        ctx.is_deferred = awaited is not None
+        if awaited is None:
+            ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
+            outputs = work(Factors(hidden, weight, targets), ctx.gradients)
+        else:
+            # Aliases without a graph: the outputs would hold this node, which holds them.
+            outputs, ctx.awaited = tuple(awaited), [output.detach() for output in awaited]
             ctx.work, ctx.parameter = (
                 work,
                 weight,
             )  # saved, it may come back without its `main_grad`
-            ctx.save_for_backward(hidden, weight, layer.targets)
-            vectors = 2 if layer.teacher is None else 3
-            sizes: list[tuple[int, ...]] = [(), *[tuple(layer.targets.shape)] * vectors]
-            outputs = tuple(layer.temperature.new_full(size, math.nan) for size in sizes)
-            # Aliases without a graph: the outputs would hold this node, which holds them.
-            ctx.awaited = [output.detach() for output in outputs]
-        else:
-            ctx.gradients = FactorGradients(hidden, weight, ctx.needs_input_grad[:2], final=False)
-            outputs = work(layer, ctx.gradients)
+            ctx.save_for_backward(hidden, weight, targets)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_token_loss")
-        if not ctx.defer:
-            if ctx.gradients is None:
-                raise RuntimeError(
-                    "backward through linear_token_loss a second time: its gradients are given away"
-                )
-            gradients, ctx.gradients = ctx.gradients, None
-            return (*gradients.finish(grad_loss), None, None, None)
-        hidden, _, targets = ctx.saved_tensors
-        layer = ctx.layer(hidden, ctx.parameter, targets)
-        gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
-        outputs = ctx.work(layer, gradients, grad_loss)
-        for awaited, output in zip(ctx.awaited, outputs, strict=True):
-            awaited.copy_(output)
-        return (*gradients.finish(), None, None, None)
+        if ctx.is_deferred:
+            hidden, _, targets = ctx.saved_tensors
+            factors = Factors(hidden, ctx.parameter, targets)
+            gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad[:2], final=True)
+            outputs = ctx.work(factors, gradients, grad_loss)
+            for awaited, output in zip(ctx.awaited, outputs, strict=True):
+                awaited.copy_(output)
+            return (*gradients.finish(), None, None, None)
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward through linear_token_loss a second time: its gradients are given away"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*gradients.finish(grad_loss), None, None, None)
 
 
 Piece = tuple[slice, list[slice]]
 """Rows that `token_loss` takes together, and the chunks in which they are multiplied."""
 
 
-def _pieces(layer: OutputLayer, gradient_rows: int, sizes: Sequence[int] | None) -> list[Piece]:
+def _pieces(
+    layer: OutputLayer, gradient_rows: int, tokens: int, sizes: Sequence[int] | None
+) -> list[Piece]:
     """Cut the rows into pieces of these sizes; without sizes into chunks, each with gradient or without."""
     if sizes is None:
-        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows)
+        chunks = layer.chunks(0, gradient_rows) + layer.chunks(gradient_rows, tokens)
         return [(rows, [rows]) for rows in chunks]
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [
-        (slice(begin, end), layer.chunks(begin, end, held=True))
-        for begin, end in itertools.pairwise(ends)
-    ]
+    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [(slice(begin, end), layer.chunks(begin, end, held=True)) for begin, end in ends]
 
 
 def _loss_in_pieces(
     token_loss: TokenLoss,
+    teacher: Teacher | None,
+    layer: OutputLayer,
     pieces: list[Piece],
     gradient_rows: int,
-    layer: OutputLayer,
+    factors: Factors,
     gradients: FactorGradients,
     incoming: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the outputs of `linear_token_loss`, and add the gradients of `incoming` (None: 1) times the loss."""
-    logits = layer.new_logits([rows for _, chunks in pieces for rows in chunks])
-    zero, teacher = torch.zeros_like(layer.temperature), layer.teacher
-    losses, parts, divergences = [], [], [zero.new_empty(0)]
+    logits = layer.new_logits(factors.weight, [rows for _, chunks in pieces for rows in chunks])
+    zero = torch.zeros_like(layer.temperature)
+    losses: list[Tensor] = []
+    columns: list[list[Tensor]] = [[] for _ in range(2 if teacher is None else 3)]
     for piece, chunks in pieces:
-        chunk_parts, piece_divergences = [], [zero.new_empty(0)]
-        taught: TeacherRows | None = None
+        parts, divergences = [], []
         for rows in chunks:
-            chunk: Any = layer.first_product(rows, logits)  # with a teacher always `LogitChunk`
-            chunk_parts.append(chunk.statistics())
+            chunk: Any = layer.first_product(factors, rows, logits)  # with a teacher `LogitChunk`
+            parts.append(chunk.statistics())
             if teacher is not None:
-                taught = teacher.on(chunk, chunk_parts[-1], rows)
-                piece_divergences.append(taught.value)
-        statistics = RowStatistics.concatenate(chunk_parts, like=zero)
-        parts.append(statistics)
-        divergences += piece_divergences
-        vectors = [statistics.log_probs, statistics.entropy]
-        vectors += [] if teacher is None else [torch.cat(piece_divergences)]
-        loss, coefficients = _coefficients(token_loss, vectors, piece, incoming)
+                divergence, to_logits = teacher.on(chunk, parts[-1], rows)
+                divergences.append(divergence)
+        statistics = RowStatistics.concatenate(parts, like=zero)
+        outputs = statistics.log_probs, statistics.entropy, joined(divergences, like=zero)
+        for column, vector in zip(columns, outputs, strict=False):
+            column.append(vector)
+        loss, coefficients = _coefficients(token_loss, outputs[: len(columns)], piece, incoming)
         losses.append(loss)
         for rows in reversed(chunks):  # the last one's logits are still there
             if rows.start >= gradient_rows:
                 continue
             place = slice(rows.start - piece.start, rows.stop - piece.start)
-            if rows is not chunks[-1]:
-                chunk = layer.first_product(rows, logits)
-            own, more = statistics.rows(place), None
-            to_log_probs, to_entropy, *to_divergence = (
-                None if vector is None else vector[place] for vector in coefficients
+            to_log_probs, to_entropy, to_divergence = (
+                None if vector is None else vector[place] for vector in (*coefficients, None)[:3]
             )
-            if teacher is not None and to_divergence[0] is not None:
-                if taught is None or rows is not chunks[-1]:
-                    taught = teacher.on(chunk, own, rows)
-                more = taught.gradient(to_divergence[0], layer.hidden.dtype)
-            chunk.add_gradient(gradients, own, (to_log_probs, to_entropy), more)
-    whole = RowStatistics.concatenate(parts, like=zero)
+            own, incoming_rows = statistics.rows(place), (to_log_probs, to_entropy)
+            if rows is not chunks[-1]:
+                chunk = layer.first_product(factors, rows, logits)
+            if teacher is None or to_divergence is None:
+                chunk.add_gradient(gradients, own, incoming_rows)
+                continue
+            if rows is not chunks[-1]:
+                _, to_logits = teacher.on(chunk, own, rows)
+            gradient = to_logits(to_divergence, factors.hidden.dtype)
+            if any(vector is not None for vector in incoming_rows):
+                gradient = chunk.write_gradient(own, incoming_rows).add_(gradient)
+            gradients.add_products(rows, chunk.hidden, gradient)
     total = losses[0] if len(losses) == 1 else sum(losses, zero)
-    outputs = total, whole.log_probs, whole.entropy
-    return outputs if teacher is None else (*outputs, torch.cat(divergences))
+    return (total, *(joined(column, like=zero) for column in columns))
 
 
 def _coefficients(
@@ -284,3 +289,51 @@ def _coefficients(
     if incoming is not None:
         incoming = incoming.to(loss.dtype).reshape(loss.shape)
     return loss.detach(), torch.autograd.grad(loss, leaves, incoming, allow_unused=True)
+
+
+def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute float32 logits from operands that are not upcast: accumulated, written and shifted by the bias in float32.
+
+    Backward rounds the gradient of the logits to the dtype of the hidden states, some rows at a time, the one rounding
+    before the two other products.
+
+    Args:
+        hidden: [..., hidden], otherwise as for `linear_log_probs_and_entropy`, like the weight.
+        weight: [v/tp, hidden].
+        bias: [v/tp]; its gradient is summed in float32 and rounded to its dtype.
+
+    Returns:
+        [..., v/tp] float32 (float64 for float64), which may be overwritten.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    check_factors(rows, weight)
+    logits: Tensor = Float32Product.apply(rows, weight)  # type: ignore
+    if bias is not None:
+        logits = logits.add_(bias)
+    return logits.view(*hidden.shape[:-1], weight.shape[0])
+
+
+class Float32Product(torch.autograd.Function):
+    """hidden [tokens, hidden] times the transposed weight [v/tp, hidden], in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.parameter = weight  # saved, it may come back without its `main_grad`
+        ctx.save_for_backward(hidden, weight)
+        shape, dtype = (len(hidden), len(weight)), wide_dtype(weight.dtype)
+        logits = weight.new_empty(shape, dtype=dtype)
+        multiply(hidden, weight.t(), logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("float32_logits")
+        hidden, weight = ctx.saved_tensors
+        gradients = FactorGradients(hidden, ctx.parameter, ctx.needs_input_grad, final=True)
+        size = default_chunk_tokens(len(hidden), weight.shape[0], hidden.device)
+        for rows in chunk_slices(0, len(hidden), size):
+            gradients.add_products(rows, hidden[rows], incoming[rows].to(hidden.dtype))
+        return gradients.finish()

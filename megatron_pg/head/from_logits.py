@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,20 +13,46 @@ from torch import Tensor
 from megatron_pg.head.backend import row_passes
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
-from megatron_pg.head.wings import RowSets, Teacher
 
+TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
+"""A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the student's logits, which
+must still be there."""
 _TEACHER_ROWS = 2048
 """The rows for which a teacher's logits, or a gradient beside the one in place, are made at a time."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+class Teacher(Protocol):
+    """A teacher of all tokens of a call."""
+
+    def on(
+        self, student: LogitRows, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, TeacherGradient]:
+        """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel rank must call."""
+
+
+class RowSets(Protocol):
+    """The kept sets of rows of logits."""
+
+    def logits_in(self, logits: Tensor) -> Tensor:
+        """Return the logits of the sets [elements] out of all of them, [tokens, v/tp]."""
+
+    def local_statistics(self, logits: Tensor) -> Tensor:
+        """Return the statistics [tokens, 4] of this shard's part of each set."""
+
+    def add_gradient(
+        self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
+    ) -> None:
+        """Add the gradient of the sets' logits to `out` [tokens, v/tp], which is 0 there."""
+
+
 def logit_rows(
     logits: Tensor,
     targets: Tensor,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    temperature: float | Tensor,
-    row_mask: Tensor | None,
-    vocab_size: int | None,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    row_mask: Tensor | None = None,
+    vocab_size: int | None = None,
 ) -> LogitRows:
     """Check the arguments of `log_probs_and_entropy`, which has the errors, and put them together."""
     if logits.dim() != 2 or logits.dtype not in FLOAT_DTYPES:
@@ -42,10 +69,10 @@ def logit_rows(
 
 def check_vector(name: str, vector: Tensor, dtype: torch.dtype, of: str, matrix: Tensor) -> None:
     """Raise ValueError unless the vector has that dtype and an element for each row of the matrix called `of`."""
-    shape = (matrix.shape[0],)
-    if tuple(vector.shape) != shape or vector.dtype != dtype:
+    shape, found = (matrix.shape[0],), tuple(vector.shape)
+    if found != shape or vector.dtype != dtype:
         raise ValueError(
-            f"{name} must be {shape} {dtype} like the rows of {of}, found {tuple(vector.shape)} {vector.dtype}"
+            f"{name} must be {shape} {dtype} like the rows of {of}, found {found} {vector.dtype}"
         )
 
 
@@ -64,17 +91,10 @@ def _write_with_teacher(
     """Write the gradient of all three outputs to the logits into `out`, which may be the logits, some rows at a time."""
     for part in chunk_slices(0, len(out), _TEACHER_ROWS):
         student, own = rows.part(part), statistics.rows(part)
-        to_log_probs, to_entropy, to_divergence = (
-            None if vector is None else vector[part] for vector in incoming
-        )
-        more = None
-        if to_divergence is not None:
-            more = teacher.on(student, own, part).gradient(to_divergence, out.dtype)
-        row_passes(student.logits).write_gradient(
-            student, own, (to_log_probs, to_entropy), out[part]
-        )
-        if more is not None:
-            out[part] += more
+        *to_row, to_divergence = (None if vector is None else vector[part] for vector in incoming)
+        more = teacher.on(student, own, part)[1](to_divergence, out.dtype)
+        row_passes(student.logits).write_gradient(student, own, to_row, out[part])
+        out[part] += more
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
@@ -94,16 +114,15 @@ class LogProbsAndEntropy(torch.autograd.Function):
         teacher: Teacher | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        set_logits = None
+        set_logits = divergence = None
         if sets is not None:
             set_logits = sets.logits_in(logits)
             rows = replace(rows, set_statistics=sets.local_statistics(set_logits))
         statistics = row_passes(logits).row_statistics(rows)
-        ctx.shard, ctx.sets, ctx.has_set = rows.shard, sets, rows.has_set
-        ctx.teacher, divergence = teacher, None
+        ctx.shard, ctx.sets, ctx.has_set, ctx.teacher = rows.shard, sets, rows.has_set, teacher
         if teacher is not None:
             parts = chunk_slices(0, len(logits), _TEACHER_ROWS)
-            values = [teacher.on(rows.part(p), statistics.rows(p), p).value for p in parts]
+            values = [teacher.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
             divergence = torch.cat([rows.temperature.new_empty(0), *values])
         # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
         ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
@@ -127,7 +146,10 @@ class LogProbsAndEntropy(torch.autograd.Function):
         else:
             _write_with_teacher(ctx.teacher, rows, statistics, incoming, out)
         if ctx.sets is not None:
-            ctx.sets.add_gradient(set_logits, statistics, incoming[:2], row_mask, out)
+            of_sets = incoming[:2]
+            if row_mask is not None:
+                of_sets = tuple(x if x is None else torch.where(row_mask, x, 0.0) for x in of_sets)
+            ctx.sets.add_gradient(set_logits, statistics, of_sets, out)
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.head.from_hidden import linear_log_probs
-from megatron_pg.head.from_logits import LogProbsAndEntropy, logit_rows
-from megatron_pg.head.kept.sets import KeptPairs, check_rows, keep_only
-from megatron_pg.head.kept.sparse_layer import sparse_log_probs, split_rows
-from megatron_pg.head.output_layer import HeadOptions
+from megatron_pg.head.from_logits import LogProbsAndEntropy, Teacher, logit_rows
+from megatron_pg.head.kept.sets import KeptPairs, check_rows
+from megatron_pg.head.kept.sparse_layer import kept_log_probs
+from megatron_pg.head.output_layer import Factors, HeadOptions
 from megatron_pg.head.ragged import Ragged, to_device
-from megatron_pg.head.rows_torch import wide_dtype
-from megatron_pg.head.wings import Teacher
 
 
 def log_probs_and_entropy(
@@ -74,23 +71,14 @@ def log_probs_and_entropy(
 
 
 def log_probs_and_divergence(
-    logits: Tensor,
-    targets: Tensor,
-    teacher: Teacher,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None = None,
-    temperature: float | Tensor = 1.0,
-    row_mask: Tensor | None = None,
-    vocab_size: int | None = None,
+    logits: Tensor, targets: Tensor, teacher: Teacher, **vocabulary: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities, entropy and the divergence [tokens] from a teacher, in nats, all differentiable.
 
-    The other arguments and the errors are those of `log_probs_and_entropy`.
-
-    Args:
-        teacher: a teacher of the same tokens; it gets no gradient.
+    `teacher` is of the same tokens and gets no gradient. The other arguments and the errors are those of
+    `log_probs_and_entropy`: `tensor_parallel_group`, `temperature`, `row_mask`, `vocab_size`.
     """
-    rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
+    rows = logit_rows(logits, targets, **vocabulary)
     return LogProbsAndEntropy.apply(logits, rows, True, None, teacher)  # type: ignore
 
 
@@ -126,25 +114,7 @@ def linear_log_probs_and_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    options = options or HeadOptions()
+    options, factors = options or HeadOptions(), Factors(hidden, weight, targets)
     if kept is None:
-        return linear_log_probs(hidden, weight, targets, options, keep_logits)
-    kept = kept.to(hidden.device)
-    check_rows(kept, hidden)
-    sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
-    if not len(sparse):
-        restrict = functools.partial(keep_only, kept)
-        return linear_log_probs(hidden, weight, targets, options, keep_logits, restrict)
-    if not len(dense):
-        return sparse_log_probs(hidden, weight, targets, options, kept)
-    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
-    for rows in (sparse, dense):
-        places, sets = to_device(rows, hidden.device), kept.select(rows)
-        factors = hidden[places], weight, targets[places], options
-        if rows is sparse:
-            part = sparse_log_probs(*factors, sets)
-        else:
-            part = linear_log_probs(*factors, None, functools.partial(keep_only, sets))
-        log_probs = log_probs.index_copy(0, places, part[0])
-        entropy = entropy.index_copy(0, places, part[1])
-    return log_probs, entropy
+        return linear_log_probs(factors, options, keep_logits)
+    return kept_log_probs(factors, options, keep_logits, kept.to(hidden.device))

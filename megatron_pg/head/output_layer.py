@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,9 @@ from megatron_pg.head.factor_gradients import FactorGradients, multiply
 from megatron_pg.head.from_logits import FLOAT_DTYPES, check_vector
 from megatron_pg.head.rows_torch import chunk_slices, temperature_tensor, wide_dtype
 from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics, VocabularyShard
-from megatron_pg.head.wings import Chunk, FirstProduct, KeepOnly, Teacher
 
+KeepOnly = Callable[[Tensor, slice, VocabularyShard], None]
+"""A function that fills the logits [rows, v/tp] of some rows with minus infinity outside of their kept sets, in place."""
 _CHUNK_BYTES = 5 << 28  # 1.25 GiB
 _CHUNK_MULTIPLE = 256
 _HELD_CHUNKS = 4  # 5 GiB
@@ -77,64 +80,91 @@ def check_factors(hidden: Tensor, weight: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitChunk(LogitRows):
-    """Some rows of logits, which their gradient overwrites."""
+class Factors(NamedTuple):
+    """The tensors of a call: hidden states [tokens, hidden], weight [v/tp, hidden] and targets [tokens]."""
 
     hidden: Tensor
-    """The hidden states [rows, hidden]."""
-    place: slice
-    """The place of the rows among all tokens."""
+    weight: Tensor
+    targets: Tensor
+
+
+class Chunk(Protocol):
+    """The first product of some rows: their logits, or a stand-in for them."""
 
     def statistics(self) -> RowStatistics:
         """Compute the statistics over the whole vocabulary; every tensor-parallel rank must call."""
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        """Overwrite the chunk with the gradient of its logits, and add the two products of that to `gradients`."""
+
+
+class FirstProduct(Protocol):
+    """A first product that takes the place of hidden states times weight."""
+
+    def padded(self, rows: int) -> int:
+        """Return the rows of the buffer that so many rows take up."""
+
+    def first_product(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
+    ) -> Chunk:
+        """Multiply hidden states [rows, hidden], at `place` among all tokens, into the front of `buffer` [padded rows, v/tp]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitChunk(LogitRows):
+    """Some rows of logits, a `Chunk`, with their hidden states [rows, hidden] and their place among all tokens."""
+
+    hidden: Tensor
+    place: slice
+
+    def statistics(self) -> RowStatistics:
         statistics: RowStatistics = row_passes(self.logits).row_statistics(self)
         return statistics
 
-    def add_gradient(
-        self,
-        gradients: FactorGradients,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        more: Tensor | None = None,
-    ) -> None:
-        """Overwrite the logits with their gradient, and add its products; see `Chunk`.
-
-        The gradient of logits wider than the hidden states takes the front of each row.
-        """
+    def write_gradient(self, statistics: RowStatistics, incoming: Incoming) -> Tensor:
+        """Overwrite the logits with their gradient; of logits wider than the hidden states it takes the front of each row."""
         gradient = self.logits
         if gradient.dtype != self.hidden.dtype:
             gradient = gradient.view(self.hidden.dtype)[:, : gradient.shape[1]]
-        if more is None or any(vector is not None for vector in incoming):
-            row_passes(self.logits).write_gradient(self, statistics, incoming, gradient)
-            more = gradient if more is None else gradient.add_(more)
-        gradients.add_products(self.place, self.hidden, more)
+        row_passes(self.logits).write_gradient(self, statistics, incoming, gradient)
+        return gradient
+
+    def add_gradient(
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
+    ) -> None:
+        gradient = self.write_gradient(statistics, incoming)
+        gradients.add_products(self.place, self.hidden, gradient)
 
 
+@dataclass(frozen=True)
 class OutputLayer:
-    """The output layer over the tokens of one call, a chunk of logits at a time.
+    """The settings of the output layer for one call, which works on a chunk of logits at a time.
 
-    Args:
-        hidden, weight, targets, options: as for `linear_log_probs_and_entropy`.
-        keep_only: restricts the logits of rows to their kept sets; None: no sets.
-        teacher: the teacher from which the divergence is asked for; None: no divergence.
-        may_be_exponentials: `first_product` may leave exponentials.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+    It holds no tensors of the call: backward gets those from autograd.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
+    shard: VocabularyShard
+    temperature: Tensor
+    chunk_tokens: int
+    logits_dtype: torch.dtype
+    keep_only: KeepOnly | None
+    """The restriction of rows to their kept sets; None: no sets."""
+    products: FirstProduct | None
+    """The products of exponentials; None where `first_product` leaves logits."""
+
+    @classmethod
+    def build(
+        cls,
+        factors: Factors,
         options: HeadOptions,
         keep_only: KeepOnly | None = None,
-        teacher: Teacher | None = None,
         *,
         may_be_exponentials: bool = False,
-    ) -> None:
+    ) -> OutputLayer:
+        """Check the factors, with ValueError, and work out all defaults."""
+        hidden, weight, targets = factors
         check_factors(hidden, weight)
         check_vector("targets", targets, torch.int64, "hidden", hidden)
         columns, size = weight.shape[0], options.chunk_tokens
@@ -142,52 +172,44 @@ class OutputLayer:
             size = default_chunk_tokens(len(hidden), columns, hidden.device)
         elif size < 1:
             raise ValueError(f"chunk_tokens must be at least 1, found {size}")
-        self.hidden, self.weight, self.targets = hidden, weight, targets
-        self.keep_only, self.teacher = keep_only, teacher
-        group = options.tensor_parallel_group
-        self.shard = VocabularyShard.build(columns, options.vocab_size, group)
-        self.temperature, self.chunk_tokens = temperature_tensor(options.temperature, hidden), size
-        is_number = not isinstance(options.temperature, Tensor)
-        temperature = options.temperature if is_number else self.temperature
-        self.options = replace(options, temperature=temperature, chunk_tokens=size)
-        """The options with all defaults worked out, from which backward makes the same layer again."""
-        self.products: FirstProduct | None = None
-        """The products of exponentials; None where `first_product` leaves logits."""
-        if may_be_exponentials and options.fp32_logits and options.use_quack and teacher is None:
-            self.products = hopper_products(
-                hidden, weight, self.shard, options.temperature, options.with_entropy
-            )
-
-    def new_logits(self, chunks: list[slice]) -> Tensor:
-        """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
-        rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        dtype = self.weight.dtype
-        if self.products is not None:
-            rows = self.products.padded(rows)
-        elif self.options.fp32_logits:
+        shard = VocabularyShard.build(columns, options.vocab_size, options.tensor_parallel_group)
+        temperature = temperature_tensor(options.temperature, hidden)
+        dtype, products = weight.dtype, None
+        if options.fp32_logits:
             dtype = wide_dtype(dtype)
-        return self.weight.new_empty((rows, self.weight.shape[0]), dtype=dtype)
+            if may_be_exponentials and options.use_quack:
+                settings = options.temperature, options.with_entropy
+                products = hopper_products(hidden, weight, shard, *settings)
+        return cls(shard, temperature, size, dtype, keep_only, products)
 
-    def chunks(self, begin: int = 0, end: int | None = None, *, held: bool = False) -> list[slice]:
+    def new_logits(self, weight: Tensor, chunks: list[slice]) -> Tensor:
+        """Return uninitialised logits [rows, v/tp] of the largest of these chunks."""
+        rows, dtype = max((rows.stop - rows.start for rows in chunks), default=0), self.logits_dtype
+        if self.products is not None:
+            rows, dtype = self.products.padded(rows), weight.dtype
+        return weight.new_empty((rows, weight.shape[0]), dtype=dtype)
+
+    def chunks(self, begin: int, end: int, *, held: bool = False) -> list[slice]:
         """Cut [begin, end) into chunks; rows that are `held` together are one chunk, up to four times as long."""
-        end = len(self.hidden) if end is None else end
         is_one = held and 0 < end - begin <= _HELD_CHUNKS * self.chunk_tokens
         return chunk_slices(begin, end, end - begin if is_one else self.chunk_tokens)
 
-    def first_product(self, rows: slice, buffer: Tensor) -> Chunk:
+    def first_product(self, factors: Factors, rows: slice, buffer: Tensor) -> Chunk:
         """Multiply some rows into the front of `buffer`, as logits or as exponentials."""
         if self.products is None:
-            return self.chunk(rows, buffer)
-        return self.products.first_product(self.hidden[rows], self.targets[rows], rows, buffer)
+            return self.chunk(factors, rows, buffer)
+        hidden, weight, targets = factors
+        return self.products.first_product(hidden[rows], weight, targets[rows], rows, buffer)
 
-    def chunk(self, rows: slice, buffer: Tensor, *, is_kept: bool = False) -> LogitChunk:
+    def chunk(
+        self, factors: Factors, rows: slice, buffer: Tensor, *, is_kept: bool = False
+    ) -> LogitChunk:
         """Return some rows with their logits at the front of `buffer`, computed unless they are kept there."""
-        logits = buffer[: rows.stop - rows.start]
+        hidden, logits = factors.hidden[rows], buffer[: rows.stop - rows.start]
         if not is_kept:
-            multiply(self.hidden[rows], self.weight.t(), logits)
+            multiply(hidden, factors.weight.t(), logits)
             if self.keep_only is not None:
                 self.keep_only(logits, rows, self.shard)
         return LogitChunk(
-            logits, self.targets[rows], self.shard, self.temperature,
-            hidden=self.hidden[rows], place=rows,
-        )  # fmt: skip
+            logits, factors.targets[rows], self.shard, self.temperature, hidden=hidden, place=rows
+        )

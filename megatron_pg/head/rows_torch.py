@@ -40,22 +40,17 @@ def chunk_slices(begin: int, end: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, end)) for first in range(begin, end, size)]
 
 
+def row_chunks(logits: Tensor) -> list[slice]:
+    """Cut the rows into slices whose float32 copies are small."""
+    return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
+
+
 def row_statistics(rows: LogitRows) -> RowStatistics:
     """Compute the statistics of each row over the whole vocabulary; every tensor-parallel rank must call."""
     local = _local_statistics(rows)
     if rows.has_set is not None and rows.set_statistics is not None:
         local = torch.where(rows.has_set[:, None], rows.set_statistics, local)
     return combine_statistics(local, rows.shard, rows.temperature, rows.row_mask)
-
-
-def row_chunks(logits: Tensor) -> list[slice]:
-    """Cut the rows into slices whose float32 copies are small."""
-    return chunk_slices(0, len(logits), max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
-
-
-def _without_masked_rows(values: Tensor, keep: Tensor | None) -> Tensor:
-    """Zero the masked rows, by `where` and not by `*`: their NaN or inf must not survive."""
-    return values if keep is None else torch.where(keep[:, None], values, 0.0)
 
 
 def _local_statistics(rows: LogitRows) -> Tensor:
@@ -65,34 +60,32 @@ def _local_statistics(rows: LogitRows) -> Tensor:
     exponentials with their exponents, and the logit of the target token (-inf where another shard holds
     it). A shard of padding columns alone has (-inf, 0, 0, -inf).
     """
-    logits, columns = rows.logits, rows.shard.columns
+    logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
     statistics = torch.zeros((logits.shape[0], 4), dtype=dtype, device=logits.device)
-    mask = rows.pass_mask
     if columns == 0:
         statistics[:, 0] = -math.inf
     for part in row_chunks(logits) if columns else ():
-        keep = None if mask is None else mask[part]
-        chunk = _without_masked_rows(logits[part, :columns].to(dtype), keep)
+        chunk = logits[part, :columns].to(dtype)
+        if mask is not None:  # not by `*`: NaN or inf must not survive
+            chunk = torch.where(mask[part, None], chunk, 0.0)
         maximum = chunk.amax(1, keepdim=True)
         # A row of -inf alone has nothing to shift by; its exponentials are 0 as they should be.
         exponents = (chunk - torch.where(maximum == -math.inf, 0.0, maximum)) / rows.temperature
         exponentials = exponents.exp()
         statistics[part, 0] = maximum[:, 0]
         statistics[part, 1] = exponentials.sum(1)
-        products = torch.where(exponentials == 0, 0.0, exponentials * exponents)
-        statistics[part, 2] = products.sum(1)
+        statistics[part, 2] = torch.where(exponentials == 0, 0.0, exponentials * exponents).sum(1)
     statistics[:, 3] = _target_logits(rows).to(dtype)
     return statistics
 
 
 def _target_logits(rows: LogitRows) -> Tensor:
     """Return the target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
-    local = rows.targets - rows.shard.start
-    here = (local >= 0) & (local < rows.shard.columns)
+    column, is_here = rows.shard.columns_of(rows.targets)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
-    picked = rows.logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
-    picked = torch.where(here, picked, torch.where(known, -math.inf, math.nan).to(picked.dtype))
+    picked = rows.logits.gather(1, column[:, None])[:, 0]
+    picked = torch.where(is_here, picked, torch.where(known, -math.inf, math.nan).to(picked.dtype))
     mask = rows.pass_mask
     return picked if mask is None else torch.where(mask, picked, 0.0)
 
@@ -100,12 +93,7 @@ def _target_logits(rows: LogitRows) -> Tensor:
 def combine_statistics(
     local: Tensor, shard: VocabularyShard, temperature: Tensor, row_mask: Tensor | None = None
 ) -> RowStatistics:
-    """Combine the statistics of all shards, in one all-gather: the only communication of the op.
-
-    Args:
-        local: the statistics [tokens, 4] of this shard, as `_local_statistics` computes them.
-        shard, temperature, row_mask: see `LogitRows`.
-    """
+    """Combine the `_local_statistics` of all shards, in one all-gather: the only communication of the op."""
     if shard.group is None:
         maximum, total, dot, target = local.unbind(1)
     else:
@@ -139,32 +127,24 @@ def write_gradient(
         incoming: see `Incoming`.
         out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
     """
-    logits, columns, temperature = rows.logits, rows.shard.columns, rows.temperature
+    logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
-    to_log_probs, to_entropy = (
-        logits.new_zeros((), dtype=dtype).expand(len(logits))
-        if vector is None
-        else vector.to(dtype)
-        for vector in incoming
-    )
+    zero = logits.new_zeros((), dtype=dtype).expand(len(logits))
+    to_log_probs, to_entropy = (zero if each is None else each.to(dtype) for each in incoming)
     live = (to_log_probs != 0) | (to_entropy != 0)
-    if (mask := rows.pass_mask) is not None:
-        live = live & mask
-    local = rows.targets - rows.shard.start
-    here = live & (local >= 0) & (local < columns)
+    live = live if mask is None else live & mask
+    column, is_here = rows.shard.columns_of(rows.targets)
+    at_target = torch.where(live & is_here, to_log_probs, 0.0)
     for part in row_chunks(logits):
-        chunk = _without_masked_rows(logits[part, :columns].to(dtype), live[part])
-        exponents = (chunk - statistics.maximum[part, None]) / temperature
-        log_p = exponents - statistics.log_sum[part, None]
+        chunk = torch.where(live[part, None], logits[part, :columns].to(dtype), 0.0)
+        log_p = statistics.rows(part).log_softmax(chunk, rows.temperature)
         p = log_p.exp()
         gradient = -to_log_probs[part, None] * p
         if incoming[1] is not None:
             surprise = torch.where(p == 0, 0.0, p * (log_p + statistics.entropy[part, None]))
             gradient -= to_entropy[part, None] * surprise
-        index = torch.where(here[part], local[part], 0)[:, None]
-        at_target = torch.where(here[part], to_log_probs[part], 0.0)[:, None]
         if columns:
-            gradient.scatter_add_(1, index, at_target)
-        gradient = _without_masked_rows(gradient / temperature, live[part])
+            gradient.scatter_add_(1, column[part, None], at_target[part, None])
+        gradient = torch.where(live[part, None], gradient / rows.temperature, 0.0)
         out[part, :columns] = gradient.to(out.dtype)
         out[part, columns:] = 0

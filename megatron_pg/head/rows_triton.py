@@ -1,12 +1,9 @@
-"""The row passes as Triton kernels: statistics of each row of logits, their combination over shards, and the gradient.
+"""The row passes as Triton kernels, with the functions and signatures of `rows_torch`.
 
-The functions and signatures are those of `rows_torch`.
-
-A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not
-depend on how many rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the
-vector width would lose its 16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31
-at 14,000 tokens of a vocabulary of 152,000. An optional argument is a pointer that may be None: Triton compiles a kernel
-for each case.
+A program owns one row, or a segment of one, and walks over it in tiles, so a row's arithmetic does not depend on how many
+rows there are. Full tiles carry no mask: with one, a vocabulary that is not a multiple of the vector width would lose its
+16-byte accesses. Row offsets are int64: tokens * vocabulary passes 2^31 at 14,000 tokens of a vocabulary of 152,000.
+An optional argument is a pointer that may be None: Triton compiles a kernel for each case.
 """
 
 # Kernels are typed by Triton at their first launch, not by annotations.
@@ -30,10 +27,8 @@ SMALLEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _rescale(maximum, safe, scale):
-    """Return exponent (base 2) and factor that move statistics from one maximum to another.
-
-    The bound keeps the -inf of a part without mass from meeting a 0 in a product.
-    """
+    """Return exponent (base 2) and factor that move statistics from one maximum to another."""
+    # The bound keeps the -inf of a part without mass from meeting a 0 in a product.
     shift = tl.maximum((maximum - safe) * scale, SMALLEST)
     return shift, tl.exp2(shift)
 
@@ -206,12 +201,21 @@ def _gradient_tile(
 
 
 @triton.jit
-def _incoming(gradients, row):
+def arriving(gradients, row):
     """Return the gradient that arrives at a row; 0 without one."""
     value = tl.full((), 0.0, tl.float32)
     if gradients is not None:
         value = tl.load(gradients + row)
     return value
+
+
+@triton.jit
+def write_zeros(base, begin, end, TILE: tl.constexpr):
+    """Write 0 to the columns of a row from `begin`, or from 0, to `end`."""
+    zeros = tl.zeros([TILE], base.dtype.element_ty)
+    for first in range(begin, end, TILE):
+        lanes = first + tl.arange(0, TILE)
+        tl.store(base + lanes, zeros, mask=(lanes >= 0) & (lanes < end))
 
 
 @triton.jit
@@ -237,7 +241,7 @@ def gradient_kernel(
         # Divisible by 8, as row_stride is: accesses stay 16 bytes wide.
         begin -= tl.multiple_of((row * row_stride % LINE).to(tl.int32), 8)
     end = tl.minimum(begin + segment, padded_columns)
-    to_log_prob, to_entropy = _incoming(grad_log_probs, row), _incoming(grad_entropy, row)
+    to_log_prob, to_entropy = arriving(grad_log_probs, row), arriving(grad_entropy, row)
     live = (to_log_prob != 0.0) | (to_entropy != 0.0)
     if row_mask is not None:
         live = live & (tl.load(row_mask + row) != 0)
@@ -276,10 +280,7 @@ def gradient_kernel(
                 to_target, scale, ENTROPY, True, ORDERED, TILE,
             )  # fmt: skip
     else:
-        zeros = tl.zeros([TILE], out.dtype.element_ty)
-        for first in range(begin, end, TILE):
-            lanes = first + tl.arange(0, TILE)
-            tl.store(out_base + lanes, zeros, mask=(lanes >= 0) & (lanes < end))
+        write_zeros(out_base, begin, end, TILE)
 
 
 # Chosen by measurement on an H200 (docs/benchmarks.md). A vector is 16 bytes of bfloat16. `_GRADIENT_TILES` maps the bytes
@@ -296,14 +297,13 @@ _CACHE_LINE = 128  # bytes
 def row_statistics(rows: LogitRows) -> RowStatistics:
     """Read the logits once; see `rows_torch.row_statistics`."""
     tokens, shard, temperature = rows.logits.shape[0], rows.shard, rows.temperature
-    outputs = RowStatistics(*(temperature.new_empty(tokens) for _ in RowStatistics._fields))
+    outputs = RowStatistics.empty(tokens, temperature)
     if tokens == 0:
         return outputs
-    row_mask, mask = _contiguous(rows.row_mask), _contiguous(rows.pass_mask)
     is_whole = shard.group is None and rows.set_statistics is None
     own = None if is_whole else temperature.new_empty((tokens, 4))
     statistics_kernel[(tokens,)](
-        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), mask, temperature,
+        rows.logits, rows.logits.stride(0), rows.targets.contiguous(), packed(rows.pass_mask), temperature,
         own, *outputs,
         shard.columns, shard.start, shard.vocab_size,
         VECTORS=_VECTORS, VECTOR=_VECTOR, num_warps=_STATISTICS_WARPS,
@@ -314,8 +314,7 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
         set_statistics = rows.set_statistics.clone()
         set_statistics[:, 2] /= math.log(2.0)  # the kernels add up exponents of 2
         own = torch.where(rows.has_set[:, None], set_statistics, own)
-    combine(own, shard, temperature, row_mask, outputs)
-    return outputs
+    return combine(own, shard, temperature, rows.row_mask, outputs)
 
 
 def combine(
@@ -324,16 +323,17 @@ def combine(
     temperature: Tensor,
     row_mask: Tensor | None,
     outputs: RowStatistics,
-) -> None:
-    """Combine the statistics [tokens, 4] of all shards; every tensor-parallel rank must call."""
+) -> RowStatistics:
+    """Combine the statistics [tokens, 4] of all shards in `outputs`; every tensor-parallel rank must call."""
     gathered = own[None] if shard.group is None else shard.gather(own)
     shards, tokens = gathered.shape[:2]
     combine_kernel[(triton.cdiv(tokens, _COMBINED_ROWS),)](
-        gathered, row_mask, temperature,
+        gathered, packed(row_mask), temperature,
         *outputs,
         tokens, shards,
         ROWS=_COMBINED_ROWS, SHARDS=triton.next_power_of_2(shards),
     )  # fmt: skip
+    return outputs
 
 
 def write_gradient(
@@ -347,26 +347,25 @@ def write_gradient(
     tokens, width = logits.shape
     if tokens == 0:
         return
-    mask = _contiguous(rows.pass_mask)
     overlaps = out.dtype != logits.dtype and out.data_ptr() == logits.data_ptr()
     tile, tiles = _GRADIENT_TILES[logits.element_size()]
     line = 0 if overlaps else _columns_of_a_line(logits, out)
     reach = width + max(line - 1, 0)
     # Segments of rows keep programs that run together close in memory, and the last wave short.
-    if overlaps:
-        tiles = triton.cdiv(reach, tile)
-    segments = triton.cdiv(reach, tiles * tile)
+    segment = tile * (triton.cdiv(reach, tile) if overlaps else tiles)
+    segments = triton.cdiv(reach, segment)
     gradient_kernel[(tokens * segments,)](
-        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), mask, rows.temperature,
-        statistics.maximum, statistics.log_sum, statistics.entropy,
-        *(None if vector is None else vector.to(torch.float32).contiguous() for vector in incoming),
-        rows.shard.columns, width, rows.shard.start, segments, tiles * tile,
+        logits, logits.stride(0), out, out.stride(0), rows.targets.contiguous(), packed(rows.pass_mask),
+        rows.temperature, statistics.maximum, statistics.log_sum, statistics.entropy,
+        *(packed(vector, torch.float32) for vector in incoming),
+        rows.shard.columns, width, rows.shard.start, segments, segment,
         ORDERED=overlaps, LINE=line, TILE=tile, num_warps=_GRADIENT_WARPS,
     )  # fmt: skip
 
 
-def _contiguous(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous()
+def packed(vector: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return a vector as kernels read it: without gaps."""
+    return None if vector is None else vector.to(dtype or vector.dtype).contiguous()
 
 
 def _columns_of_a_line(logits: Tensor, out: Tensor) -> int:

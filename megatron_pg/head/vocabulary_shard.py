@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,25 +31,25 @@ class VocabularyShard:
     def build(
         cls, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> VocabularyShard:
-        """Work out this rank's shard from the width of its logits.
-
-        Raises:
-            ValueError: `vocab_size` is not in [1, local_columns * tensor-parallel size].
-        """
+        """Work out this rank's shard from the width of its logits, and refuse a `vocab_size` that they cannot hold."""
         if group is not None and dist.get_world_size(group) == 1:
             group = None
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         padded_size = local_columns * size
-        if vocab_size is None:
-            vocab_size = padded_size
+        vocab_size = padded_size if vocab_size is None else vocab_size
         if not 1 <= vocab_size <= padded_size:
             raise ValueError(
                 f"vocab_size must be between 1 and {padded_size} ({local_columns} local columns on "
                 f"{size} tensor-parallel ranks), found {vocab_size}"
             )
         start = rank * local_columns
-        columns = min(max(vocab_size - start, 0), local_columns)
-        return cls(start=start, columns=columns, vocab_size=vocab_size, group=group)
+        return cls(start, min(max(vocab_size - start, 0), local_columns), vocab_size, group)
+
+    def columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the local columns of global ids, 0 where another shard holds one, and True where this one does."""
+        local = ids - self.start
+        is_here = (local >= 0) & (local < self.columns)
+        return torch.where(is_here, local, 0), is_here
 
     def gather(self, local: Tensor) -> Tensor:
         """Gather the statistics [tokens, 4] of each shard into [shards, tokens, 4]; every rank of the group must call."""
@@ -103,9 +104,18 @@ class RowStatistics(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, like: Tensor) -> RowStatistics:
+        """Make room for the statistics of rows, uninitialised."""
+        return cls(*(like.new_empty(rows) for _ in cls._fields))
+
     def rows(self, rows: slice) -> RowStatistics:
         """Take the statistics of some rows, as views."""
         return RowStatistics(*(vector[rows] for vector in self))
+
+    def log_softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        """Return the log-probabilities of logits [rows, columns]."""
+        return (logits - self.maximum[:, None]) / temperature - self.log_sum[:, None]
 
     def kept(self) -> RowStatistics:
         """Leave out the log-probabilities: the gradient needs none, and the caller may change them."""
@@ -114,8 +124,10 @@ class RowStatistics(NamedTuple):
     @classmethod
     def concatenate(cls, parts: list[RowStatistics], like: Tensor) -> RowStatistics:
         """Join the statistics of consecutive parts; without parts `like` gives dtype and device."""
-        if not parts:
-            return cls(*(like.new_empty(0) for _ in cls._fields))
-        if len(parts) == 1:
-            return parts[0]
-        return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        columns = zip(*parts, strict=True) if parts else [[]] * len(cls._fields)
+        return cls(*(joined(column, like) for column in columns))
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Join the vectors of consecutive rows; without any `like` gives dtype and device."""
+    return parts[0] if len(parts) == 1 else torch.cat([like.new_empty(0), *parts])

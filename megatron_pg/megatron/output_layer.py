@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_pg.config.fields import refuse
 from megatron_pg.config.model import output_layer_violations
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.head.plain_layer import float32_logits
+from megatron_pg.head import float32_logits
 from megatron_pg.megatron.groups import chunks_of, unwrapped
 
 OutputProcessor = Callable[[Tensor, Tensor], Tensor]

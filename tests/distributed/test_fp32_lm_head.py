@@ -150,10 +150,10 @@ def in_the_operands_dtype(left: Tensor, right: Tensor, out: Tensor, *, add: bool
 
 
 def seen_steps(sharding: Sharding, options: ModelOptions, mutant: str = "") -> list[Seen]:
-    from megatron_pg.head import factor_gradients, plain_layer
+    from megatron_pg.head import factor_gradients, from_hidden
 
     if mutant:
-        module = plain_layer if mutant == "logits" else factor_gradients
+        module = from_hidden if mutant == "logits" else factor_gradients
         module.multiply = in_the_operands_dtype
     chunks = build(sharding, options)
     layer = unwrapped(chunks[0]).output_layer

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 if INTERPRETED:
     from megatron_pg.head import rows_triton
-    from megatron_pg.head.hopper import choice, exponentials
+    from megatron_pg.head.hopper import exponentials
 
 HIDDEN, STRIP = 24, 64
 # The interpreter cuts off what a GPU rounds to bfloat16: 3.4e-3 of a random vector, where rounding leaves 1.7e-3.
@@ -70,24 +70,18 @@ def add_weight_gradient(
 
 
 def products(
-    tile: int, weight: Tensor, shard: VocabularyShard, with_entropy: bool
+    tile: int, shard: VocabularyShard, with_entropy: bool
 ) -> exponentials.ExponentialProducts:
     in_torch = SimpleNamespace(
         STRIP=STRIP, tile_of=lambda columns: tile, write_exponentials=write_exponentials,
         write_hidden_gradient=write_hidden_gradient, add_weight_gradient=add_weight_gradient,
     )  # fmt: skip
-    return exponentials.ExponentialProducts(
-        in_torch,
-        weight.detach(),
-        shard,
-        0.7,
-        with_entropy,  # type: ignore[arg-type]
-    )
+    return exponentials.ExponentialProducts(in_torch, shard, 0.7, with_entropy)  # type: ignore[arg-type]
 
 
 def hopper_products(tile: int):
     def found(hidden: Tensor, weight: Tensor, shard: VocabularyShard, _: float, with_entropy: bool):
-        return products(tile, weight, shard, with_entropy)
+        return products(tile, shard, with_entropy)
 
     return found
 
@@ -196,10 +190,10 @@ def test_what_it_takes(
     given = {"columns": 256, "dtype": torch.bfloat16, "temperature": 1.0, "main_grad": None}
     given |= {"real": None, "capability": (9, 0), **change}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
-    monkeypatch.setattr(choice, "_temperatures", {1.0, 2.0, 3.0, 4.0})
+    monkeypatch.setattr(exponentials, "_temperatures", {1.0, 2.0, 3.0, 4.0})
     weight = torch.zeros(given["columns"], HIDDEN, dtype=given["dtype"])
     shard = VocabularyShard.build(len(weight), given["real"], None)
-    reason = choice._refusal(
+    reason = exponentials._refusal(
         weight[:3].clone(), weight, shard, given["temperature"], given["main_grad"]
     )
     assert bool(reason) == bool(found) and re.search(found, reason)
@@ -273,8 +267,8 @@ def test_a_shard_of_logits_beside_one_of_exponentials(monkeypatch: pytest.Monkey
     keep = lambda shard, own: gathered.append(own) or own[None]  # noqa: E731
     monkeypatch.setattr(VocabularyShard, "gather", keep)
     buffer = torch.empty((128, 128), dtype=torch.bfloat16)
-    of_first = products(128, weights[0], first, with_entropy=False).first_product(
-        problem.hidden, problem.targets, slice(0, 20), buffer
+    of_first = products(128, first, with_entropy=False).first_product(
+        problem.hidden, weights[0], problem.targets, slice(0, 20), buffer
     )
     of_first.statistics()
     logits = problem.hidden.float() @ weights[1].float().t()
@@ -327,8 +321,8 @@ def test_shards_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rows_of(weight: Tensor, shard: VocabularyShard) -> exponentials.ExponentialRows:
         buffer = torch.empty((128, len(weight)), dtype=torch.bfloat16)
-        return products(tile, weight, shard, with_entropy=True).first_product(
-            problem.hidden, targets, slice(0, 20), buffer
+        return products(tile, shard, with_entropy=True).first_product(
+            problem.hidden, weight, targets, slice(0, 20), buffer
         )
 
     whole = rows_of(problem.weight, VocabularyShard(0, 256, 256, None)).statistics()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.head import factor_gradients, float32_logits, plain_layer
+from megatron_pg.head import factor_gradients, float32_logits, from_hidden
 
 TOKENS, HIDDEN, COLUMNS = (3, 2), 24, 10
 FLOAT32, BFLOAT16 = 2.0**-22, 2.0**-8
@@ -134,7 +134,7 @@ def test_value_and_gradients_equal_the_loops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if chunk_tokens is not None:
-        monkeypatch.setattr(plain_layer, "default_chunk_tokens", lambda *_: chunk_tokens)
+        monkeypatch.setattr(from_hidden, "default_chunk_tokens", lambda *_: chunk_tokens)
     assert not wrong(Case(dtype, bias, main_grad, exact_gradient))
 
 
@@ -145,13 +145,13 @@ def in_the_operands_dtype(left: Tensor, right: Tensor, out: Tensor, *, add: bool
 
 @pytest.mark.parametrize(
     ("module", "damage"),
-    [("plain_layer", {"logits"}), ("factor_gradients", {"weight"})],
+    [("from_hidden", {"logits"}), ("factor_gradients", {"weight"})],
     ids=["logits rounded to bfloat16", "gradient of the weight in bfloat16"],
 )
 def test_a_product_in_the_dtype_of_its_operands_would_be_seen(
     module: str, damage: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = {"plain_layer": plain_layer, "factor_gradients": factor_gradients}
+    modules = {"from_hidden": from_hidden, "factor_gradients": factor_gradients}
     monkeypatch.setattr(modules[module], "multiply", in_the_operands_dtype)
     assert wrong(Case()) == damage
 

@@ -222,7 +222,7 @@ def whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entropy and log-prob against the whole vocabulary: the set is not looked at."""
     monkeypatch.setattr(sparse_layer, "_COLUMNS_OF_A_PAIR", 1e9)
     monkeypatch.setattr(sparse_layer, "_LEAST_DENSE_ROWS", 1)
-    monkeypatch.setattr("megatron_pg.head.log_probs.keep_only", lambda *_: None)
+    monkeypatch.setattr("megatron_pg.head.kept.sparse_layer.keep_only", lambda *_: None)
 
 
 def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def last_pair_of_a_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(gradient: Tensor, hidden: Tensor, pairs: kept_set.KeptPairs, out: Tensor) -> None:
         out[pairs.columns] = gradient[:, None] * hidden[pairs.rows]
 
-    monkeypatch.setattr("megatron_pg.head.kept.pairs_torch.add_weight_gradient", wrong)
+    monkeypatch.setattr("megatron_pg.head.kept.sets.add_weight_gradient", wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_pg.head import VocabularyShard
-from megatron_pg.head.kept import pairs_torch, sparse_layer
+from megatron_pg.head.kept import sparse_layer
 from tests.fast import test_kept_set as shared
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,6 +54,6 @@ def test_columns_of_another_rank_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     gradient = torch.where(pairs.is_here, torch.randn(len(logits)), 0.0)
     found, wanted = (torch.ones(8, shared.HIDDEN) for _ in range(2))
     pairs_triton.add_weight_gradient(gradient, problem.hidden, pairs, found)
-    pairs_torch.add_weight_gradient(gradient, problem.hidden, pairs, wanted)
+    shared.kept_set.add_weight_gradient(gradient, problem.hidden, pairs, wanted)
     torch.testing.assert_close(found, wanted)
     assert (found[7] == 1).all()

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_pg.head import HeadOptions, linear_token_loss
 
 pytest.importorskip("quack")
-choice = pytest.importorskip("megatron_pg.head.hopper.choice")
 exponentials = pytest.importorskip("megatron_pg.head.hopper.exponentials")
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -150,7 +149,7 @@ def test_it_does_not_synchronise(used: list[int]) -> None:
 
 def test_what_it_does_not_take_is_said_once_and_computed(used: list[int]) -> None:
     problem = Problem(100, 256, 3841, 0.0)
-    choice._say.cache_clear()
+    exponentials._say.cache_clear()
     with pytest.warns(UserWarning, match="multiple of 128 columns.* found 3841"):
         found = problem.found()
     assert max(errors(found[3:], problem.wanted()[3:])) <= EXACT

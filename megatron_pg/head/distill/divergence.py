@@ -56,14 +56,18 @@ class LogitPair:
     teacher: LogitRows
     teacher_statistics: RowStatistics
 
+    @property
+    def models(self) -> tuple[tuple[Tensor, RowStatistics], ...]:
+        """The logits and statistics of both."""
+        student = self.student.logits, self.student_statistics
+        return student, (self.teacher.logits, self.teacher_statistics)
+
 
 def local_sums(pair: LogitPair) -> Tensor:
     """Compute this shard's part [tokens, 2] of the divergence and of the sum of g."""
     sums = pair.student_statistics.maximum.new_zeros(len(pair.student.logits), 2)
     for part in row_chunks(pair.student.logits):
-        log_p = _log_softmax(pair.student, pair.student_statistics, part)
-        log_q = _log_softmax(pair.teacher, pair.teacher_statistics, part)
-        for column, terms in enumerate(pair.divergence.terms(log_p, log_q)):
+        for column, terms in enumerate(pair.divergence.terms(*_log_softmaxes(pair, part))):
             sums[part, column] = terms.sum(1)
     return sums
 
@@ -71,27 +75,20 @@ def local_sums(pair: LogitPair) -> Tensor:
 def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tensor) -> None:
     """Write `incoming` [tokens] times the gradient to the student's logits into `out`, which may be the teacher's logits.
 
-    A row whose incoming gradient is 0 gets exactly 0.
-
-    Args:
-        pair: the logits.
-        moment: [tokens], the sum of g over all shards.
-        incoming: the gradient to the divergence.
-        out: [tokens, v/tp].
+    A row whose incoming gradient is 0 gets exactly 0. `moment` [tokens] is the sum of g over all shards.
     """
     columns, live = pair.student.shard.columns, incoming != 0
     scale = incoming.to(moment.dtype) / pair.student.temperature
     for part in row_chunks(pair.student.logits):
-        log_p = _log_softmax(pair.student, pair.student_statistics, part)
-        log_q = _log_softmax(pair.teacher, pair.teacher_statistics, part)
+        log_p, log_q = _log_softmaxes(pair, part)
         _, weighted = pair.divergence.terms(log_p, log_q)
         gradient = (weighted - log_p.exp() * moment[part, None]) * scale[part, None]
         out[part, :columns] = torch.where(live[part, None], gradient, 0.0).to(out.dtype)
         out[part, columns:] = 0
 
 
-def _log_softmax(rows: LogitRows, statistics: RowStatistics, part: slice) -> Tensor:
-    """Compute the log-probabilities of this shard's columns in some rows."""
-    logits = rows.logits[part, : rows.shard.columns].to(wide_dtype(rows.logits.dtype))
-    exponents = (logits - statistics.maximum[part, None]) / rows.temperature
-    return exponents - statistics.log_sum[part, None]
+def _log_softmaxes(pair: LogitPair, part: slice) -> list[Tensor]:
+    """Compute the log-probabilities of student and teacher in this shard's columns of some rows."""
+    columns, temperature = pair.student.shard.columns, pair.student.temperature
+    chunks = [(logits[part, :columns], statistics.rows(part)) for logits, statistics in pair.models]
+    return [own.log_softmax(x.to(wide_dtype(x.dtype)), temperature) for x, own in chunks]

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.head.distill.divergence import LogitPair
+from megatron_pg.head.rows_triton import SMALLEST, packed, write_zeros
 
-FORWARD_KL = tl.constexpr(0)
-REVERSE_KL = tl.constexpr(1)
-SMALLEST = tl.constexpr(-1e30)
+_TILE, _WARPS = 4096, 8
 
 
 @triton.jit
@@ -33,10 +32,10 @@ def _log_softmax(base, lanes, mask, maximum, log_sum, temperature):
 def _terms(log_p, log_q, beta, KIND: tl.constexpr):
     """Return each column's part of the divergence, and g, as `Divergence.terms` does."""
     p, q = tl.exp(log_p), tl.exp(log_q)
-    if KIND == FORWARD_KL:
+    if KIND == "forward_kl":
         value = tl.where(q == 0.0, 0.0, q * (log_q - log_p))
         weighted = -q
-    elif KIND == REVERSE_KL:
+    elif KIND == "reverse_kl":
         value = tl.where(p == 0.0, 0.0, p * (log_p - log_q))
         weighted = value
     else:
@@ -105,27 +104,18 @@ def gradient_kernel(
             gradient = tl.where(mask, gradient, 0.0).to(out.dtype.element_ty)
             tl.store(out + row * out_stride + lanes, gradient, mask=lanes < width)
     else:
-        for first in range(0, width, TILE):
-            lanes = first + tl.arange(0, TILE)
-            zeros = tl.zeros([TILE], out.dtype.element_ty)
-            tl.store(out + row * out_stride + lanes, zeros, mask=lanes < width)
-
-
-_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
-_TILE, _WARPS = 4096, 8
+        write_zeros(out + row * out_stride, 0, width, TILE)
 
 
 def local_sums(pair: LogitPair) -> Tensor:
     """Read both once; see `divergence.local_sums`."""
     student = pair.student
     sums = pair.student_statistics.maximum.new_zeros(len(student.logits), 2)
-    mask = student.row_mask
     if len(sums):
         sums_kernel[(len(sums),)](
-            *_inputs(pair),
-            None if mask is None else mask.contiguous(), student.temperature, sums,
+            *_inputs(pair), packed(student.row_mask), student.temperature, sums,
             student.shard.columns, pair.divergence.beta,
-            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
     return sums
 
@@ -134,21 +124,15 @@ def write_gradient(pair: LogitPair, moment: Tensor, incoming: Tensor, out: Tenso
     """Read both once and write once; see `divergence.write_gradient`."""
     if len(out):
         gradient_kernel[(len(out),)](
-            *_inputs(pair),
-            moment.contiguous(), incoming.to(torch.float32).contiguous(), pair.student.temperature,
+            *_inputs(pair), packed(moment), packed(incoming, torch.float32), pair.student.temperature,
             out, out.stride(0), pair.student.shard.columns, out.shape[1], pair.divergence.beta,
-            KIND=_KINDS[pair.divergence.kind], TILE=_TILE, num_warps=_WARPS,
+            KIND=pair.divergence.kind, TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
 
 
-def _inputs(pair: LogitPair) -> list[Tensor | int]:
+def _inputs(pair: LogitPair) -> list[Tensor | int | None]:
     """Return the kernels' arguments of both models."""
-    models = (
-        (pair.student.logits, pair.student_statistics),
-        (pair.teacher.logits, pair.teacher_statistics),
-    )
-    arguments: list[Tensor | int] = []
-    for logits, statistics in models:
-        vectors = statistics.maximum.contiguous(), statistics.log_sum.contiguous()
-        arguments += [logits, logits.stride(0), *vectors]
+    arguments: list[Tensor | int | None] = []
+    for logits, own in pair.models:
+        arguments += [logits, logits.stride(0), packed(own.maximum), packed(own.log_sum)]
     return arguments

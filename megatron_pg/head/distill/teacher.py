@@ -1,12 +1,12 @@
 """A teacher for the divergence: its logits, its hidden states with its output weight, or its k likeliest tokens.
 
-Each is a `Teacher`, and compares some rows as `TeacherRows`. The teacher gets no gradient.
+Each is a `Teacher`, which gets no gradient.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,6 +17,7 @@ from megatron_pg.head.backend import choose, row_passes
 from megatron_pg.head.distill import divergence as passes_torch
 from megatron_pg.head.distill.divergence import Divergence, LogitPair
 from megatron_pg.head.factor_gradients import multiply
+from megatron_pg.head.from_logits import TeacherGradient
 from megatron_pg.head.vocabulary_shard import LogitRows, RowStatistics
 
 _LEAST_REST = 1e-7
@@ -42,7 +43,32 @@ class WholeTeacher:
     weight: Tensor | None = None
     """The teacher's output weight [v/tp, teacher's hidden]: its logits are made a chunk at a time."""
 
-    def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> WholeRows:
+    def on(
+        self, student: LogitRows, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, TeacherGradient]:
+        logits, mask = self._logits_of(student, rows), student.row_mask
+        teacher = LogitRows(logits, student.targets, student.shard, student.temperature, mask)
+        teacher_statistics = row_passes(logits).row_statistics(teacher)
+        pair = LogitPair(self.divergence, student, statistics, teacher, teacher_statistics)
+        passes = divergence_passes(pair)
+        sums = passes.local_sums(pair)
+        if student.shard.group is not None and len(sums):
+            dist.all_reduce(sums, group=student.shard.group)
+        if mask is not None:
+            sums = torch.where(mask[:, None], sums, 0.0)
+
+        def gradient(incoming: Tensor, dtype: torch.dtype) -> Tensor:
+            may_overwrite = self.logits is None and logits.dtype == dtype
+            out = logits if may_overwrite else torch.empty_like(logits, dtype=dtype)
+            if mask is not None:
+                incoming = torch.where(mask, incoming, 0.0)
+            passes.write_gradient(pair, sums[:, 1], incoming, out)
+            return out
+
+        return sums[:, 0], gradient
+
+    def _logits_of(self, student: LogitRows, rows: slice) -> Tensor:
+        """Return the teacher's logits of the student's rows and columns."""
         if self.logits is not None:
             logits = self.logits[rows]
         elif self.hidden is not None and self.weight is not None:
@@ -56,38 +82,7 @@ class WholeTeacher:
                 f"the teacher's logits are {list(logits.shape)} and the student's {list(student.logits.shape)}: they are "
                 "of the same tokens and the same columns of one vocabulary"
             )
-        mask = student.row_mask
-        teacher = LogitRows(logits, student.targets, student.shard, student.temperature, mask)
-        teacher_statistics = row_passes(logits).row_statistics(teacher)
-        pair = LogitPair(self.divergence, student, statistics, teacher, teacher_statistics)
-        sums = divergence_passes(pair).local_sums(pair)
-        if student.shard.group is not None and len(sums):
-            dist.all_reduce(sums, group=student.shard.group)
-        if mask is not None:
-            sums = torch.where(mask[:, None], sums, 0.0)
-        return WholeRows(pair, sums[:, 0], sums[:, 1], may_overwrite=self.logits is None)
-
-
-@dataclass(frozen=True)
-class WholeRows:
-    """`WholeTeacher` on some rows."""
-
-    pair: LogitPair
-    value: Tensor
-    """The divergence [rows], equal on every tensor-parallel rank."""
-    moment: Tensor
-    """The sum [rows] of g, equal on every tensor-parallel rank."""
-    may_overwrite: bool
-    """True where the teacher's logits are of no further use."""
-
-    def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
-        pair, out = self.pair, self.pair.teacher.logits
-        if not self.may_overwrite or out.dtype != dtype:
-            out = torch.empty_like(out, dtype=dtype)
-        if pair.student.row_mask is not None:
-            incoming = torch.where(pair.student.row_mask, incoming, 0.0)
-        divergence_passes(pair).write_gradient(pair, self.moment, incoming, out)
-        return out
+        return logits
 
 
 @dataclass(frozen=True)
@@ -100,60 +95,40 @@ class TopKTeacher:
     log_probs: Tensor
     """The teacher's log-probs [tokens, k] of the ids at the student's temperature."""
 
-    def on(self, student: LogitRows, statistics: RowStatistics, rows: slice) -> TopKRows:
-        return TopKRows(self.divergence, student, statistics, self.ids[rows], self.log_probs[rows])
-
-
-@dataclass
-class TopKRows:
-    """`TopKTeacher` on some rows."""
-
-    divergence: Divergence
-    student: LogitRows
-    statistics: RowStatistics
-    ids: Tensor
-    log_q: Tensor
-    value: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        student, statistics = self.student, self.statistics
-        local = self.ids - student.shard.start
-        self._is_here = (local >= 0) & (local < student.shard.columns)
-        self._columns = torch.where(self._is_here, local, 0)
-        logits = student.logits.gather(1, self._columns).to(statistics.maximum.dtype)
-        exponents = (logits - statistics.maximum[:, None]) / student.temperature
-        log_p = torch.where(self._is_here, exponents - statistics.log_sum[:, None], -math.inf)
-        log_q = self.log_q.to(log_p.dtype)
-        value, weighted = self.divergence.terms(log_p, log_q.where(self._is_here, -math.inf))
-        value, weighted = (term.where(self._is_here, 0.0) for term in (value, weighted))
-        self._p, self._weighted = log_p.exp(), weighted
+    def on(
+        self, student: LogitRows, statistics: RowStatistics, rows: slice
+    ) -> tuple[Tensor, TeacherGradient]:
+        shard, temperature, mask = student.shard, student.temperature, student.row_mask
+        columns, is_here = shard.columns_of(self.ids[rows])
+        logits = student.logits.gather(1, columns).to(statistics.maximum.dtype)
+        log_p = statistics.log_softmax(logits, temperature).where(is_here, -math.inf)
+        log_q = self.log_probs[rows].to(log_p.dtype)
+        terms = self.divergence.terms(log_p, log_q.where(is_here, -math.inf))
+        value, weighted = (term.where(is_here, 0.0) for term in terms)
         # In float64: of a rest of 1e-5, 1 minus a float32 sum leaves two digits.
-        terms = log_p.double().exp(), value, weighted
-        sums = torch.stack([term.double().sum(1) for term in terms], 1)
-        if student.shard.group is not None and len(sums):
-            dist.all_reduce(sums, group=student.shard.group)
+        parts = log_p.double().exp(), value, weighted
+        sums = torch.stack([part.double().sum(1) for part in parts], 1)
+        if shard.group is not None and len(sums):
+            dist.all_reduce(sums, group=shard.group)
         p_rest = (1 - sums[:, 0]).clamp(min=_LEAST_REST)
-        q_rest = (1 - self.log_q.double().exp().sum(1)).clamp(min=_LEAST_REST)
+        q_rest = (1 - log_q.double().exp().sum(1)).clamp(min=_LEAST_REST)
         value_rest, weighted_rest = self.divergence.terms(p_rest.log(), q_rest.log())
         results = sums[:, 1] + value_rest, sums[:, 2] + weighted_rest, weighted_rest / p_rest
-        value, self._moment, self._rest = (result.to(log_p.dtype) for result in results)
-        self.value = value if student.row_mask is None else value.where(student.row_mask, 0.0)
+        value, moment, rest = (result.to(log_p.dtype) for result in results)
 
-    def gradient(self, incoming: Tensor, dtype: torch.dtype) -> Tensor:
-        student, statistics = self.student, self.statistics
-        live = incoming != 0 if student.row_mask is None else (incoming != 0) & student.row_mask
-        scale = torch.where(live, incoming, 0.0).to(self._p.dtype) / student.temperature
-        out = torch.zeros_like(student.logits, dtype=dtype)
-        columns = student.shard.columns
-        # The gradient of a column of the rest; then the k columns' excess over it.
-        factor = torch.where(live, (self._rest - self._moment) * scale, 0.0)
-        logits = student.logits[:, :columns]
-        exponents = (logits - statistics.maximum[:, None]) / student.temperature
-        p = torch.where(live[:, None], (exponents - statistics.log_sum[:, None]).exp(), 0.0)
-        more = (self._weighted - self._p * self._rest[:, None]) * scale[:, None]
-        more = torch.where(live[:, None] & self._is_here, more, 0.0)
-        gradient = p * factor[:, None]
-        if columns:  # a shard of padding alone has none that an index could name
-            gradient.scatter_add_(1, self._columns, more)
-        out[:, :columns] = gradient.to(dtype)
-        return out
+        def gradient(incoming: Tensor, dtype: torch.dtype) -> Tensor:
+            live = incoming != 0 if mask is None else (incoming != 0) & mask
+            scale = torch.where(live, incoming, 0.0).to(log_p.dtype) / temperature
+            out = torch.zeros_like(student.logits, dtype=dtype)
+            # The gradient of a column of the rest; then the k columns' excess over it.
+            factor = torch.where(live, (rest - moment) * scale, 0.0)
+            log_probs = statistics.log_softmax(student.logits[:, : shard.columns], temperature)
+            whole = torch.where(live[:, None], log_probs.exp(), 0.0) * factor[:, None]
+            more = (weighted - log_p.exp() * rest[:, None]) * scale[:, None]
+            if shard.columns:  # a shard of padding alone has none that an index could name
+                more = torch.where(live[:, None] & is_here, more, 0.0)
+                whole.scatter_add_(1, columns, more)
+            out[:, : shard.columns] = whole.to(dtype)
+            return out
+
+        return value if mask is None else value.where(mask, 0.0), gradient

@@ -19,8 +19,13 @@ entropy the factor of a column is not one of its row and tile: E is overwritten 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import re
+import warnings
 from dataclasses import dataclass
+from importlib import metadata
 from types import ModuleType
 
 import torch
@@ -29,10 +34,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_pg.head import rows_triton
-from megatron_pg.head.factor_gradients import FactorGradients
-from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, _incoming
+from megatron_pg.head.factor_gradients import FactorGradients, main_grad_of
+from megatron_pg.head.hopper import MULTIPLE
+from megatron_pg.head.rows_triton import LN_2, LOG2_E, SMALLEST, arriving, packed, write_zeros
 from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
 
+_FIRST_VERSION, _END_OF_VERSIONS = "0.6.5", "0.7"
+"""The versions of quack-kernels that are taken, without the second: its pieces have no promise of staying."""
+_MAX_TEMPERATURES = 4
+_temperatures: set[float] = set()
+"""The temperatures of this process: each is a kernel to be compiled and kept."""
 # Exponents of two between which factors stay, so that the gradient at a target divided by its factors fits bfloat16.
 LEAST_STRIP = tl.constexpr(-60.0)
 LEAST_ROW = tl.constexpr(-40.0)
@@ -115,10 +126,7 @@ def row_factors_kernel(
                 tl.store(base + local, at_target.to(exponentials.dtype.element_ty))
         elif not (tl.abs(log2_total) < float("inf")):
             # 0 times such an exponential would be NaN.
-            for first in range(0, columns, BLOCK):
-                lanes_of_row = first + tl.arange(0, BLOCK)
-                zeros = tl.zeros([BLOCK], exponentials.dtype.element_ty)
-                tl.store(base + lanes_of_row, zeros, mask=lanes_of_row < columns)
+            write_zeros(base, 0, columns, BLOCK)
     tl.store(factors_out + row, factor)
     tl.store(references_out + row, reference)
     for first in range(0, hidden_size, BLOCK):
@@ -164,7 +172,7 @@ def exponential_gradient_kernel(
     begin = program % segments * segment
     end = tl.minimum(begin + segment, columns)
     base = exponentials + row * columns
-    to_log_prob, to_entropy = _incoming(grad_log_probs, row), _incoming(grad_entropy, row)
+    to_log_prob, to_entropy = arriving(grad_log_probs, row), arriving(grad_entropy, row)
     if (to_log_prob != 0.0) | (to_entropy != 0.0):
         value = tl.load(temperature)
         log2_total = (tl.load(maximum + row) / value + tl.load(log_sum + row)) * LOG2_E
@@ -187,15 +195,10 @@ def exponential_gradient_kernel(
             gradient += tl.where(at_target, to_target, 0.0)
             tl.store(base + lanes, gradient.to(exponentials.dtype.element_ty), mask=inside)
     else:
-        zeros = tl.zeros([TILE], exponentials.dtype.element_ty)
-        for first in range(begin, end, TILE):
-            lanes = first + tl.arange(0, TILE)
-            tl.store(base + lanes, zeros, mask=lanes < end)
+        write_zeros(base, begin, end, TILE)
 
 
 _GRADIENT_TILE, _GRADIENT_TILES, _WARPS = 1024, 8, 4
-MULTIPLE = 128
-"""Rows and columns of exponentials come in multiples of it: a tile of the second and of the third product."""
 
 
 @dataclass(frozen=True)
@@ -204,23 +207,18 @@ class ExponentialProducts:
 
     products: ModuleType
     """The module of the three products, `quack_products`."""
-    weight: Tensor
-    """[v/tp, hidden] bfloat16."""
     shard: VocabularyShard
     temperature: float
     with_entropy: bool
 
     def padded(self, rows: int) -> int:
-        """Return the rows of the buffer that so many rows take up."""
         return -(-rows // MULTIPLE) * MULTIPLE
 
     def first_product(
-        self, hidden: Tensor, targets: Tensor, place: slice, buffer: Tensor
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, place: slice, buffer: Tensor
     ) -> ExponentialRows:
-        """Multiply hidden states [rows, hidden] by the weight into the front of `buffer`; see `FirstProduct`."""
-        rows, columns = len(hidden), len(self.weight)
-        whole = self.padded(rows)
-        local = targets - self.shard.start
+        rows, columns, weight = len(hidden), len(weight), weight.detach()
+        whole, local = self.padded(rows), targets - self.shard.start
         if whole > rows:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, whole - rows))
             local = torch.nn.functional.pad(local, (0, whole - rows), value=-1)
@@ -233,7 +231,7 @@ class ExponentialProducts:
         # The product writes no logit of a target of another shard, nor of -inf.
         exponentials, target_logits = buffer[:whole], value.new_full((whole,), -math.inf)
         self.products.write_exponentials(
-            hidden, self.weight, local, self.temperature, exponentials,
+            hidden, weight, local, self.temperature, exponentials,
             offsets=offsets, sums=sums, dots=dots, target_logits=target_logits,
         )  # fmt: skip
         shard_statistics = value.new_empty((rows, 4))
@@ -243,94 +241,74 @@ class ExponentialProducts:
             TILES=triton.next_power_of_2(tiles), num_warps=_WARPS,
         )  # fmt: skip
         return ExponentialRows(
-            hidden, exponentials, offsets, shard_statistics, targets, value, place, self
+            self, hidden, weight, targets, place, value, exponentials, offsets, shard_statistics
         )
 
 
 @dataclass(frozen=True)
 class ExponentialRows:
-    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile."""
+    """Some rows after the first product, a `Chunk`; rows from `len(targets)` on fill up a tile.
 
-    hidden: Tensor
-    """[padded rows, hidden] bfloat16."""
-    exponentials: Tensor
-    """[padded rows, v/tp] bfloat16."""
-    offsets: Tensor
-    """[padded rows, tiles] float32, whole numbers."""
-    shard_statistics: Tensor
-    """[rows, 4] float32, the statistics of this shard's columns."""
-    targets: Tensor
-    """[rows] int64, global."""
-    temperature: Tensor
-    """One element."""
-    place: slice
-    """The place of the rows among all tokens."""
+    Hidden states and exponentials are [padded rows, ...] bfloat16, offsets [padded rows, tiles] whole numbers in float32,
+    and the statistics of this shard's columns [rows, 4] float32.
+    """
+
     layer: ExponentialProducts
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    place: slice
+    temperature: Tensor
+    exponentials: Tensor
+    offsets: Tensor
+    shard_statistics: Tensor
 
     def statistics(self) -> RowStatistics:
-        """Compute the statistics of the rows of targets; every tensor-parallel rank must call."""
-        count = len(self.targets)
-        outputs = RowStatistics(*(self.temperature.new_empty(count) for _ in RowStatistics._fields))
-        rows_triton.combine(
-            self.shard_statistics, self.layer.shard, self.temperature, None, outputs
-        )
-        return outputs
+        outputs = RowStatistics.empty(len(self.targets), self.temperature)
+        shard = self.layer.shard
+        return rows_triton.combine(self.shard_statistics, shard, self.temperature, None, outputs)
 
     def add_gradient(
-        self,
-        gradients: FactorGradients,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        more: Tensor | None = None,
+        self, gradients: FactorGradients, statistics: RowStatistics, incoming: Incoming
     ) -> None:
-        """Add the two products of the gradient, and overwrite the exponentials; see `Chunk`.
-
-        With a gradient to the entropy the exponentials become the gradient of the logits first. `more` is always None: a
-        teacher takes logits.
-        """
+        """Add the products; with a gradient to the entropy the exponentials become the gradient of the logits first."""
         to_log_probs, to_entropy = incoming
         if to_log_probs is None or to_entropy is not None:
             gradient = self._write_gradient(statistics, incoming)
             gradients.add_products(self.place, self.hidden[: len(gradient)], gradient)
             return
         factors, strips, scaled_hidden = self._gradient_factors(statistics, to_log_probs)
-        left = self.exponentials
+        left, products = self.exponentials, self.layer.products
         if gradients.hidden is not None:
             out = gradients.hidden[self.place]
             whole = out if len(out) == len(left) else torch.empty_like(scaled_hidden)
-            self.layer.products.write_hidden_gradient(
-                left, strips, factors, self.layer.weight, whole
-            )
+            products.write_hidden_gradient(left, strips, factors, self.weight, whole)
             if whole is not out:
                 out.copy_(whole[: len(out)])
         if gradients.needs_weight:
             total, add = gradients.weight_sum()
-            self.layer.products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
+            products.add_weight_gradient(left, strips, scaled_hidden, total, add=add)
 
     def _gradient_factors(
         self, statistics: RowStatistics, to_log_probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the factors that turn exponentials into the gradient of the logits, given that to the log-probabilities [rows].
+        """Compute the factors that turn exponentials into the gradient of the logits, and overwrite those of the targets.
 
-        The exponentials of the targets are overwritten.
-
-        Returns:
-            factors of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16, and the hidden
-            states times the factors of the rows, like `hidden`.
+        They are of the rows [padded rows] float32 and of strips of columns [strips, padded rows] bfloat16. The third tensor
+        is the hidden states times the factors of the rows.
         """
         (whole, tiles), columns = self.offsets.shape, self.exponentials.shape[1]
-        tile, size = columns // tiles, self.hidden.shape[1]
+        tile, strip = columns // tiles, self.layer.products.STRIP
         factors, references = self.temperature.new_empty((2, whole))
         scaled_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
         row_factors_kernel[(whole,)](
             self.exponentials, self.offsets, self.hidden, self.targets.contiguous(), self.temperature,
-            statistics.maximum, statistics.log_sum, statistics.log_probs,
-            to_log_probs.to(torch.float32).contiguous(),
+            statistics.maximum, statistics.log_sum, statistics.log_probs, packed(to_log_probs, torch.float32),
             factors, references, scaled_hidden,
-            len(self.targets), tiles, columns, size, self.hidden.stride(0), self.layer.shard.start,
+            len(self.targets), tiles, columns, self.hidden.shape[1], self.hidden.stride(0),
+            self.layer.shard.start,
             TILE=tile, TILES=triton.next_power_of_2(tiles), BLOCK=1024, num_warps=_WARPS,
         )  # fmt: skip
-        strip = self.layer.products.STRIP
         strips = self.hidden.new_empty((columns // strip, whole))
         strip_factors_kernel[(-(-tiles // 64), -(-whole // 64))](
             self.offsets, references, strips, whole, tiles,
@@ -346,8 +324,88 @@ class ExponentialRows:
         exponential_gradient_kernel[(count * segments,)](
             self.exponentials, self.offsets, self.targets.contiguous(), self.temperature,
             statistics.maximum, statistics.log_sum, statistics.log_probs, statistics.entropy,
-            *(None if vector is None else vector.to(torch.float32).contiguous() for vector in incoming),
+            *(packed(vector, torch.float32) for vector in incoming),
             columns, tiles, self.layer.shard.start, segments, segment,
             OFFSET_TILE=columns // tiles, TILE=_GRADIENT_TILE, num_warps=_WARPS,
         )  # fmt: skip
         return self.exponentials[:count]
+
+
+def find_products(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    temperature: float | Tensor,
+    with_entropy: bool,
+) -> ExponentialProducts | None:
+    """Return the products of exponentials for these factors, or None; say why once where QuACK is installed."""
+    version = _installed()
+    if version is None:
+        return None
+    reason = _refusal(hidden, weight, shard, temperature, main_grad_of(weight))
+    products = reason or _products(version)
+    if isinstance(products, str):
+        _say(products)
+        return None
+    return ExponentialProducts(products, shard, float(temperature), with_entropy)
+
+
+@functools.cache
+def _installed() -> str | None:
+    """Return the version of quack-kernels."""
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _products(version: str) -> ModuleType | str:
+    """Return the module `quack_products` with that version, or the reason why there are none."""
+    low, found, high = (
+        [int(part) for part in re.findall(r"\d+", each)[:3]]
+        for each in (_FIRST_VERSION, version, _END_OF_VERSIONS)
+    )
+    if not low <= found < high:
+        return f"it asks for quack-kernels>={_FIRST_VERSION},<{_END_OF_VERSIONS}, found {version}"
+    try:
+        return importlib.import_module("megatron_pg.head.hopper.quack_products")
+    except Exception as error:  # anything that a compiler raises which does not fit this machine
+        return f"quack-kernels {version} cannot be imported ({type(error).__name__}: {error})"
+
+
+def _refusal(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    temperature: float | Tensor,
+    main_grad: Tensor | None,
+) -> str:
+    """Return the reason why the products do not take these factors; "" for none."""
+    columns, size = weight.shape
+    if torch.cuda.get_device_capability(hidden.device) != (9, 0):
+        return "its products are those of Hopper GPUs"
+    if hidden.dtype != torch.bfloat16:
+        return f"it takes bfloat16 hidden states, found {hidden.dtype}"
+    if columns % MULTIPLE or size % 8:
+        return f"it takes weights of a multiple of {MULTIPLE} columns and 8 hidden, found {columns} and {size}"
+    if isinstance(temperature, Tensor):
+        return "its kernels hold the temperature, which is a tensor here"
+    if shard.columns != columns:
+        return f"{columns - shard.columns} of the {columns} columns of this rank are padding"
+    if main_grad is not None and main_grad.dtype != torch.float32:
+        return f"it adds to float32 gradients, found {main_grad.dtype}"
+    tensors = [weight] if main_grad is None else [weight, main_grad]
+    if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors):
+        return "weight or gradient are not contiguous from 16 bytes on"
+    _temperatures.update([temperature] if len(_temperatures) < _MAX_TEMPERATURES else [])
+    if temperature not in _temperatures:
+        return f"its kernels hold the temperature, of which this process has {_MAX_TEMPERATURES} others"
+    return ""
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    warnings.warn(
+        f"the fused head does not use QuACK: {reason}. Its own kernels are used.", stacklevel=5
+    )

@@ -23,7 +23,7 @@ from quack.operand_transform import a_transform
 from quack.operand_transform.host import transform_a_operand
 from torch import Tensor
 
-from megatron_pg.head.hopper.exponentials import MULTIPLE
+from megatron_pg.head.hopper import MULTIPLE
 
 STRIP = 64
 """The columns that share one factor."""

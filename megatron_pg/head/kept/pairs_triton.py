@@ -1,4 +1,4 @@
-"""The products of the sparse layer as Triton kernels, with the functions and signatures of `pairs_torch`.
+"""The products of the sparse layer as Triton kernels, with the functions and signatures of `sets`.
 
 A program owns a few pairs, a tile of one row, or tiles of columns of the weight. It sums in an order that depends neither
 on the other rows nor on timing, so the gradients are the same bit for bit. Row offsets are int64.
@@ -116,10 +116,9 @@ _WEIGHT_PROGRAMS = 1056
 
 
 def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
-    """Read the kept columns once; see `pairs_torch.pair_logits`."""
-    count, size = len(pairs.rows), hidden.shape[1]
+    """Read the kept columns once; see `sets.pair_logits`."""
+    (per_program, tile), count, size = _LOGITS_TILE, len(pairs.rows), hidden.shape[1]
     logits = pairs.temperature.new_empty(count)
-    per_program, tile = _LOGITS_TILE
     if count:
         logits_kernel[(triton.cdiv(count, per_program),)](
             hidden, hidden.stride(0), weight, weight.stride(0), pairs.rows, pairs.columns, pairs.is_here,
@@ -129,9 +128,8 @@ def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
 
 
 def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Read the kept columns once; see `pairs_torch.write_hidden_gradient`."""
-    tokens, size = out.shape
-    per_step, tile = _HIDDEN_TILE
+    """Read the kept columns once; see `sets.write_hidden_gradient`."""
+    (per_step, tile), (tokens, size) = _HIDDEN_TILE, out.shape
     if tokens:
         hidden_gradient_kernel[(tokens, triton.cdiv(size, tile))](
             gradient, pairs.offsets, pairs.columns, weight, weight.stride(0), out, out.stride(0), size,
@@ -140,7 +138,7 @@ def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, ou
 
 
 def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
-    """Sort the pairs by column and sum each column in one program; see `pairs_torch.add_weight_gradient`."""
+    """Sort the pairs by column and sum each column in one program; see `sets.add_weight_gradient`."""
     count, size, columns = len(pairs.rows), hidden.shape[1], pairs.shard.columns
     per_step, tile = _WEIGHT_TILE
     if count == 0:

@@ -4,6 +4,9 @@ With K the kept ids of a row, the target among them, and t the temperature: `log
 z_k / t`, the entropy is over K, and the gradient is 0 outside of K. All functions work on pairs of a row and a kept id, in
 the order of the rows. Under tensor parallelism a rank counts the pairs of its own columns, and one all-gather of
 `[tokens, 4]` statistics makes the row's.
+
+The last three functions are the products of a sparse output layer in plain torch. They work on a few pairs at a time, so
+that the copies of weights and hidden states stay small.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.rows_torch import chunk_slices
 from megatron_pg.head.vocabulary_shard import Incoming, RowStatistics, VocabularyShard
+
+_CHUNK_ELEMENTS = 1 << 22
 
 
 def check_rows(kept: Ragged, matrix: Tensor) -> None:
@@ -28,7 +34,7 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """The pairs of a call, on its device."""
+    """The pairs of a call, on its device, as `RowSets`."""
 
     rows: Tensor
     """The row of each pair, [pairs] int64, ascending."""
@@ -41,7 +47,6 @@ class KeptPairs:
     offsets: Tensor
     """The place where each row's pairs begin, [tokens + 1] int64."""
     temperature: Tensor
-    """The temperature, one element in the dtype of the statistics."""
     shard: VocabularyShard
 
     @classmethod
@@ -49,17 +54,9 @@ class KeptPairs:
         cls, kept: Ragged, targets: Tensor, shard: VocabularyShard, temperature: Tensor
     ) -> KeptPairs:
         """Pair the rows [tokens] with their global ids; a row without pairs has no set. No host synchronisation."""
-        rows = kept.row_of_element()
-        local, is_here = _local_columns(kept, shard)
-        return cls(
-            rows=rows,
-            columns=torch.where(is_here, local, 0),
-            is_here=is_here,
-            is_target=kept.values == targets[rows],
-            offsets=to_device(kept.offsets, targets.device),
-            temperature=temperature,
-            shard=shard,
-        )
+        rows, (columns, is_here) = kept.row_of_element(), shard.columns_of(kept.values)
+        is_target, offsets = kept.values == targets[rows], to_device(kept.offsets, targets.device)
+        return cls(rows, columns, is_here, is_target, offsets, temperature, shard)
 
     def logits_in(self, logits: Tensor) -> Tensor:
         """Return the logits [pairs], in the dtype of the statistics, out of those of all columns [tokens, v/tp]."""
@@ -67,11 +64,7 @@ class KeptPairs:
         return torch.where(self.is_here, values, -math.inf)
 
     def local_statistics(self, logits: Tensor) -> Tensor:
-        """Compute the statistics [tokens, 4] of this shard's part of each row's set; `rows_torch` has those of a row.
-
-        Args:
-            logits: [pairs] in the dtype of the statistics, minus infinity where another rank holds the column.
-        """
+        """Compute `rows_torch`'s statistics [tokens, 4] of this shard's part of each row's set, from `logits_in` [pairs]."""
         maximum = self._reduce("max", logits)
         largest = torch.where(maximum == -math.inf, 0.0, maximum)[self.rows]
         exponents = (logits - largest) / self.temperature
@@ -82,17 +75,9 @@ class KeptPairs:
         return torch.stack([maximum, *sums, target], dim=1)
 
     def add_gradient(
-        self,
-        logits: Tensor,
-        statistics: RowStatistics,
-        incoming: Incoming,
-        row_mask: Tensor | None,
-        out: Tensor,
+        self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
-        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
         gradient = kept_gradient(logits, self, statistics, incoming)
-        if row_mask is not None:
-            gradient = torch.where(row_mask[self.rows], gradient, 0.0)
         out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
@@ -130,7 +115,7 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
     kept = sets.slice(rows)
     if not kept.values.numel():
         return
-    row, (local, is_here) = kept.row_of_element(), _local_columns(kept, shard)
+    row, (local, is_here) = kept.row_of_element(), shard.columns_of(kept.values)
     offsets = to_device(kept.offsets, logits.device)
     places = torch.where(is_here, local, -1).double()
     last = torch.segment_reduce(places, "max", offsets=offsets, initial=-1.0, unsafe=True).long()
@@ -141,7 +126,35 @@ def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard)
     logits[row, columns.clamp(min=0)] = values.to(logits.dtype)
 
 
-def _local_columns(kept: Ragged, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Return the ids [elements] as columns of this shard, and True where they are inside it."""
-    local = kept.values - shard.start
-    return local, (local >= 0) & (local < shard.columns)
+def pair_logits(hidden: Tensor, weight: Tensor, pairs: KeptPairs) -> Tensor:
+    """Compute the logits [pairs] of hidden states [tokens, hidden] and weight [v/tp, hidden].
+
+    They have the dtype of the statistics, and are minus infinity where another rank holds the column.
+    """
+    dtype = pairs.temperature.dtype
+    logits = torch.full(pairs.rows.shape, -math.inf, dtype=dtype, device=hidden.device)
+    for part in _chunks(pairs, hidden):
+        left, right = hidden[pairs.rows[part]].to(dtype), weight[pairs.columns[part]].to(dtype)
+        logits[part] = torch.where(pairs.is_here[part], (left * right).sum(1), -math.inf)
+    return logits
+
+
+def write_hidden_gradient(gradient: Tensor, weight: Tensor, pairs: KeptPairs, out: Tensor) -> None:
+    """Write the gradient of the hidden states into `out` [tokens, hidden], rounded once; rows without a pair get 0."""
+    total = torch.zeros_like(out, dtype=gradient.dtype)
+    for part in _chunks(pairs, out):
+        columns = weight[pairs.columns[part]].to(gradient.dtype)
+        total.index_put_((pairs.rows[part],), gradient[part, None] * columns, accumulate=True)
+    out.copy_(total)
+
+
+def add_weight_gradient(gradient: Tensor, hidden: Tensor, pairs: KeptPairs, out: Tensor) -> None:
+    """Add the gradient of the weight to `out` [v/tp, hidden], float32 or wider, always in the same order."""
+    for part in _chunks(pairs, out):
+        rows = hidden[pairs.rows[part]].to(gradient.dtype)
+        product = (gradient[part, None] * rows).to(out.dtype)
+        out.index_put_((pairs.columns[part],), product, accumulate=True)
+
+
+def _chunks(pairs: KeptPairs, factor: Tensor) -> list[slice]:
+    return chunk_slices(0, len(pairs.rows), max(1, _CHUNK_ELEMENTS // max(1, factor.shape[1])))

@@ -6,6 +6,7 @@ The sizes of the sets, which the host knows, decide which rows take it: a pair o
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from megatron_pg.head.backend import choose
 from megatron_pg.head.factor_gradients import FactorGradients
+from megatron_pg.head.from_hidden import linear_log_probs
 from megatron_pg.head.from_logits import refuse_second_derivative
-from megatron_pg.head.kept import pairs_torch
-from megatron_pg.head.kept.sets import KeptPairs, kept_gradient
-from megatron_pg.head.output_layer import HeadOptions, OutputLayer
-from megatron_pg.head.ragged import Ragged
-from megatron_pg.head.rows_torch import combine_statistics
+from megatron_pg.head.kept import sets
+from megatron_pg.head.kept.sets import KeptPairs, check_rows, keep_only, kept_gradient
+from megatron_pg.head.output_layer import Factors, HeadOptions, OutputLayer
+from megatron_pg.head.ragged import Ragged, to_device
+from megatron_pg.head.rows_torch import combine_statistics, wide_dtype
 from megatron_pg.head.vocabulary_shard import RowStatistics
 
 _COLUMNS_OF_A_PAIR = 300
@@ -30,8 +32,8 @@ _LEAST_DENSE_ROWS = 256
 
 
 def pair_products(hidden: Tensor) -> ModuleType:
-    """Return `pairs_triton` or `pairs_torch`."""
-    return choose("kept.pairs_triton", pairs_torch, hidden)
+    """Return `pairs_triton` or `sets`."""
+    return choose("kept.pairs_triton", sets, hidden)
 
 
 def split_rows(
@@ -50,13 +52,36 @@ def split_rows(
     return (~is_dense).nonzero()[:, 0], is_dense.nonzero()[:, 0]
 
 
-def sparse_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, kept: Ragged
+def kept_log_probs(
+    factors: Factors, options: HeadOptions, keep_logits: bool | None, kept: Ragged
 ) -> tuple[Tensor, Tensor]:
-    """Do the work of `linear_log_probs_and_entropy` for rows that all have a set; the logits of the pairs are held."""
-    layer = OutputLayer(hidden, weight, targets, options)
-    pairs = KeptPairs.build(kept, layer.targets, layer.shard, layer.temperature)
-    return SparseLogProbs.apply(hidden, weight, pairs)  # type: ignore
+    """Do the work of `linear_log_probs_and_entropy` with kept sets, each row by the layer that costs less."""
+    hidden, weight, targets = factors
+    check_rows(kept, hidden)
+    sparse, dense = split_rows(kept, weight.shape[0], options.tensor_parallel_group)
+    if not len(dense):
+        return sparse_log_probs(factors, options, kept)
+    if not len(sparse):
+        restrict = functools.partial(keep_only, kept)
+        return linear_log_probs(factors, options, keep_logits, restrict)
+    log_probs = entropy = torch.zeros_like(targets, dtype=wide_dtype(hidden.dtype))
+    for rows in (sparse, dense):
+        places, own = to_device(rows, hidden.device), kept.select(rows)
+        part = Factors(hidden[places], weight, targets[places])
+        if rows is sparse:
+            found = sparse_log_probs(part, options, own)
+        else:
+            found = linear_log_probs(part, options, None, functools.partial(keep_only, own))
+        log_probs = log_probs.index_copy(0, places, found[0])
+        entropy = entropy.index_copy(0, places, found[1])
+    return log_probs, entropy
+
+
+def sparse_log_probs(factors: Factors, options: HeadOptions, kept: Ragged) -> tuple[Tensor, Tensor]:
+    """Do the same for rows that all have a set; the logits of the pairs are held."""
+    layer = OutputLayer.build(factors, options)
+    pairs = KeptPairs.build(kept, factors.targets, layer.shard, layer.temperature)
+    return SparseLogProbs.apply(factors.hidden, factors.weight, pairs)  # type: ignore
 
 
 class SparseLogProbs(torch.autograd.Function):
@@ -87,7 +112,6 @@ class SparseLogProbs(torch.autograd.Function):
             products.write_hidden_gradient(gradient, ctx.parameter, ctx.pairs, gradients.hidden)
         if gradients.needs_weight:
             total, is_begun = gradients.weight_sum()
-            products.add_weight_gradient(
-                gradient, hidden, ctx.pairs, total if is_begun else total.zero_()
-            )
+            total = total if is_begun else total.zero_()
+            products.add_weight_gradient(gradient, hidden, ctx.pairs, total)
         return (*gradients.finish(), None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ class CheckOptions:
     """The sharding and the run of the small model. The rest of the world is data parallel."""
 
     all: bool = False
-    """Every sharding that the number of processes allows, in place of the sizes given: a line for each."""
+    """Check every sharding that the number of processes allows, in place of the given sizes. Print a line for each."""
     tensor_model_parallel_size: Annotated[int, COUNT] = 1
     pipeline_model_parallel_size: Annotated[int, COUNT] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
@@ -55,9 +56,9 @@ class CheckOptions:
     num_experts: Annotated[int | None, COUNT] = None
     """Check a mixture of experts."""
     mtp_num_layers: Annotated[int | None, COUNT] = None
-    """Also a model with multi-token prediction; needs megatron-core 0.19."""
+    """Add a model with multi-token prediction; needs megatron-core 0.19."""
     hybrid_model: bool = False
-    """Also a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
+    """Add a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
@@ -73,9 +74,9 @@ class CheckOptions:
     fused_lm_head: bool = False
     """The end-to-end rows through the fused output layer."""
     custom_pg_loss_reducer_function_path: str | None = None
-    """Also rows of your own reducer."""
+    """Add rows of your own reducer."""
     custom_policy_loss_path: str | None = None
-    """The same rows with your own per-token loss."""
+    """Add rows of your own per-token loss, with your own reducer if there is one."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the check; the default is cuda where torch finds a GPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -247,6 +248,29 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
             f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel: Megatron "
             "trains no mixture of experts without it there"
         )
+
+
+def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
+    """Yield the options with every sharding of `world_size` processes.
+
+    TP with and without SP, PP, VPP 1 and 2, CP and, with experts, EP vary. The rest is data parallel.
+    """
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
+        for sequence_parallel, chunks in itertools.product((False, True), (None, 2)):
+            each = replace(
+                options,
+                all=False,
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=chunks,
+                context_parallel_size=context,
+                expert_model_parallel_size=expert,
+                sequence_parallel=sequence_parallel,
+                hybrid_model=options.hybrid_model and pipeline == 1,
+            )
+            if not any(violations_of_sizes(each, world_size)):
+                yield each
 
 
 def _violations_of_machine(options: CheckOptions) -> Iterator[str]:

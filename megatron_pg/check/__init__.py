@@ -22,10 +22,8 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 def main(arguments: Sequence[str]) -> int:
     """Run the check in the job that its launcher has started. Every rank calls it.
 
-    Rank 0 prints the report on standard output. The output of libraries goes to standard error.
-
-    Args:
-        arguments: the command line after `megatron-pg check`.
+    Rank 0 prints the report on standard output. The output of libraries goes to standard error. `arguments` is the command
+    line after `megatron-pg check`.
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be

@@ -69,7 +69,7 @@ class Row:
     replica_parameters: tuple[str, ...] = ()
     """The parameters whose copies disagree."""
 
-    # NaN agrees with nothing.
+    # The properties say whether numbers are the reference's. NaN is not.
 
     @property
     def tolerance(self) -> float:
@@ -78,7 +78,6 @@ class Row:
 
     @property
     def loss_agrees(self) -> bool:
-        """Return whether the loss is the reference's."""
         bound = 2 * self.tolerance * max(1.0, abs(self.reference_loss))
         return abs(self.loss - self.reference_loss) <= bound
 
@@ -92,17 +91,14 @@ class Row:
 
     @property
     def samples_counted_once(self) -> bool:
-        """Return whether the checksum is 1."""
         return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
     def gradients_agree(self) -> bool:
-        """Return whether all gradients, and so their copies, are the reference's."""
         return max(self.gradient_error, self.replica_error) <= self.tolerance
 
     @property
     def passed(self) -> bool:
-        """Return whether loss, gradients, norm and checksum agree."""
         numbers_agree = self.loss_agrees and self.norm_agrees and self.samples_counted_once
         return self.gradients_agree and numbers_agree
 
@@ -137,13 +133,9 @@ def compare(
 
     Args:
         found: this rank's slices of the gradients, or of the parameters' updates.
-        expected: the whole tensors.
+        expected: the whole tensors. A parameter that no rank holds raises a RuntimeError.
         owned: masks of the elements of each slice that count on this rank; empty: all count.
-        dtype: the row's.
-        step: the row's other fields that the step gives, up to the gradient norm.
-
-    Raises:
-        RuntimeError: no rank holds some parameter of the unsharded model.
+        dtype, step: the row's fields up to the gradient norm.
     """
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)

@@ -7,7 +7,7 @@ one subject, in order, and returns "" if none fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_pg.check.compare import Row
 from megatron_pg.check.finding import Finding, instead, named
@@ -195,8 +195,48 @@ def _of_the_model(f: Finding) -> str:
     side = "forward"
     if row.loss_agrees:
         side = "backward, or what hardly moves the loss in its forward,"
-    suspects = [words for words, applies in SUSPECTS.items() if applies(f)]
-    return f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {', or at '.join(suspects)}{f.mode()}"
+    suspects = ", or at ".join(_suspects(f))
+    return (
+        f"{known}: the model's {side} is wrong, {f.worst()}{_at(f)}; look at {suspects}{f.mode()}"
+    )
+
+
+def _suspects(f: Finding) -> list[str]:
+    """List the suspect parts of the model, with the flags that avoid them."""
+    model, options, sizes = f.row.model, f.options, f.sizes
+    is_plain, plain_passes = model == "end to end", f.passes("end to end")
+    table = {
+        "rotary positions (the tied model has learned ones, and passes)": is_plain
+        and f.passes("tied"),
+        "position ids, or the tied weight (the end-to-end model has neither, and passes)": (
+            model == "tied" and plain_passes
+        ),
+        "position ids (of contiguous slices; every model has learned ones)": (
+            options.cp_partition_mode == "contiguous" and not plain_passes
+        ),
+        "multi-token prediction: the labels and the mask that it shifts, its loss scale (the end-to-end model has none, and "
+        "passes)": model == "multi-token" and plain_passes,
+        "the layers of a HybridModel (the end-to-end model has none, and passes)": (
+            model == "hybrid" and plain_passes
+        ),
+        "experts, and the exchange of tokens (without --num-experts)": is_plain
+        and options.num_experts,
+        "the fused output layer (without --fused-lm-head)": options.fused_lm_head,
+        "attention over several ranks (--context-parallel-size 1)": (
+            sizes["CP"] > 1 and not plain_passes
+        ),
+        "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
+        "(--tensor-model-parallel-size 1)": sizes["TP"] > 1,
+        "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)": (
+            sizes["PP"] > 1
+        ),
+        "DDP's reduction (without --use-distributed-optimizer)": options.use_distributed_optimizer,
+        "bf16 (--dtype fp32)": f.row.dtype == "bf16",
+        "a data-parallel rank with other parameters": f.data_size > 1 and not plain_passes,
+        "dropout left on": not plain_passes,
+        "attention over a pack of sequences (whatever the flags)": not plain_passes,
+    }
+    return [words for words, applies in table.items() if applies]
 
 
 def _kind(f: Finding) -> str:
@@ -255,41 +295,3 @@ KINDS = {
     "linear_qkv": "attention: what it sends back to queries, keys and values",
 }
 """The meaning of a part that all wrong parameters' names share."""
-SUSPECTS: Mapping[str, Callable[[Finding], bool]] = {
-    "rotary positions (the tied model has learned ones, and passes)": lambda f: (
-        f.row.model == "end to end" and f.passes("tied")
-    ),
-    "position ids, or the tied weight (the end-to-end model has neither, and passes)": lambda f: (
-        f.row.model == "tied" and f.passes("end to end")
-    ),
-    "position ids (of contiguous slices; every model has learned ones)": lambda f: (
-        f.options.cp_partition_mode == "contiguous" and not f.passes("end to end")
-    ),
-    "multi-token prediction: the labels and the mask that it shifts, its loss scale (the end-to-end model has none, and "
-    "passes)": lambda f: f.row.model == "multi-token" and f.passes("end to end"),
-    "the layers of a HybridModel (the end-to-end model has none, and passes)": lambda f: (
-        f.row.model == "hybrid" and f.passes("end to end")
-    ),
-    "experts, and the exchange of tokens (without --num-experts)": lambda f: (
-        f.row.model == "end to end" and f.options.num_experts is not None
-    ),
-    "the fused output layer (without --fused-lm-head)": lambda f: f.options.fused_lm_head,
-    "attention over several ranks (--context-parallel-size 1)": lambda f: (
-        f.sizes["CP"] > 1 and not f.passes("end to end")
-    ),
-    "what tensor-parallel ranks exchange, or their vocabulary shards of the embedding and the output layer "
-    "(--tensor-model-parallel-size 1)": lambda f: f.sizes["TP"] > 1,
-    "activations and gradients sent between pipeline stages (--pipeline-model-parallel-size 1)": (
-        lambda f: f.sizes["PP"] > 1
-    ),
-    "DDP's reduction (without --use-distributed-optimizer)": lambda f: (
-        f.options.use_distributed_optimizer
-    ),
-    "bf16 (--dtype fp32)": lambda f: f.row.dtype == "bf16",
-    "a data-parallel rank with other parameters": lambda f: (
-        f.data_size > 1 and not f.passes("end to end")
-    ),
-    "dropout left on": lambda f: not f.passes("end to end"),
-    "attention over a pack of sequences (whatever the flags)": lambda f: not f.passes("end to end"),
-}
-"""The suspect parts of a model, with the flags that avoid them, and their tests."""

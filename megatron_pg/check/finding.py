@@ -36,12 +36,10 @@ class Finding:
         )
 
     def passes(self, model: str) -> bool:
-        """Return whether a model has rows and all pass."""
         found = [row.passed for row in self.rows if row.model == model]
         return bool(found) and all(found)
 
     def fails(self, what: str) -> bool:
-        """Return whether a row of case `what` fails for this row's model."""
         kind = (self.row.model, what)
         return any((row.model, row.what) == kind and not row.passed for row in self.rows)
 
@@ -70,7 +68,6 @@ class Finding:
 
     @property
     def is_part(self) -> bool:
-        """Return whether only some gradients are wrong."""
         return 0 < len(self.row.wrong) < self.row.num_parameters
 
     @property

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megatron_pg.check.cases import Case, Run, cases_of
 from megatron_pg.check.compare import Row, compare
-from megatron_pg.check.model import (
-    LogitTable,
-    build_model,
-    hybrid_model,
-    initialize_groups,
-    model_config,
-    multi_token_model,
-    tied_model,
-)
+from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
     CUSTOM,
@@ -57,38 +48,6 @@ from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
-
-
-@dataclass(frozen=True)
-class Model:
-    """A kind of model for the steps."""
-
-    new: Callable[..., torch.nn.Module]
-    """The maker of a chunk from GPTModel's keyword arguments."""
-    changes: Mapping[str, Any]
-    """The values that replace the user's options."""
-    is_run: Callable[[CheckOptions], bool] = lambda options: True
-
-
-ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
-DENSE: dict[str, Any] = {
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-PLAIN = ONE_TOKEN | DENSE
-LOCAL: dict[str, Any] = {"transformer_impl": "local"}
-FP32: dict[str, Any] = {"dtype": "fp32"}
-MODELS = {
-    "end to end": Model(GPTModel, ONE_TOKEN),
-    "tied": Model(tied_model, PLAIN),
-    "hybrid": Model(hybrid_model, PLAIN | LOCAL, lambda options: options.hybrid_model),
-    "multi-token": Model(multi_token_model, DENSE, lambda options: bool(options.mtp_num_layers)),
-    "loss only": Model(LogitTable, PLAIN | LOCAL | FP32, lambda options: not options.fused_lm_head),
-}
-"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
-embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
-`loss only` has float32 logits for parameters, and no output layer to fuse."""
 
 
 def run_check(options: CheckOptions) -> list[Row]:

@@ -20,7 +20,8 @@ from itertools import chain
 from typing import Any
 
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
-from megatron_pg.integrations.trainer import HOOKS, Trainer
+from megatron_pg.integrations.settings import HOOKS
+from megatron_pg.integrations.trainer import Trainer
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.step.sample import as_integer
 from megatron_pg.step.totals import BareSample

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_pg.integrations.settings import divisor_of_args
+from megatron_pg.integrations.settings import HOOKS, divisor_of_args
 from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.megatron.trainer_globals import context_parallel_place, global_args
 
@@ -102,14 +102,11 @@ def refuse_flag(aggregation: str, calculate_per_token_loss: bool) -> None:
     raise ValueError(f"{PREFIX}{aggregation}{why}")
 
 
-sample_mean = functools.partial(_reducer, "sample_mean")
-"""The sample mean (GRPO) of rollouts that are one sample each."""
+sample_mean, prompt_mean, token_mean, constant = (
+    functools.partial(_reducer, name) for name in HOOKS
+)
+"""The reducers. `sample_mean` (GRPO) is of rollouts that are one sample each.
 
-constant = functools.partial(_reducer, "constant")
-"""Dr.GRPO's constant: every active token weighs 1 / L, before the trainer's 1 / N. `settings.divisor_of_args` finds L."""
-
-token_mean = functools.partial(_reducer, "token_mean")
-"""The token mean over the whole step, exact where every sample has an active token. The trainer counts one otherwise."""
-
-prompt_mean = functools.partial(_reducer, "prompt_mean")
-"""Always refused: the call carries neither prompt groups nor the step's totals."""
+`token_mean` is over the whole step, exact where every sample has an active token: the trainer counts one otherwise.
+`constant` is Dr.GRPO's: every active token weighs 1 / L, before the trainer's 1 / N. `prompt_mean` is always refused.
+"""

@@ -80,12 +80,7 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
         return train_step(batch=batch, loss_func=loss_func)
 
     def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
-        """Return the factors `[samples]` of ROLL's policy loss of a micro-batch.
-
-        Args:
-            data: the micro-batch.
-            response_mask: `[samples, response]`, the filters of the loss applied.
-        """
+        """Return the factors `[samples]` of a micro-batch's policy loss. The mask has the filters of the loss applied."""
         kept = data.batch.get("final_response_mask", response_mask) * response_mask
         valid = data.meta_info["global_valid_samples"]
         count = valid.get("final_response_mask", valid["response_mask"])

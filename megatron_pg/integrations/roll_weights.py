@@ -29,13 +29,8 @@ def step_weights(
 ) -> np.ndarray[Any, Any]:
     """Weigh one active token of each sample of this rank in the objective of the whole optimizer step.
 
-    Args:
-        aggregation: one of the four.
-        tokens: active tokens of each sample, before any filter of the loss.
-        prompts: a hash of each sample's prompt, for `prompt_mean`.
-        group: the data-parallel group; None for one rank. Every rank of it calls this once a step.
-        rollouts_per_prompt: the number of samples of a prompt that the pipeline asked for.
-        divisor: L of `constant`.
+    Every rank of the data-parallel group calls it once a step. `tokens` are the active tokens of each sample before any
+    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`.
 
     Returns:
         `[samples]` float64.
@@ -65,10 +60,7 @@ def step_weights(
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
     """Return the factor of each sample for ROLL's `seq-mean-token-mean`, `[samples]` float32.
 
-    Args:
-        weights: the result of `step_weights`, of the same samples.
-        kept: `[samples, response]`, the mask that ROLL's loss sums over, filters applied.
-        valid_samples: the count that ROLL divides by.
+    `kept` `[samples, response]` is the mask that ROLL's loss sums over, filters applied. ROLL divides by `valid_samples`.
     """
     per_token = torch.as_tensor(np.asarray(weights, dtype=np.float64), device=kept.device)
     return (per_token * kept.sum(dim=-1) * valid_samples).float()
@@ -77,12 +69,7 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
 def refuse_settings(
     aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
 ) -> float | None:
-    """Return L of `constant`, in tokens (None for the others), if the settings make the aggregation exact.
-
-    Args:
-        aggregation: one of the four.
-        config: ROLL's pipeline configuration.
-        environment: the variables of the worker, with L.
+    """Return L of `constant`, in tokens (None for the others), if ROLL's pipeline configuration makes it exact.
 
     Raises:
         ValueError: a setting that does not fit, by ROLL's key.

@@ -48,16 +48,9 @@ def rollout_mask_sums(
 ) -> Tensor:
     """Return the divisors of this rank's samples, [num_samples] float64.
 
-    Every data-parallel rank must call it, once a rollout, with the same number of steps. It makes one exchange of counts
-    and ids over the group. An error is raised on every rank.
-
-    Args:
-        aggregation: the row of `AGGREGATIONS`.
-        divisor: L, in tokens, for `constant`; else None.
-        rollout: the function () -> this rank's rollout. Its errors reach every rank.
-        trainer: the trainer's name, for errors.
-        data_parallel_group: the data-parallel group *without* context parallelism; None for one rank.
-        allow_different_prompts: the samples of a prompt group may have different prompts.
+    Every rank of the data-parallel group *without* context parallelism (None: one rank) must call it, once a rollout, with
+    the same number of steps. It makes one exchange of counts and ids. An error, of `rollout` too, is raised on every rank.
+    `divisor` is L of `constant`, in tokens.
 
     Raises:
         ValueError: a prompt group lies in several steps or holds samples of different prompts, or a sample with active

@@ -1,4 +1,4 @@
-"""The divisor of `constant`, from a trainer's settings or from the environment."""
+"""The names of the aggregations' functions, and the divisor of `constant` from a trainer's settings or the environment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+HOOKS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+"""The functions of a trainer's module, by aggregation."""
 DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
 """The environment variable of the divisor L of `constant`, in tokens."""
 
@@ -14,13 +16,9 @@ DIVISOR_VARIABLE = "MEGATRON_PG_LOSS_AGGREGATION_DIVISOR"
 def find_divisor(
     path: str, settings: Mapping[str, Any], remedy: str, environment: Mapping[str, str] = os.environ
 ) -> float:
-    """Find L of `constant`, in tokens, in the environment or in a trainer's settings.
+    """Find L of `constant`, in tokens, in the environment or in a trainer's settings, for the setting `path`.
 
-    Args:
-        path: the setting that needs L, for errors.
-        settings: by name, a number, its text (YAML reads 8e3 as text) or None.
-        remedy: the place to set L at, for errors.
-        environment: the variables of this process.
+    A setting is a number, its text (YAML reads 8e3 as text) or None.
 
     Raises:
         ValueError: nothing gives L, two sources differ, or a value is no finite number above 0.

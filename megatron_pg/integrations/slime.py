@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
-from megatron_pg.integrations.trainer import HOOKS, Trainer
+from megatron_pg.integrations.settings import HOOKS
+from megatron_pg.integrations.trainer import Trainer
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.megatron.trainer_globals import data_parallel_group
 from megatron_pg.step.sample import as_integer

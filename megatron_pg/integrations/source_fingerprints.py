@@ -59,33 +59,24 @@ def source_of(path: Path, name: str) -> str | None:
 
 def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
     """Fingerprint the functions of `expected` in the folder of a package; "missing" for an absent function."""
-    sources = {
-        file: {name: source_of(folder / file, name) for name in functions}
-        for file, functions in expected.items()
-    }
-    return {
-        file: {name: "missing" if text is None else fingerprint(text) for name, text in of.items()}
-        for file, of in sources.items()
-    }
+
+    def found(file: str, name: str) -> str:
+        text = source_of(folder / file, name)
+        return "missing" if text is None else fingerprint(text)
+
+    return {file: {name: found(file, name) for name in names} for file, names in expected.items()}
 
 
 def combined(sources: Sources) -> str:
     """Return one fingerprint, 16 hexadecimal digits, of all functions."""
-    return _digits(
-        repr([(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())])
-    )
+    in_order = [(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())]
+    return _digits(repr(in_order))
 
 
 def refuse_unknown_source(
     package: str, expected: Sources, proven_with: str, proven_here: str | None
 ) -> None:
-    """Refuse a trainer whose functions differ from the proven ones.
-
-    Args:
-        package: the trainer's package.
-        expected: its functions and their fingerprints.
-        proven_with: the commit that has them, for the error.
-        proven_here: the fingerprint of a source that the user proved, or None.
+    """Refuse a package whose functions differ from the `expected` ones of a commit, unless the user proved its source.
 
     Raises:
         ValueError: the version is unknown: the functions that differ, and the command that proves them.

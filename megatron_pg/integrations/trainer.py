@@ -13,13 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_pg.integrations.reducers import PREFIX, refuse_flag
-from megatron_pg.integrations.settings import divisor_of_args
+from megatron_pg.integrations.settings import HOOKS, divisor_of_args
 from megatron_pg.integrations.source_fingerprints import Sources, refuse_unknown_source
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.step.agreement import compute_and_gather
 
-HOOKS = ("sample_mean", "prompt_mean", "token_mean", "constant")
-"""The functions of each trainer's module."""
 PROVEN = tomllib.loads(Path(__file__).with_name("proven_sources.toml").read_text())
 Chosen = tuple[Aggregation, float | None]
 """The aggregation that is on, and L of `constant`."""

@@ -103,12 +103,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
 
-    Args:
-        aggregation: one of the four.
-        old_log_prob, log_prob, advantages, response_mask: `[samples, response]`.
-        loss_agg_mode: verl's own. This loss does not follow it.
-        config: verl's `ActorConfig`.
-        rollout_is_weights: `[samples, response]`, or None.
+    Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed.
 
     Returns:
         The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's `vanilla`.
@@ -123,9 +118,9 @@ def policy_loss(
             f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
             "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
         )
-    divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
     if aggregation == "prompt_mean":
         _refuse_untagged(advantages, response_mask)
+    divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
     weights = token_weights(aggregation, response_mask, config.global_batch_info, divisor)
     if rollout_is_weights is not None:
         weights = weights * rollout_is_weights
@@ -145,14 +140,8 @@ def token_weights(
 ) -> Tensor:
     """Weigh one token of each sample, `[samples, 1]` float32. `prompt_mean_advantages` has the prompt group's part.
 
-    Args:
-        aggregation: one of the four.
-        response_mask: `[samples, response]` bool, of whole samples.
-        totals: verl's `global_batch_info`: `global_batch_size` N and `batch_num_tokens` T of the optimizer step.
-        divisor: L of `constant`.
-
-    Raises:
-        ValueError: verl did not fill in the total that is needed.
+    `response_mask` is `[samples, response]` of whole samples. `totals` is verl's `global_batch_info`: `global_batch_size`
+    N and `batch_num_tokens` T of the optimizer step. Without the needed one it raises a ValueError.
     """
     needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
     count: float | None = totals.get(needed)
@@ -177,14 +166,10 @@ def prompt_mean_advantages(
     index: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages as verl calls it, on the driver, once per training step.
+    """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, once per training step.
 
-    Args:
-        base: the name of verl's estimator.
-        token_level_rewards, response_mask: `[samples, response]`.
-        config: verl's `algorithm` section, a part of the whole configuration.
-        index: `[samples]` the prompt of each, verl's `uid`.
-        more: the estimator's further inputs.
+    Tensors are `[samples, response]`. `config` is verl's `algorithm` section, a part of the whole configuration, and
+    `index` has the prompt of each sample, verl's `uid`.
 
     Returns:
         The advantages `[samples, response]` float32 with the weight of each sample's prompt group and the tag, and
@@ -211,24 +196,16 @@ def prompt_mean_advantages(
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample and P.
+    """Return the factor `N D_i / (P G_g)` of each sample, `[samples]` float64, and P.
 
-    Args:
-        response_mask: `[samples, response]` of the whole optimizer step.
-        index: `[samples]` the prompt of each. verl's padding samples (uid `pad` and 32 hexadecimal digits, no active
-            token) are in its N and in no prompt group.
-
-    Returns:
-        `[samples]` float64, 0 for a sample without active tokens, and the prompt groups.
+    `response_mask` `[samples, response]` and the prompts `index` are of the whole optimizer step. verl's padding samples
+    (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, of_sample = np.unique([str(uid) for uid in index], return_inverse=True)
     of_group = np.bincount(of_sample, weights=tokens, minlength=len(groups))
-    padding = [
-        name.startswith("pad") and len(name) == 35 and not total
-        for name, total in zip(groups, of_group, strict=True)
-    ]
-    num_groups = max(len(groups) - sum(padding), 1)
+    is_padding = np.array([len(uid) == 35 and uid.startswith("pad") for uid in groups])
+    num_groups = max(len(groups) - int((is_padding & (of_group == 0)).sum()), 1)
     factors = len(tokens) * tokens / (num_groups * np.maximum(of_group, 1)[of_sample])
     return torch.from_numpy(factors), num_groups
 

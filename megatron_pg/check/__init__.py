@@ -3,7 +3,7 @@
 The files in the order of the work: `options` reads the flags, `job` joins the processes, `model` and
 `sharded_parameters` build the models, `cases` lists the rows, `samples` makes their samples, `step` runs them,
 `reference` computes the expected results, `compare` measures the errors, `diagnosis` names the likely mistake of a
-`finding`, and `report` writes the results. `every_sharding` repeats the check for each sharding.
+`finding`, and `report` writes the results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from megatron_pg.config.versions import UnsupportedMegatronError
 def main(arguments: Sequence[str]) -> int:
     """Run the check in the job that its launcher has started. Every rank calls it.
 
-    Rank 0 prints the report on standard output. The output of libraries goes to standard error.
-
-    Args:
-        arguments: the command line after `megatron-pg check`.
+    Rank 0 prints the report on standard output. The output of libraries goes to standard error. `arguments` is the command
+    line after `megatron-pg check`.
 
     Returns:
         The exit status, equal on every rank: 0 when every row passes, 1 when one fails, 2 for flags that cannot be
@@ -48,18 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     with joined(launch, options.device):
         with _output_to_stderr():
             # These imports need Megatron, and on the CPU its redirection.
-            from megatron_pg.check import every_sharding, report
-            from megatron_pg.check.step import run_check
+            from megatron_pg.check import report, step
 
             if options.all:
-                checked = every_sharding.check_every_sharding(options, launch.world_size)
+                checked = step.check_every_sharding(options)
                 rows = [row for each in checked for row in each.rows]
-                to_text = report.summary_as_json if wants_json else report.summary
-                text = to_text(checked, launch.world_size)
+                summary = report.summary_as_json if wants_json else report.summary
+                text = summary(checked, launch.world_size)
             else:
-                rows = run_check(options)
-                to_text_of_one = report.as_json if wants_json else report.as_text
-                text = to_text_of_one(rows, options, launch.world_size)
+                rows = step.run_check(options)
+                write = report.as_json if wants_json else report.as_text
+                text = write(rows, options, launch.world_size)
         if launch.rank == 0:
             print(text, flush=True)
     return 0 if all(row.passed for row in rows) else 1

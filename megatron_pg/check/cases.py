@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion
 from megatron_pg.config import versions
@@ -21,7 +21,7 @@ class Case:
     """A kind of step."""
 
     name: str
-    models: tuple[str, ...]
+    models: tuple[str, ...] = ("end to end",)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration during the step."""
     builds: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +41,15 @@ class Case:
     """The reason why the options exclude the case; "" for none."""
 
 
+class Run(NamedTuple):
+    """The step and the model of a row."""
+
+    model: str
+    case: Case
+    aggregation: str
+    per_token: bool
+
+
 def _auxiliary_lacks(options: CheckOptions) -> str:
     if options.num_experts is None or options.num_experts < 3:
         return "needs --num-experts 3 or more"
@@ -48,6 +57,10 @@ def _auxiliary_lacks(options: CheckOptions) -> str:
         return "rounding decides between experts in bf16, use --dtype fp32"
     is_right = versions.moe_auxiliary_loss_under_context_parallel_is_right()
     return "" if options.context_parallel_size == 1 or is_right else "needs megatron-core 0.16"
+
+
+def _auxiliary(name: str, **settings: Any) -> Case:
+    return Case(name, settings=settings, is_even=True, lacks=_auxiliary_lacks)
 
 
 def _exchange(kind: str, engine: tuple[int, int]) -> Case:
@@ -61,49 +74,28 @@ def _exchange(kind: str, engine: tuple[int, int]) -> Case:
         found = versions.parse_version(importlib.import_module("transformer_engine").__version__)
         return "" if found[:2] >= engine else f"needs Transformer Engine {engine[0]}.{engine[1]}"
 
-    builds = {"cp_comm_type": kind}
-    return Case(f"cp {kind}", ("end to end",), builds=builds, lacks=lacks)
+    return Case(f"cp {kind}", builds={"cp_comm_type": kind}, lacks=lacks)
 
 
+SCALING = {"grad_scale_func": lambda loss: loss * LOSS_SCALE}
+"""The loss scale of fp16."""
+RECOMPUTATION = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 GRADIENT = Case("gradient", ("end to end", "tied", "hybrid", "multi-token", "loss only"))
 CASES: Sequence[Case] = (
     GRADIENT,
     # GSPO sums over whole sequences, which context-parallel ranks share.
     Case("gspo", ("end to end", "loss only"), policy_loss="gspo"),
-    Case("kept set", ("end to end",), has_sets=True),
-    # fp16 scales so.
-    Case(
-        "loss scale",
-        ("end to end",),
-        settings={"grad_scale_func": lambda loss: loss * LOSS_SCALE},
-        loss_scale=LOSS_SCALE,
-    ),
-    Case(
-        "recompute",
-        ("end to end",),
-        settings={
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    ),
-    Case(
-        "auxiliary loss",
-        ("end to end",),
-        settings={"moe_aux_loss_coeff": AUXILIARY_COEFFICIENT},
-        is_even=True,
-        lacks=_auxiliary_lacks,
-    ),
-    Case(
-        "router z loss",
-        ("end to end",),
-        settings={"moe_z_loss_coeff": Z_COEFFICIENT},
-        is_even=True,
-        lacks=_auxiliary_lacks,
-    ),
+    Case("kept set", has_sets=True),
+    Case("loss scale", settings=SCALING, loss_scale=LOSS_SCALE),
+    Case("recompute", settings=RECOMPUTATION),
+    _auxiliary("auxiliary loss", moe_aux_loss_coeff=AUXILIARY_COEFFICIENT),
+    _auxiliary("router z loss", moe_z_loss_coeff=Z_COEFFICIENT),
     Case(
         "every token",
-        ("end to end",),
         is_even=True,
         logit_coefficient=LOGIT_COEFFICIENT,
         lacks=lambda options: "--fused-lm-head" if options.fused_lm_head else "",
@@ -118,17 +110,17 @@ CASES: Sequence[Case] = (
 
 def cases_of(
     model: str, options: CheckOptions, aggregations: Sequence[str], per_token: bool
-) -> Iterator[tuple[Case, str]]:
-    """Yield the case and the aggregation of each row of a model in one loss mode, in order."""
+) -> Iterator[Run]:
+    """Yield the runs of a model in one loss mode, in order."""
     if model == "multi-token" and per_token:
         return  # `scale_contract` refuses it
     for case in CASES:
         if model not in case.models or case.lacks(options):
             continue
         if case is GRADIENT and model in ("end to end", "loss only"):
-            yield from ((case, aggregation) for aggregation in aggregations)
+            yield from (Run(model, case, aggregation, per_token) for aggregation in aggregations)
         elif case is GRADIENT or not per_token or _has_both_modes(case, options):
-            yield case, CASE_AGGREGATION
+            yield Run(model, case, CASE_AGGREGATION, per_token)
 
 
 def _has_both_modes(case: Case, options: CheckOptions) -> bool:
@@ -141,28 +133,29 @@ def _has_both_modes(case: Case, options: CheckOptions) -> bool:
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """Return the features that this check leaves out, each with the reason."""
+    has_context = options.context_parallel_size > 1
     has_engine = options.transformer_impl == "transformer_engine"
-    has_fusion = has_gradient_accumulation_fusion(options)
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
     auxiliary = _auxiliary_lacks(options)
+    exchanges = {
+        kind: case.lacks(options) for case in CASES if (kind := case.builds.get("cp_comm_type"))
+    }
     table = {
         "Transformer Engine's attention": (has_engine, engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
         **{
-            f"--cp-comm-type {kind}": (options.context_parallel_size == 1 or not why, why)
-            for kind, why in (
-                (case.builds["cp_comm_type"], case.lacks(options)) for case in CASES if case.builds
-            )
+            f"--cp-comm-type {kind}": (not has_context or not why, why)
+            for kind, why in exchanges.items()
             if options.cp_comm_type != kind
         },
         "--cp-partition-mode contiguous": (
-            options.context_parallel_size == 1 or options.cp_partition_mode == "contiguous",
+            not has_context or options.cp_partition_mode == "contiguous",
             not_asked,
         ),
         "--gradient-accumulation-fusion": (
             options.gradient_accumulation_fusion,
-            not_asked if has_fusion else apex,
+            not_asked if has_gradient_accumulation_fusion(options) else apex,
         ),
         "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
         "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ AXES = ("TP", "CP", "DP", "PP")
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step that was run, and its reported loss."""
+class Row:
+    """A step and its errors, equal on every rank."""
 
     model: str
     aggregation: str
@@ -32,24 +32,13 @@ class Step:
     loss: float
     checksum: float
     """The metric `aggregation_checksum`: 1 where every sample was counted once."""
+    _: KW_ONLY
     what: str = "gradient"
     """The case's name (`cases.py`)."""
     gradient_norm: float | None = None
     """The optimizer's norm; None without its step."""
-
-    @property
-    def tolerance(self) -> float:
-        """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
-        return TOLERANCES[self.dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Step):
-    """A step and its errors, equal on every rank."""
-
     reference_loss: float
     reference_norm: float | None = None
-    """The reference's norm; None without an optimizer step."""
     gradient_error: float
     """The largest max|g - reference| / max|reference| of all parameters and ranks (bf16: the ratio of norms)."""
     worst_parameter: str
@@ -80,41 +69,41 @@ class Row(Step):
     replica_parameters: tuple[str, ...] = ()
     """The parameters whose copies disagree."""
 
+    # The properties say whether numbers are the reference's. NaN is not.
+
+    @property
+    def tolerance(self) -> float:
+        """The bound of the gradient error. The loss and the gradient norm have twice this bound."""
+        return TOLERANCES[self.dtype]
+
     @property
     def loss_agrees(self) -> bool:
-        """Return whether the loss is the reference's; NaN is not."""
-        scale = max(1.0, abs(self.reference_loss))
-        return abs(self.loss - self.reference_loss) <= 2 * self.tolerance * scale
+        bound = 2 * self.tolerance * max(1.0, abs(self.reference_loss))
+        return abs(self.loss - self.reference_loss) <= bound
 
     @property
     def norm_agrees(self) -> bool:
-        """Return whether the optimizer's gradient norm, if any, is the reference's; NaN is not."""
-        if self.gradient_norm is None or self.reference_norm is None:
+        """Return whether the optimizer's gradient norm, if any, is the reference's."""
+        found, expected = self.gradient_norm, self.reference_norm
+        if found is None or expected is None:
             return True
-        return (
-            abs(self.gradient_norm - self.reference_norm)
-            <= 2 * self.tolerance * self.reference_norm
-        )
+        return abs(found - expected) <= 2 * self.tolerance * expected
 
     @property
     def samples_counted_once(self) -> bool:
-        """Return whether the checksum is 1; NaN is not."""
         return abs(self.checksum - 1.0) <= CHECKSUM_TOLERANCE
 
     @property
     def gradients_agree(self) -> bool:
-        """Return whether all gradients, and so their copies, are the reference's; NaN is not."""
         return max(self.gradient_error, self.replica_error) <= self.tolerance
 
     @property
     def passed(self) -> bool:
-        """Return whether loss, gradients, norm and checksum agree; NaN does not."""
         numbers_agree = self.loss_agrees and self.norm_agrees and self.samples_counted_once
         return self.gradients_agree and numbers_agree
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     """One rank's slice of one gradient, compared with the reference's."""
 
     name: str
@@ -128,26 +117,25 @@ class _Slice:
     """<g, reference>; `square` is <reference, reference>, `own_square` <g, g>."""
     square: float
     own_square: float
-    prints: tuple[float, float]
+    prints: tuple[float, ...]
     """Two projections of g. Equal copies have equal projections."""
 
 
 def compare(
-    step: Step,
     found: Iterable[tuple[Shard, Tensor]],
     expected: Expected,
     owned: Sequence[Tensor] = (),
+    *,
+    dtype: str,
+    **step: Any,
 ) -> Row:
     """Compare the ranks' slices with the reference. Every rank of the world calls it and gets the same row.
 
     Args:
-        step: the step that was run.
         found: this rank's slices of the gradients, or of the parameters' updates.
-        expected: the whole tensors.
+        expected: the whole tensors. A parameter that no rank holds raises a RuntimeError.
         owned: masks of the elements of each slice that count on this rank; empty: all count.
-
-    Raises:
-        RuntimeError: no rank holds some parameter of the unsharded model.
+        dtype, step: the row's fields up to the gradient norm.
     """
     groups = ParallelGroups.from_parallel_state()
     place = (groups.tensor_rank, groups.context_rank, groups.data_rank, groups.pipeline_rank)
@@ -156,19 +144,20 @@ def compare(
         whole = expected.gradients[shard.name]
         if owned:
             gradient = torch.where(owned[number], gradient, shard.cut(whole).to(gradient))
-        mine.append(_compare_slice(shard, gradient, whole, place, step.dtype))
+        mine.append(_compare_slice(shard, gradient.double(), whole.double(), place, dtype))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     slices: list[_Slice] = list(itertools.chain(*gathered))
     if missing := expected.gradients.keys() - {each.name for each in slices}:
         raise RuntimeError(f"no rank holds {sorted(missing)}, which the unsharded model has")
     worst = max(slices, key=lambda each: each.error)
-    wrong = [each for each in slices if not each.error <= step.tolerance]
+    wrong = [each for each in slices if not each.error <= TOLERANCES[dtype]]
     ratio, scaled_error = _common_ratio(slices)
     wrong_ratio, wrong_scaled_error = _common_ratio(wrong)
-    replica_error, axes, disagreeing = _replicas(slices, step.tolerance)
+    replica_error, axes, disagreeing = _replicas(slices, TOLERANCES[dtype])
     return Row(
-        **vars(step),
+        **step,
+        dtype=dtype,
         reference_loss=expected.loss,
         reference_norm=expected.norm,
         gradient_error=worst.error,
@@ -191,32 +180,27 @@ def compare(
 
 
 def _compare_slice(
-    shard: Shard, gradient: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
+    shard: Shard, found: Tensor, whole: Tensor, place: tuple[int, ...], dtype: str
 ) -> _Slice:
-    expected = shard.cut(whole).double()
-    found = gradient.double()
+    expected = shard.cut(whole)
     difference = found - expected
     if dtype == "bf16":
-        error, scale = float(difference.norm()), float(expected.norm())
+        error = _quotient(float(difference.norm()), float(expected.norm()))
     else:
-        error, scale = float(difference.abs().max()), float(whole.double().abs().max())
-    if error != 0.0:
-        error = error / scale if scale else math.inf
+        error = _quotient(float(difference.abs().max()), float(whole.abs().max()))
     numbers = torch.arange(found.numel(), device=found.device, dtype=torch.float64)
-    prints = [found.flatten() @ torch.cos(step * numbers) for step in (1.0, 2.3)]
+    prints = [float(found.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3)]
     products = (found * expected, expected.square(), found.square())
-    product, square, own_square = (float(each.sum()) for each in products)
-    return _Slice(
-        name=shard.name,
-        index=shard.index,
-        rank=dist.get_rank(),
-        place=place,
-        error=math.inf if math.isnan(error) else error,
-        product=product,
-        square=square,
-        own_square=own_square,
-        prints=(float(prints[0]), float(prints[1])),
-    )
+    sums = (float(product.sum()) for product in products)
+    return _Slice(shard.name, shard.index, dist.get_rank(), place, error, *sums, tuple(prints))
+
+
+def _quotient(error: float, scale: float) -> float:
+    """Divide an error by its scale; infinity for NaN and for an error where nothing was expected."""
+    if error == 0.0:
+        return 0.0
+    quotient = error / scale if scale else math.inf
+    return math.inf if math.isnan(quotient) else quotient
 
 
 def _common_ratio(slices: Sequence[_Slice]) -> tuple[float, float]:
@@ -234,32 +218,27 @@ def _replicas(
     """Return the largest error between copies of a slice, the axes along which they disagree, and their parameters."""
 
     def spread(copies: Sequence[_Slice]) -> float:
-        scale = math.sqrt(copies[0].square)
-        widths = [
-            max(values) - min(values) for values in zip(*(c.prints for c in copies), strict=True)
-        ]
-        if max(widths) == 0.0:
-            return 0.0
-        error = max(widths) / scale if scale else math.inf
-        return math.inf if math.isnan(error) else error
+        prints = zip(*(each.prints for each in copies), strict=True)
+        width = max(max(values) - min(values) for values in prints)
+        return _quotient(width, math.sqrt(copies[0].square))
 
-    everywhere = [(copies, spread(copies)) for copies in _grouped(slices, *range(len(AXES)))]
-    names = tuple(sorted({copies[0].name for copies, error in everywhere if error > tolerance}))
+    everywhere = [(copies[0].name, spread(copies)) for copies in _grouped(slices, *AXES)]
+    names = tuple(sorted({name for name, error in everywhere if error > tolerance}))
     disagreeing = [each for each in slices if each.name in names]
     axes = tuple(
         axis
-        for number, axis in enumerate(AXES)
-        if any(spread(copies) > tolerance for copies in _grouped(disagreeing, number))
+        for axis in AXES
+        if any(spread(copies) > tolerance for copies in _grouped(disagreeing, axis))
     )
     return max(error for _, error in everywhere), axes, names
 
 
-def _grouped(slices: Sequence[_Slice], *ignored: int) -> Iterator[list[_Slice]]:
+def _grouped(slices: Sequence[_Slice], *ignored: str) -> Iterator[list[_Slice]]:
     """Group the slices of one part of one parameter on ranks that differ along the ignored axes alone."""
 
     def key(each: _Slice) -> tuple[Any, ...]:
-        place = (c for number, c in enumerate(each.place) if number not in ignored)
-        return each.name, each.index, *place
+        place = zip(AXES, each.place, strict=True)
+        return each.name, each.index, *(c for axis, c in place if axis not in ignored)
 
     for _, copies in itertools.groupby(sorted(slices, key=key), key):
         yield list(copies)

@@ -24,25 +24,24 @@ class Finding:
 
     def same(self, model: str) -> Row | None:
         """Find a model's gradient row in this row's loss mode, with this row's aggregation if there is one."""
-        found = [
-            row
-            for row in self.rows
-            if (row.model, row.calculate_per_token_loss, row.what)
-            == (model, self.row.calculate_per_token_loss, "gradient")
-        ]
-        found.sort(key=lambda row: (row.aggregation != self.row.aggregation, row.passed))
-        return found[0] if found else None
+        kind = (model, self.row.calculate_per_token_loss, "gradient")
+        return min(
+            (
+                row
+                for row in self.rows
+                if (row.model, row.calculate_per_token_loss, row.what) == kind
+            ),
+            key=lambda row: (row.aggregation != self.row.aggregation, row.passed),
+            default=None,
+        )
 
     def passes(self, model: str) -> bool:
-        """Return whether a model has rows and all pass."""
-        found = [each.passed for each in self.rows if each.model == model]
+        found = [row.passed for row in self.rows if row.model == model]
         return bool(found) and all(found)
 
     def fails(self, what: str) -> bool:
-        """Return whether a row of case `what` fails for this row's model."""
-        return any(
-            (row.model, row.what) == (self.row.model, what) and not row.passed for row in self.rows
-        )
+        kind = (self.row.model, what)
+        return any((row.model, row.what) == kind and not row.passed for row in self.rows)
 
     @property
     def is_of_norm(self) -> bool:
@@ -53,12 +52,6 @@ class Finding:
         return by_norm > 1e-3 or not self.row.gradient_error > 2.0 * by_norm + self.row.tolerance
 
     @property
-    def loss_only(self) -> Row | None:
-        """The loss-only row of the same step if it fails too. That row does not depend on the model."""
-        found = self.same("loss only")
-        return None if found is None or found.passed else found
-
-    @property
     def slack(self) -> float:
         """The tolerance of a ratio's match with a number."""
         return min(10 * self.row.tolerance, 0.05)
@@ -66,27 +59,31 @@ class Finding:
     @property
     def all_have_factor(self) -> bool:
         """Return whether all gradients are the reference's times one number other than 1."""
-        row = self.row
-        return row.scaled_error <= self.slack < abs(row.common_ratio - 1.0)
+        return self.row.scaled_error <= self.slack < abs(self.row.common_ratio - 1.0)
+
+    @property
+    def wrong_have_factor(self) -> bool:
+        """Return whether the wrong gradients are the reference's times one number other than 1."""
+        return self.row.wrong_scaled_error <= self.slack < abs(self.row.wrong_ratio - 1.0)
 
     @property
     def is_part(self) -> bool:
-        """Return whether only some gradients are wrong."""
         return 0 < len(self.row.wrong) < self.row.num_parameters
 
     @property
-    def micro_batches(self) -> list[int]:
-        """The different M of the data-parallel ranks."""
-        return sorted({self.options.num_microbatches(rank) for rank in range(self.data_size)})
+    def micro_batches(self) -> tuple[int, int]:
+        """The fewest and the most micro-batches of a data-parallel rank."""
+        counts = [self.options.num_microbatches(rank) for rank in range(self.data_size)]
+        return min(counts), max(counts)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by their short names."""
-        options, counts = self.options, self.micro_batches
+        options, (few, many) = self.options, self.micro_batches
         return {
             "CP": options.context_parallel_size,
             "DP": self.data_size,
-            "M": counts[0] if len(counts) == 1 else 1,
+            "M": few if few == many else 1,
             "TP": options.tensor_model_parallel_size,
             "PP": options.pipeline_model_parallel_size,
             "EP": options.expert_model_parallel_size,
@@ -95,46 +92,41 @@ class Finding:
     @property
     def is_left_over(self) -> bool:
         """Return whether every built model's first row passes and its later rows fail."""
-        built = [
-            [row.passed for row in rows]
-            for _, rows in itertools.groupby(
-                self.rows, lambda row: (row.model, row.calculate_per_token_loss)
-            )
-        ]
-        later = list(itertools.chain(*(passed[1:] for passed in built)))
-        return all(passed[0] for passed in built) and len(later) > 2 and not any(later)
+        built: dict[tuple[str, bool], list[bool]] = {}
+        for row in self.rows:
+            built.setdefault((row.model, row.calculate_per_token_loss), []).append(row.passed)
+        later = [passed for of_model in built.values() for passed in of_model[1:]]
+        return all(first for first, *_ in built.values()) and len(later) > 2 and not any(later)
+
+    @property
+    def failed_modes(self) -> set[bool]:
+        """The values of `calculate_per_token_loss` with failed gradient rows; none if the check has one mode."""
+        rows = [row for row in self.rows if row.what == "gradient"]
+        is_one = len({row.calculate_per_token_loss for row in rows}) == 1
+        failed = {row.calculate_per_token_loss for row in rows if not row.passed}
+        return set() if is_one else failed
 
     def mode(self) -> str:
         """Name the likely cause where one loss mode fails alone."""
-        if self.fails_per_micro_batch_alone:
+        if self.failed_modes == {False}:
             return "; rows per micro-batch alone: look at CP / M of the schedule and 1 / (DP CP) of DDP"
-        if self._failed_modes == {True}:
+        if self.failed_modes == {True}:
             return (
                 "; per-token rows alone: look at the token count (num_tokens) that finalize_model_grads divides by, and at "
                 "DDP's scaling, 1 in this mode"
             )
         return ""
 
-    @property
-    def fails_per_micro_batch_alone(self) -> bool:
-        """Return whether gradient rows per micro-batch fail and per-token rows pass."""
-        return self._failed_modes == {False}
-
-    @property
-    def _failed_modes(self) -> set[bool]:
-        """The loss modes with failed gradient rows; none if the check has one mode."""
-        gradients = [row for row in self.rows if row.what == "gradient"]
-        is_one = len({row.calculate_per_token_loss for row in gradients}) == 1
-        failed = {row.calculate_per_token_loss for row in gradients if not row.passed}
-        return set() if is_one else failed
-
     def where(self) -> str:
         """Name the stages or ranks with wrong gradients; "" for all."""
-        row, stages = self.row, self.options.pipeline_model_parallel_size
-        if 0 < len(row.wrong_stages) < stages:
-            return f" on pipeline stage {_some(row.wrong_stages)} alone"
-        if 0 < len(row.wrong_ranks) < self.data_size * self.options.model_parallel_size:
-            return f" on rank {_some(row.wrong_ranks)} alone"
+        row = self.row
+        for name, numbers, size in (
+            ("pipeline stage", row.wrong_stages, self.sizes["PP"]),
+            ("rank", row.wrong_ranks, self.data_size * self.options.model_parallel_size),
+        ):
+            if 0 < len(numbers) < size:
+                rest = " ..." if len(numbers) > 4 else ""
+                return f" on {name} {', '.join(map(str, numbers[:4]))}{rest} alone"
         return ""
 
     def worst(self) -> str:
@@ -173,25 +165,19 @@ class Finding:
         """Return possible denominators: the step's counts, and T over its ranks' parts."""
         samples = make_samples(self.options, self.data_size)
         active = [sample.num_active_tokens for sample in samples]
-        total, tokens = sum(active), sum(sample.total_length for sample in samples)
+        total, ranks = sum(active), min(self.data_size, 8)
         of_ranks = {
             f"T over that of data-parallel rank {rank}": total / sum(active[rank :: self.data_size])
-            for rank in range(min(self.data_size, 8) if self.data_size > 1 else 0)
+            for rank in range(ranks if ranks > 1 else 0)
         }
         return {
             "T": total,
             "N": len({sample.rollout_id for sample in samples}),
             "P": len({sample.group_index for sample in samples}),
             "the loss scale": LOSS_SCALE,
-            "all tokens over T": tokens / total,
+            "all tokens over T": sum(sample.total_length for sample in samples) / total,
             **of_ranks,
         }
-
-    @property
-    def wrong_have_factor(self) -> bool:
-        """Return whether the wrong gradients are the reference's times one number, not 1."""
-        row = self.row
-        return row.wrong_scaled_error <= self.slack < abs(row.wrong_ratio - 1.0)
 
     def times(self) -> str:
         """Put the wrong gradients' common factor in words: "are 2 times the reference: 2 = CP", or "differ"."""
@@ -203,14 +189,11 @@ class Finding:
 
 def named(names: Sequence[str]) -> str:
     """Join the first names."""
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 def instead(found: float, expected: float) -> str:
     """Write `2 and not 1 (2 times)`."""
     ratio = found / expected if expected else math.nan
     return f"{found:.6g} and not {expected:.6g} ({ratio:.4g} times)"
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + " ..." * (len(numbers) > 4)

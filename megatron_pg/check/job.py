@@ -32,9 +32,9 @@ FAILURE = "megatron_pg_check/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0
 class Launch:
     """This process's place in the job, as torchrun and its like export it."""
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+    rank: int
+    world_size: int
+    local_rank: int
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -43,15 +43,15 @@ class Launch:
         Raises:
             ValueError: some variables are missing, or SLURM has started several tasks without them.
         """
+        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+        if "WORLD_SIZE" not in environment and tasks > 1:
+            raise ValueError(
+                f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start one torchrun "
+                "a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID "
+                "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
+            )
         if "WORLD_SIZE" not in environment:
-            tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-            if tasks > 1:
-                raise ValueError(
-                    f"srun has started {tasks} tasks, and none of them knows its rank: WORLD_SIZE is not set. Start "
-                    "one torchrun a node (srun --ntasks-per-node 1 torchrun ...), or export RANK=$SLURM_PROCID "
-                    "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR MASTER_PORT in every task"
-                )
-            return cls()
+            return cls(0, 1, 0)
         world_size = int(environment["WORLD_SIZE"])
         needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in environment]
@@ -120,10 +120,7 @@ def joined(launch: Launch, device: str) -> Iterator[None]:
 
 
 def _watch(launch: Launch, failures: Store, finished: threading.Event) -> None:
-    """End this process with the message of a failed rank. A thread runs this.
-
-    A broken connection ends gloo's collectives, but NCCL waits without end for a peer that has never joined.
-    """
+    """End this process with the message of a failed rank, in a thread: NCCL waits without end for a peer that never joined."""
     first = None
     while first is None and not finished.wait(POLL_SECONDS):
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_pg.check.job import TIMEOUT_MINUTES
-from megatron_pg.check.options import UNSHARDED, CheckOptions
+from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.sharded_parameters import set_parameters
 from megatron_pg.config.versions import needs_kept_pipeline_outputs
 from megatron_pg.megatron.cpu.layer_spec import TorchNorm, torch_block_spec
@@ -36,9 +37,7 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        **(options.parallel_sizes if sharded else UNSHARDED),
-        expert_tensor_parallel_size=options.expert_tensor_parallel_size if sharded else 1,
-        distributed_timeout_minutes=TIMEOUT_MINUTES,
+        **options.parallel_sizes(sharded), distributed_timeout_minutes=TIMEOUT_MINUTES
     )
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
@@ -46,8 +45,8 @@ def initialize_groups(options: CheckOptions, *, sharded: bool = True) -> None:
 
 def tied_model(**keywords: Any) -> GPTModel:
     """Make a GPTModel with learned positions and one weight for the output layer and the embedding."""
-    changes = {"position_embedding_type": "learned_absolute"}
-    return GPTModel(**keywords | changes | {"share_embeddings_and_output_weights": True})
+    keywords["position_embedding_type"] = "learned_absolute"
+    return GPTModel(**keywords | {"share_embeddings_and_output_weights": True})
 
 
 def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Module:
@@ -61,17 +60,16 @@ def hybrid_model(*, config: TransformerConfig, **keywords: Any) -> torch.nn.Modu
     # The stack builds its last norm from Transformer Engine without asking.
     hybrid_block.TENorm = TorchNorm
     layer = torch_block_spec(config).layer_specs[0].submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=layer.input_layernorm,
-        self_attention=layer.self_attention,
-        self_attn_bda=layer.self_attn_bda,
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
-    )
+
+    def part(module: Any, *names: str) -> ModuleSpec:
+        parts = {name: getattr(layer, name) for name in names}
+        return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
+
     layers = hybrid_block.HybridStackSubmodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        attention_layer=part(
+            TransformerLayer, "input_layernorm", "self_attention", "self_attn_bda"
+        ),
+        mlp_layer=part(MLPLayer, "pre_mlp_layernorm", "mlp", "mlp_bda"),
     )
     model: torch.nn.Module = HybridModel(
         config=config,
@@ -87,20 +85,14 @@ def multi_token_model(
 ) -> GPTModel:
     """Make a GPTModel with the multi-token prediction of its config."""
     config = keywords["config"]
-    is_local = isinstance(transformer_layer_spec.layer_norm, type) and issubclass(
-        transformer_layer_spec.layer_norm, TorchNorm
-    )
+    is_local = transformer_layer_spec.layer_norm is TorchNorm
     block = get_gpt_mtp_block_spec(
         config, transformer_layer_spec, use_transformer_engine=not is_local, vp_stage=vp_stage
     )
     for layer in block.layer_specs if block is not None and is_local else ():
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchNorm
-    return GPTModel(
-        transformer_layer_spec=transformer_layer_spec,
-        mtp_block_spec=block,
-        vp_stage=vp_stage,
-        **keywords,
-    )
+    keywords |= {"transformer_layer_spec": transformer_layer_spec, "vp_stage": vp_stage}
+    return GPTModel(mtp_block_spec=block, **keywords)
 
 
 class LogitTable(torch.nn.Module):
@@ -139,6 +131,38 @@ class LogitTable(torch.nn.Module):
         return self.table[input_ids] + 0.0 * hidden.sum()
 
 
+@dataclass(frozen=True)
+class Model:
+    """A kind of model for a check's steps."""
+
+    new: Callable[..., torch.nn.Module]
+    """The maker of a chunk from GPTModel's keyword arguments."""
+    changes: Mapping[str, Any]
+    """The values that replace the user's options."""
+    is_run: Callable[[CheckOptions], bool] = lambda options: True
+
+
+ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
+DENSE: dict[str, Any] = {
+    "num_experts": None,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+PLAIN = ONE_TOKEN | DENSE
+LOCAL: dict[str, Any] = {"transformer_impl": "local"}
+FP32: dict[str, Any] = {"dtype": "fp32"}
+MODELS = {
+    "end to end": Model(GPTModel, ONE_TOKEN),
+    "tied": Model(tied_model, PLAIN),
+    "hybrid": Model(hybrid_model, PLAIN | LOCAL, lambda options: options.hybrid_model),
+    "multi-token": Model(multi_token_model, DENSE, lambda options: bool(options.mtp_num_layers)),
+    "loss only": Model(LogitTable, PLAIN | LOCAL | FP32, lambda options: not options.fused_lm_head),
+}
+"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
+embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
+`loss only` has float32 logits for parameters, and no output layer to fuse."""
+
+
 def model_config(
     options: CheckOptions,
     *,
@@ -153,17 +177,17 @@ def model_config(
     and activations, by default the options'.
     """
     dtype = dtype or (torch.bfloat16 if options.dtype == "bf16" else torch.float32)
-    sizes = options.parallel_sizes if sharded else UNSHARDED
-    # The sharding cannot split fewer heads and layers.
-    tensor_size = options.tensor_model_parallel_size
-    num_query_groups = max(2, tensor_size)
-    if options.transformer_impl == "transformer_engine":  # its a2a splits heads
-        num_query_groups = max(2, tensor_size * options.context_parallel_size)
+    sizes = options.parallel_sizes(sharded)
+    # The sharding cannot split fewer heads and layers. Transformer Engine's a2a splits heads too.
+    has_engine = options.transformer_impl == "transformer_engine"
+    splits = options.tensor_model_parallel_size * (
+        options.context_parallel_size if has_engine else 1
+    )
+    num_query_groups = max(2, splits)
     # Fused attention takes no smaller heads. On the slow CPU they are smaller.
     head_size = 32 if options.device == "cuda" else 8
     fields: dict[str, Any] = dict(
         **sizes,
-        expert_tensor_parallel_size=options.expert_tensor_parallel_size if sharded else 1,
         sequence_parallel=options.sequence_parallel and sharded,
         num_layers=options.num_layers or max(2, options.num_chunks),
         hidden_size=2 * num_query_groups * head_size,
@@ -189,11 +213,9 @@ def model_config(
     if options.num_experts is not None:
         fields |= _expert_fields(options.num_experts, dtype)
     if sizes["virtual_pipeline_model_parallel_size"] is not None:
-        fields |= {
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-            "deallocate_pipeline_outputs": not needs_kept_pipeline_outputs(),
-        }
+        keeps_outputs = needs_kept_pipeline_outputs()
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        fields["deallocate_pipeline_outputs"] = not keeps_outputs
     return TransformerConfig(**fields | changes)
 
 
@@ -230,6 +252,9 @@ def build_chunks(
         same_parameters: takes the parameters of `set_parameters` in place of Megatron's random ones.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
+    longest = 2 * options.context_parallel_size * options.tokens_per_chunk
+    # Megatron's rotary positions follow the zigzag.
+    positions = "rope" if options.cp_partition_mode == "zigzag" else "learned_absolute"
     chunks = []
     for vp_stage in [None] if num_stages is None else range(num_stages):
         stage: dict[str, Any] = {"vp_stage": vp_stage}
@@ -241,16 +266,11 @@ def build_chunks(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=options.padded_vocab_size,
-            max_sequence_length=max(
-                256, 2 * options.context_parallel_size * options.tokens_per_chunk
-            ),
+            max_sequence_length=max(256, longest),
             pre_process=parallel_state.is_pipeline_first_stage(False, **stage),
             post_process=parallel_state.is_pipeline_last_stage(False, **stage),
             share_embeddings_and_output_weights=False,
-            # Megatron's rotary positions follow the zigzag.
-            position_embedding_type=(
-                "rope" if options.cp_partition_mode == "zigzag" else "learned_absolute"
-            ),
+            position_embedding_type=positions,
             **stage,
         )
         model = new_model(**keywords | changes).to(options.device)

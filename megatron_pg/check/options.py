@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ PARALLEL_SIZES = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
@@ -42,7 +44,7 @@ class CheckOptions:
     """The sharding and the run of the small model. The rest of the world is data parallel."""
 
     all: bool = False
-    """Every sharding that the number of processes allows, in place of the sizes given: a line for each."""
+    """Check every sharding that the number of processes allows, in place of the given sizes. Print a line for each."""
     tensor_model_parallel_size: Annotated[int, COUNT] = 1
     pipeline_model_parallel_size: Annotated[int, COUNT] = 1
     virtual_pipeline_model_parallel_size: Annotated[int | None, COUNT] = None
@@ -55,9 +57,9 @@ class CheckOptions:
     num_experts: Annotated[int | None, COUNT] = None
     """Check a mixture of experts."""
     mtp_num_layers: Annotated[int | None, COUNT] = None
-    """Also a model with multi-token prediction; needs megatron-core 0.19."""
+    """Add a model with multi-token prediction; needs megatron-core 0.19."""
     hybrid_model: bool = False
-    """Also a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
+    """Add a HybridModel, which Megatron names as GPTModel's successor; needs megatron-core 0.18, and no pipeline."""
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     average_in_collective: bool = False
@@ -73,9 +75,9 @@ class CheckOptions:
     fused_lm_head: bool = False
     """The end-to-end rows through the fused output layer."""
     custom_pg_loss_reducer_function_path: str | None = None
-    """Also rows of your own reducer."""
+    """Add rows of your own reducer."""
     custom_policy_loss_path: str | None = None
-    """The same rows with your own per-token loss."""
+    """Add rows of your own per-token loss, with your own reducer if there is one."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the check; the default is cuda where torch finds a GPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -83,10 +85,10 @@ class CheckOptions:
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """On cuda in bf16 the default is transformer_engine, where it is installed."""
 
-    @property
-    def parallel_sizes(self) -> dict[str, int | None]:
-        """The sizes by Megatron's names for its process groups' arguments and its configuration."""
-        return {name: getattr(self, name) for name in PARALLEL_SIZES}
+    def parallel_sizes(self, sharded: bool = True) -> dict[str, int | None]:
+        """Return the sizes by Megatron's names, or those of a whole model on every rank."""
+        sizes = self if sharded else CheckOptions()
+        return {name: getattr(sizes, name) for name in PARALLEL_SIZES}
 
     @property
     def model_parallel_size(self) -> int:
@@ -107,9 +109,7 @@ class CheckOptions:
     @property
     def padded_vocab_size(self) -> int:
         """The output layer's columns, padded to the same number on every tensor-parallel rank."""
-        return -(-(self.vocab_size + 1) // self.tensor_model_parallel_size) * (
-            self.tensor_model_parallel_size
-        )
+        return _ceil(self.vocab_size + 1, self.tensor_model_parallel_size)
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -120,29 +120,28 @@ class CheckOptions:
     def num_microbatches(self, data_rank: int) -> int:
         """Return a data-parallel rank's M: five or six by turns, more if the pipeline needs more."""
         # Ranks of one expert-parallel group exchange tokens in every micro-batch and so have equal M.
-        count = max(5, self.pipeline_model_parallel_size + 2) + (
-            data_rank % 2 if self.expert_model_parallel_size == 1 else 0
-        )
+        more = data_rank % 2 if self.expert_model_parallel_size == 1 else 0
+        count = max(5, self.pipeline_model_parallel_size + 2) + more
         # Interleaved pipelines need multiples.
         is_interleaved = self.virtual_pipeline_model_parallel_size is not None
-        multiple = self.pipeline_model_parallel_size if is_interleaved else 1
-        return -(-count // multiple) * multiple
+        return _ceil(count, self.pipeline_model_parallel_size) if is_interleaved else count
 
 
-UNSHARDED = CheckOptions().parallel_sizes
-"""The sizes of a whole model on every rank."""
+def _ceil(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def config_of(
     aggregation: str, options: CheckOptions, policy_loss: str = "ppo"
 ) -> PolicyLossConfig:
     """Make a loss with KL and entropy terms, whose outer counts differ from the policy-gradient term's."""
-    values: dict[str, Any] = {"loss_aggregation": aggregation, "policy_loss": policy_loss}
-    if aggregation != CUSTOM and AGGREGATIONS[aggregation].needs:
-        values["loss_aggregation_divisor"] = DIVISOR
+    values: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == CUSTOM:
         values = {field: getattr(options, field) for field in CUSTOM_PATHS} | {"pg_metrics": "none"}
+    elif AGGREGATIONS[aggregation].needs:
+        values["loss_aggregation_divisor"] = DIVISOR
     return PolicyLossConfig(
+        policy_loss=policy_loss,
         kl_loss_coef=KL_COEFFICIENT,
         entropy_coef=ENTROPY_COEFFICIENT,
         cp_partition_mode=options.cp_partition_mode,
@@ -160,12 +159,10 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     parser = ProgramParser(
         prog="megatron-pg check",
         allow_abbrev=False,
-        description=(
-            "Runs one training step of a small model on the real process groups for every aggregation and both of "
-            "Megatron's loss modes, and compares every gradient with an unsharded reference computed in the same job. "
-            "Start it as the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
-            "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2"
-        ),
+        description="Run one training step of a small model on the real process groups for every aggregation and both of "
+        "Megatron's loss modes, and compare every gradient with an unsharded reference computed in the same job. Start it as "
+        "the training is started, for example: torchrun --nproc-per-node 8 -m megatron_pg check "
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2",
     )
     add_args(parser, CheckOptions, title="check", unset=("device", "dtype", "transformer_impl"))
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
@@ -205,14 +202,13 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
     tensor_size = options.tensor_model_parallel_size
     pipeline_size = options.pipeline_model_parallel_size
     experts, expert_size = options.num_experts, options.expert_model_parallel_size
+    expert_tensor_size = options.expert_tensor_parallel_size
     stages, chunks = options.virtual_pipeline_model_parallel_size, options.num_chunks
+    dense = "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size"
+    sparse = "expert-model-parallel-size * --pipeline-model-parallel-size * --expert-tensor-parallel-size"
     sizes = {
-        "tensor-model-parallel-size * --pipeline-model-parallel-size * --context-parallel-size": (
-            options.model_parallel_size
-        ),
-        "expert-model-parallel-size * --pipeline-model-parallel-size * --expert-tensor-parallel-size": (
-            expert_size * pipeline_size * options.expert_tensor_parallel_size
-        ),
+        dense: options.model_parallel_size,
+        sparse: expert_size * pipeline_size * expert_tensor_size,
     }
     for flags, size in sizes.items():
         if world_size % size:
@@ -234,19 +230,43 @@ def violations_of_sizes(options: CheckOptions, world_size: int) -> Iterator[str]
             "must be above 1; leave it out for a pipeline that is not interleaved"
         )
     if experts is None:
-        for flag, size in (("model", expert_size), ("tensor", options.expert_tensor_parallel_size)):
+        for flag, size in (("model", expert_size), ("tensor", expert_tensor_size)):
             if size > 1:
                 yield f"--expert-{flag}-parallel-size {size} needs --num-experts"
-    if experts is not None and (experts < 2 or experts % expert_size):
+        return
+    if experts < 2 or experts % expert_size:
         yield (
             f"--num-experts {experts} with --expert-model-parallel-size {expert_size}: give at least 2 experts, and a "
             "multiple of that size"
         )
-    if experts is not None and tensor_size > 1 and not options.sequence_parallel:
+    if tensor_size > 1 and not options.sequence_parallel:
         yield (
             f"--num-experts {experts} with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel: Megatron "
             "trains no mixture of experts without it there"
         )
+
+
+def shardings(options: CheckOptions, world_size: int) -> Iterator[CheckOptions]:
+    """Yield the options with every sharding of `world_size` processes.
+
+    TP with and without SP, PP, VPP 1 and 2, CP and, with experts, EP vary. The rest is data parallel.
+    """
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for tensor, pipeline, context, expert in itertools.product(sizes, repeat=4):
+        for sequence_parallel, chunks in itertools.product((False, True), (None, 2)):
+            each = replace(
+                options,
+                all=False,
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=chunks,
+                context_parallel_size=context,
+                expert_model_parallel_size=expert,
+                sequence_parallel=sequence_parallel,
+                hybrid_model=options.hybrid_model and pipeline == 1,
+            )
+            if not any(violations_of_sizes(each, world_size)):
+                yield each
 
 
 def _violations_of_machine(options: CheckOptions) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_pg.check.cases import GRADIENT, Case
+from megatron_pg.check.cases import Case
 from megatron_pg.check.model import build_chunks, model_config
 from megatron_pg.check.options import (
     ADAM_EPSILON,
@@ -37,6 +37,8 @@ from megatron_pg.step.totals import step_totals
 
 Scores = tuple[Tensor, Tensor]
 """[response] log-probs and entropies of a sample, float64."""
+Scored = tuple[Sequence[Sample], Sequence[Scores]]
+"""The samples of a step, with old and reference log-probs, and a model's scores of them."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,6 @@ class Expected:
         return replace(self, gradients=updated, norm=norm)
 
 
-@dataclass(frozen=True)
-class ScoredSamples:
-    """The samples of a step, with old and reference log-probs, and the model's scores."""
-
-    samples: Sequence[Sample]
-    scores: Sequence[Scores]
-
-
 class WholeModel:
     """The unsharded model of some options, made by `new_model`, one on every rank.
 
@@ -84,12 +78,13 @@ class WholeModel:
         self._scale_ahead = float(self.config.mtp_loss_scaling_factor or 0.0)
         self.config.mtp_loss_scaling_factor = 0.0
         self._module = build_chunks(options, self.config, new_model)[0].to(dtype)
+        # These three hold for the call that runs.
         self._ahead: list[Tensor] = []
-        """The output layer's logits of multi-token prediction, by depth, in the call that runs."""
+        """The output layer's logits of multi-token prediction, by depth."""
         self._router_logits: list[Tensor] = []
-        """[tokens, experts] float64 of each layer's router, in the call that runs."""
+        """[tokens, experts] float64 of each layer's router."""
         self._positions = torch.zeros(0)
-        """[tokens] positions in their sequences, in the call that runs."""
+        """[tokens] positions in their sequences."""
         for name, module in self._module.named_modules():
             place = name.rsplit(".", 1)[-1]
             if place == "output_layer" and options.mtp_num_layers is not None:
@@ -97,18 +92,14 @@ class WholeModel:
             elif place == "router":
                 module.register_forward_hook(self._note_router)
             elif place == "position_embeddings":
-                module.register_forward_hook(self._learned_positions)
+                # Megatron's model might pass others than the true positions.
+                module.register_forward_hook(lambda table, *_: table.weight[self._positions][None])
 
     def _note_router(self, router: Any, inputs: tuple[Tensor, ...], _: Any) -> None:
         self._router_logits.append(inputs[0].flatten(0, -2).double() @ router.weight.double().T)
 
-    def _learned_positions(self, table: Any, *_: Any) -> Tensor:
-        """Return the rows of the true positions. Megatron's model might pass others."""
-        rows: Tensor = table.weight[self._positions][None]
-        return rows
-
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> ScoredSamples:
+    def score(self, samples: Sequence[Sample]) -> Scored:
         """Score the samples and set log-probs near the scores. Every rank calls it and gets the same."""
         rank, size = dist.get_rank(), dist.get_world_size()
         mine = [
@@ -118,13 +109,13 @@ class WholeModel:
         gathered: list[list[Scores]] = [[]] * size
         dist.all_gather_object(gathered, mine)
         scores = [gathered[place % size][place // size] for place in range(len(samples))]
-        return ScoredSamples(with_log_probs(samples, [each for each, _ in scores]), scores)
+        return with_log_probs(samples, [log_probs for log_probs, _ in scores]), scores
 
     def expected(
         self,
-        step: ScoredSamples,
+        step: Scored,
         aggregation: str,
-        case: Case = GRADIENT,
+        case: Case,
         micro_batches: Sequence[tuple[Sequence[int], float]] = (),
     ) -> Expected:
         """Compute the loss and the gradients of a step. Every rank calls it.
@@ -136,54 +127,49 @@ class WholeModel:
             micro_batches: for each pack, its samples' indices and the weight of its losses beside the policy's. Without
                 any, each sample is a pack.
         """
-        samples = step.samples
-        leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in step.scores]
+        samples, scores = step
+        leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]
         if aggregation == CUSTOM:
-            # The user's functions get the whole step at once, as one micro-batch on one rank.
-            batch, device = pack(samples).to(self._options.device), self._options.device
-            parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
-            config, totals = (
-                config_of(CUSTOM, self._options),
-                step_totals(samples, allow_different_group_sizes=True),
-            )
-            loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
+            loss = self._custom_loss(samples, leaves)
         else:
             loss = _reference_loss(aggregation, case.policy_loss, samples, leaves)
         loss.backward()  # type: ignore[no-untyped-call]
-        micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
+        # Many sums in bf16 would lose digits.
         gradients: dict[str, Tensor] = {
-            # Many sums in bf16 would lose digits.
             shard.name: torch.zeros_like(part, dtype=torch.float64)
             for shard, part in gradient_slices([self._module])
         }
+        micro_batches = micro_batches or [([index], 0.0) for index in range(len(samples))]
         for indices, weight in micro_batches[dist.get_rank() :: dist.get_world_size()]:
             self._module.zero_grad(set_to_none=True)
             packed = [samples[index] for index in indices]
-            logits_of = self._logits(packed)
-            outputs = [
-                score
-                for sample, logits in zip(packed, logits_of, strict=True)
-                for score in self._scores(sample, logits)
-            ]
+            logits = self._logits(packed)
+            scored = map(self._scores, packed, logits)
+            outputs = [score for of_sample in scored for score in of_sample]
             wanted = [leaf.grad for index in indices for leaf in leaves[index]]
             if self._options.mtp_num_layers is not None:
-                outputs.append(self._loss_ahead(packed, step.samples))
+                outputs.append(self._loss_ahead(packed, samples))
                 wanted.append(torch.ones(()))
             if case.is_even:
-                outputs.append(self._loss_beside(case, torch.cat(logits_of)))
+                outputs.append(self._loss_beside(case, torch.cat(logits)))
                 wanted.append(torch.tensor(weight))
-            torch.autograd.backward(
-                outputs,
-                [
-                    torch.zeros_like(o) if w is None else w.to(o)
-                    for o, w in zip(outputs, wanted, strict=True)
-                ],
-            )
+            pairs = zip(outputs, wanted, strict=True)
+            wanted = [torch.zeros_like(o) if w is None else w.to(o) for o, w in pairs]
+            torch.autograd.backward(outputs, wanted)
             for shard, part in gradient_slices([self._module]):
                 gradients[shard.name] += part.double()
         for gradient in gradients.values():
             dist.all_reduce(gradient)
         return Expected(float(loss.detach()), gradients)
+
+    def _custom_loss(self, samples: Sequence[Sample], leaves: Sequence[Scores]) -> Tensor:
+        """Call the user's functions with the whole step at once, as one micro-batch on one rank."""
+        device = self._options.device
+        parts = (torch.cat(part).to(device) for part in zip(*leaves, strict=True))
+        totals = step_totals(samples, allow_different_group_sizes=True)
+        config, batch = config_of(CUSTOM, self._options), pack(samples).to(device)
+        loss, _ = policy_loss_from_log_probs(config, batch, *parts, totals=totals)
+        return loss
 
     def _loss_ahead(self, packed: Sequence[Sample], samples: Sequence[Sample]) -> Tensor:
         """Return a pack's multi-token loss, over the active tokens of all samples: 0-d float64."""
@@ -192,11 +178,11 @@ class WholeModel:
         lengths = [sample.total_length for sample in packed]
         loss = torch.zeros((), dtype=torch.float64)
         for depth, output in enumerate(self._ahead[:depths], start=1):
+            ahead = 1 + depth  # a position's own logits score the next token
             # Megatron's cross-entropy counts the columns of padding.
             parts = torch.split(output[:, 0], lengths)
             for sample, logits in zip(packed, parts, strict=True):
                 mask = torch.cat([torch.zeros(sample.prompt_length), sample.loss_mask.float()])
-                ahead = 1 + depth  # a position's own logits score the next token
                 rows = torch.log_softmax(logits.double(), dim=-1)[:-ahead]
                 targets = sample.tokens[ahead:, None].to(logits.device)
                 loss = loss - (rows.gather(1, targets)[:, 0] * mask[ahead:].to(rows)).sum().cpu()
@@ -222,17 +208,15 @@ class WholeModel:
     def _logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return each sample's [total_length, columns] logits, padding columns included, from an unpadded pack."""
         lengths, device = [sample.total_length for sample in samples], self._options.device
-        boundaries = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0)
-        boundaries = boundaries.to(torch.int32)
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
-        packed = PackedSeqParams("thd", boundaries, boundaries, **longest)
+        packed = PackedSeqParams("thd", ends, ends, **longest)
         tokens = torch.cat([sample.tokens for sample in samples]).to(device)
         self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         self._ahead.clear()
         self._router_logits.clear()
-        logits: Tensor = self._module(
-            tokens[None], self._positions[None], None, packed_seq_params=packed
-        )
+        positions = self._positions[None]
+        logits = self._module(tokens[None], positions, None, packed_seq_params=packed)
         return list(torch.split(logits[0], lengths))
 
     def _scores(self, sample: Sample, logits: Tensor) -> Scores:
@@ -241,8 +225,7 @@ class WholeModel:
         scored = logits[sample.prompt_length - 1 : -1, : self._options.vocab_size].double()
         is_dropped = torch.zeros_like(scored, dtype=torch.bool)
         for token in range(len(sample.kept_tokens or ())):
-            ids = sample.kept_tokens.row(token).to(logits.device)  # type: ignore[union-attr]
-            if len(ids):
+            if len(ids := sample.kept_tokens.row(token).to(logits.device)):  # type: ignore[union-attr]
                 is_dropped[token] = True
                 is_dropped[token, ids] = False
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
@@ -260,6 +243,7 @@ def _reference_loss(
     for sample in samples:
         rollout_tokens[sample.rollout_id] += int(sample.loss_mask.sum())
         group_tokens[sample.group_index] += int(sample.loss_mask.sum())
+    num_rollouts, num_groups = len(rollout_tokens), len(group_tokens)
     terms = []
     for sample, (log_probs, entropy) in zip(samples, scores, strict=True):
         fields = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs")
@@ -273,12 +257,12 @@ def _reference_loss(
         ratio = torch.exp(log_ratio)
         surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         kl = torch.exp(ref - log_probs) - 1 + log_probs - ref
-        sample_mean = 1 / (len(rollout_tokens) * max(rollout_tokens[sample.rollout_id], 1))
+        sample_mean = 1 / (num_rollouts * max(rollout_tokens[sample.rollout_id], 1))
         weights = {
             "sample_mean": sample_mean,
-            "prompt_mean": 1 / (len(group_tokens) * max(group_tokens[sample.group_index], 1)),
+            "prompt_mean": 1 / (num_groups * max(group_tokens[sample.group_index], 1)),
             "token_mean": 1 / max(rollout_tokens.total(), 1),
-            "constant": 1 / (len(rollout_tokens) * DIVISOR),
+            "constant": 1 / (num_rollouts * DIVISOR),
         }
         weight = weights.get(aggregation) or _row_weight(aggregation, samples, sample)
         penalty = KL_COEFFICIENT * kl - ENTROPY_COEFFICIENT * entropy

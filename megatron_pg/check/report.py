@@ -20,53 +20,6 @@ from megatron_pg.check.options import CheckOptions, has_transformer_engine
 from megatron_pg.config.versions import megatron_core_version
 
 
-def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """Write the whole report, with null for numbers that are not finite."""
-    return json.dumps(
-        {
-            "passed": all(row.passed for row in rows),
-            "world_size": world_size,
-            "options": dataclasses.asdict(options),
-            "versions": versions(),
-            "accelerations": accelerations(options),
-            "not_checked": not_checked(options),
-            "known_mistakes": [str(mistake) for mistake in mistakes_in(megatron_core_version())],
-            "rows": [
-                {
-                    name: None if isinstance(value, float) and not math.isfinite(value) else value
-                    for name, value in dataclasses.asdict(row).items()
-                }
-                | {"tolerance": row.tolerance, "passed": row.passed}
-                | {"diagnosis": words}
-                for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True)
-            ],
-        },
-        indent=2,
-        allow_nan=False,
-    )
-
-
-def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
-    """Write versions, the table with a diagnosis below each failed row, and the verdict."""
-    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-    lines = [
-        f"megatron-pg check: {installed}",
-        ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
-        f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
-        "",
-        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
-        f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
-    ]
-    for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
-        lines += _lines(row, words)
-    failed = sum(not row.passed for row in rows)
-    left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
-    known = mistakes_in(megatron_core_version())
-    left_out += [f"known of this megatron-core: {mistake}" for mistake in known]
-    verdict = "PASS: every gradient is the unsharded one" if not failed else f"FAIL: {failed} rows"
-    return "\n".join([*lines, "", *left_out, f"{verdict} ({len(rows)} rows)"])
-
-
 @dataclass(frozen=True)
 class Checked:
     """One sharding's rows and time."""
@@ -76,20 +29,63 @@ class Checked:
     seconds: float
 
 
+def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+    """Write the whole report, with null for numbers that are not finite."""
+    report = {
+        "passed": all(row.passed for row in rows),
+        "world_size": world_size,
+        "options": dataclasses.asdict(options),
+        "versions": versions(),
+        "accelerations": accelerations(options),
+        "not_checked": not_checked(options),
+        "known_mistakes": [str(mistake) for mistake in mistakes_in(megatron_core_version())],
+        "rows": [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in dataclasses.asdict(row).items()
+            }
+            | {"tolerance": row.tolerance, "passed": row.passed, "diagnosis": words}
+            for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True)
+        ],
+    }
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+    """Write versions, the table with a diagnosis below each failed row, and the verdict."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
+    known = mistakes_in(megatron_core_version())
+    failed = sum(not row.passed for row in rows)
+    verdict = f"FAIL: {failed} rows" if failed else "PASS: every gradient is the unsharded one"
+    lines = [
+        f"megatron-pg check: {installed}",
+        ", ".join(f"{name}: {what}" for name, what in accelerations(options).items()),
+        f"{world_size} processes on {options.device}: {_sharding(options, world_size)}",
+        "",
+        f"{'model':<12}{'dtype':<6}{'aggregation':<13}{'loss mode':<16}{'what':<15}{'loss':>12}"
+        f"{'error':>9}{'replicas':>10}{'tolerance':>11}  result",
+        *_lines(rows, options, world_size),
+        "",
+        *left_out,
+        *(f"known of this megatron-core: {mistake}" for mistake in known),
+        f"{verdict} ({len(rows)} rows)",
+    ]
+    return "\n".join(lines)
+
+
 def summary(checked: Sequence[Checked], world_size: int) -> str:
     """Write a line for each sharding, its failed rows below it, and the verdict."""
-    lines = []
+    lines, wrong = [], 0
     for each in checked:
         worst = max(each.rows, key=lambda row: row.gradient_error / row.tolerance)
         failed = sum(not row.passed for row in each.rows)
+        wrong += failed > 0
         lines.append(
             f"{f'FAIL {failed}' if failed else 'PASS':<8}{len(each.rows):>3} rows, worst {worst.gradient_error:.1e} of "
             f"{worst.tolerance:.0e}, {each.seconds:4.0f} s  {_sharding(each.options, world_size)}"
         )
-        words = diagnoses(each.rows, each.options, world_size)
-        for row, said in zip(each.rows, words, strict=True):
-            lines += [] if row.passed else _lines(row, said)
-    wrong = sum(any(not row.passed for row in each.rows) for each in checked)
+        lines += _lines(each.rows, each.options, world_size, only_failed=True)
     verdict = f"FAIL: {wrong} of" if wrong else "PASS: every gradient is the unsharded one in"
     return "\n".join([*lines, "", f"{verdict} {len(checked)} shardings"])
 
@@ -100,32 +96,40 @@ def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
     return f"[{', '.join(reports)}]"
 
 
-def _lines(row: Row, words: str) -> list[str]:
-    mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
-    line = (
-        f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
-        f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  {'PASS' if row.passed else 'FAIL'}"
-    )
-    return [line] if row.passed else [line, f"{'':<12}{words}"]
+def _lines(
+    rows: Sequence[Row], options: CheckOptions, world_size: int, *, only_failed: bool = False
+) -> list[str]:
+    """Write a line for each row, and its diagnosis below a failed one."""
+    lines = []
+    for row, words in zip(rows, diagnoses(rows, options, world_size), strict=True):
+        mode = "per token" if row.calculate_per_token_loss else "per micro-batch"
+        line = (
+            f"{row.model:<12}{row.dtype:<6}{row.aggregation:<13}{mode:<16}{row.what:<15}{row.loss:>12.6f}"
+            f"{row.gradient_error:>9.1e}{row.replica_error:>10.1e}{row.tolerance:>11.0e}  "
+        )
+        if not row.passed:
+            lines += [f"{line}FAIL", f"{'':<12}{words}"]
+        elif not only_failed:
+            lines.append(f"{line}PASS")
+    return lines
 
 
 def _sharding(options: CheckOptions, world_size: int) -> str:
     """Put the sharding in words."""
     stages = options.virtual_pipeline_model_parallel_size
-    parts = [
-        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}",
-        f"PP {options.pipeline_model_parallel_size}",
-        f"VPP {stages}" if stages else "",
-        f"CP {options.context_parallel_size}"
-        + (" contiguous" if options.cp_partition_mode == "contiguous" else ""),
-        f"EP {options.expert_model_parallel_size}" if options.num_experts else "",
-        f"ETP {options.expert_tensor_parallel_size}" if options.num_experts else "",
-        f"DP {world_size // options.model_parallel_size}",
-        "distributed optimizer" if options.use_distributed_optimizer else "",
-        "average in collective" if options.average_in_collective else "",
-        "overlapped reduction" if options.overlap_grad_reduce else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    parts = {
+        f"TP {options.tensor_model_parallel_size}{' + SP' if options.sequence_parallel else ''}": True,
+        f"PP {options.pipeline_model_parallel_size}": True,
+        f"VPP {stages}": stages,
+        f"CP {options.context_parallel_size}{' contiguous' if options.cp_partition_mode == 'contiguous' else ''}": True,
+        f"EP {options.expert_model_parallel_size}": options.num_experts,
+        f"ETP {options.expert_tensor_parallel_size}": options.num_experts,
+        f"DP {world_size // options.model_parallel_size}": True,
+        "distributed optimizer": options.use_distributed_optimizer,
+        "average in collective": options.average_in_collective,
+        "overlapped reduction": options.overlap_grad_reduce,
+    }
+    return ", ".join(part for part, is_said in parts.items() if is_said)
 
 
 def versions() -> dict[str, str]:

@@ -37,17 +37,16 @@ def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     for index in range(count):
         place, rank = divmod(index, data_size)
         is_last = index == count - 1
-        num_microbatches = options.num_microbatches(rank)
         group = 0 if is_last else len(PROMPTS) if place == LONG_PROMPT else place % len(PROMPTS)
         length = RESPONSES[(place + rank) % len(RESPONSES)]
         if place == LONG_RESPONSE:
             length = long - PROMPTS[group]
-        # `cut` puts these into the first micro-batch, beside others.
-        is_masked = (place + 1) % num_microbatches == 0 and not is_last
         # The first and the last are one rollout.
         sample = draw.sample(prompts[group], length, group, rollout_id=0 if is_last else index)
-        mask = torch.zeros_like(sample.loss_mask) if is_masked else sample.loss_mask
-        samples.append(replace(sample, loss_mask=mask))
+        # `cut` puts these into the first micro-batch, beside others.
+        if (place + 1) % options.num_microbatches(rank) == 0 and not is_last:
+            sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+        samples.append(sample)
     return samples
 
 
@@ -55,11 +54,10 @@ def make_even_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     """Make samples without padding, about two for each micro-batch. Experts' auxiliary losses would count padding."""
     draw = _Draw(options, seed=22)
     multiple = 2 * options.context_parallel_size * options.tensor_model_parallel_size
-    samples = []
-    for index in range(2 * options.num_microbatches(1) * data_size):
-        prompt, length = draw.prompt(1), multiple * (2 + index % 3)
-        samples.append(draw.sample(prompt, length - 1, group=index, rollout_id=index))
-    return samples
+    return [
+        draw.sample(draw.prompt(1), multiple * (2 + index % 3) - 1, group=index, rollout_id=index)
+        for index in range(2 * options.num_microbatches(1) * data_size)
+    ]
 
 
 class _Draw:
@@ -67,15 +65,15 @@ class _Draw:
 
     def __init__(self, options: CheckOptions, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        ids = torch.arange(options.vocab_size)
-        self._prompt_ids, self._response_ids = ids, ids[ids % LEAN_PERIOD < LEAN_PERIOD // 2]
+        self._ids = torch.arange(options.vocab_size)
+        self._leaning = self._ids[self._ids % LEAN_PERIOD < LEAN_PERIOD // 2]
 
     def _tokens(self, ids: Tensor, count: int) -> Tensor:
         return ids[torch.randint(len(ids), (count,), generator=self._generator)]
 
     def prompt(self, length: int) -> Tensor:
         """Draw [length] ids of the vocabulary."""
-        return self._tokens(self._prompt_ids, length)
+        return self._tokens(self._ids, length)
 
     def sample(self, prompt: Tensor, length: int, group: int, rollout_id: int) -> Sample:
         """Draw a response of `length` tokens. Seven in ten are active, and so are the first and the last."""
@@ -84,7 +82,7 @@ class _Draw:
         return Sample(
             # These ids lean one way, on every tensor-parallel shard. The gradients of all ids would cancel and leave
             # float32 few digits.
-            tokens=torch.cat((prompt, self._tokens(self._response_ids, length))),
+            tokens=torch.cat((prompt, self._tokens(self._leaning, length))),
             response_length=length,
             loss_mask=mask,
             # One sign avoids cancellation too.

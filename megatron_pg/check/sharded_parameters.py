@@ -40,14 +40,19 @@ def shards(model: torch.nn.Module) -> Iterator[tuple[Shard, torch.nn.Parameter]]
         dimension, rank, size = 0, 0, 1
         if ".experts." in name:
             # An expert's first layer is cut by rows, its second by columns.
-            size = parallel_state.get_expert_tensor_parallel_world_size()
-            rank = parallel_state.get_expert_tensor_parallel_rank()
-            dimension = int("linear_fc2" in name)
+            dimension, (rank, size) = int("linear_fc2" in name), _place("expert_tensor_parallel")
         elif getattr(parameter, "tensor_model_parallel", False):
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            rank = parallel_state.get_tensor_model_parallel_rank()
             dimension = int(getattr(parameter, "partition_dim", 0))
+            rank, size = _place("tensor_model_parallel")
         yield Shard(_whole_name(model, name), dimension, rank, size), parameter
+
+
+def _place(group: str) -> tuple[int, int]:
+    """Return this rank's place in a group of Megatron's parallel state, and the group's size."""
+    rank, size = (
+        getattr(parallel_state, f"get_{group}_{what}")() for what in ("rank", "world_size")
+    )
+    return rank, size
 
 
 def _whole_name(model: Any, name: str) -> str:
@@ -63,8 +68,7 @@ def _whole_name(model: Any, name: str) -> str:
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     if "local_experts" in parts:
         place = parts.index("local_experts") + 1
-        rank = parallel_state.get_expert_model_parallel_rank()
-        size = parallel_state.get_expert_model_parallel_world_size()
+        rank, size = _place("expert_model_parallel")
         parts[place] = str(model.config.num_moe_experts // size * rank + int(parts[place]))
     return ".".join(parts)
 
@@ -139,9 +143,13 @@ def _direction(seed: int, size: int) -> Tensor:
 
 
 def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`."""
+    """Yield this rank's gradient slices: DDP's `main_grad` or a bare model's `grad`.
+
+    The distributed optimizer has reduced each rank's part alone. The rest is fetched.
+    """
     for chunk in chunks:
-        _complete_reduce_scatter(chunk)
+        for gradients, part, ranks in _buckets(chunk):
+            dist.all_gather_into_tensor(gradients, part.clone(), group=ranks)
         for shard, parameter in shards(unwrapped(chunk)):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
@@ -150,8 +158,7 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
 def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
     """Yield this rank's parameter slices."""
     for chunk in chunks:
-        for shard, parameter in shards(unwrapped(chunk)):
-            yield shard, parameter.detach()
+        yield from ((shard, parameter.detach()) for shard, parameter in shards(unwrapped(chunk)))
 
 
 @torch.no_grad()
@@ -161,29 +168,22 @@ def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
         return []
     owned = []
     for chunk in chunks:
-        buckets = [(bucket, ranks) for ranks, buckets in _buckets(chunk) for bucket in buckets]
-        kept = [bucket.grad_data.clone() for bucket, _ in buckets]
-        for bucket, ranks in buckets:
-            bucket.grad_data.zero_()
-            bucket.grad_data.chunk(ranks.size())[ranks.rank()].fill_(1.0)
-        parameters = [parameter for _, parameter in shards(unwrapped(chunk))]
-        owned += [each.main_grad.bool() for each in parameters]  # type: ignore[attr-defined]
-        for (bucket, _), gradients in zip(buckets, kept, strict=True):
-            bucket.grad_data.copy_(gradients)
+        kept = [(gradients, gradients.clone()) for gradients, _, _ in _buckets(chunk)]
+        for gradients, part, _ in _buckets(chunk):
+            gradients.zero_()
+            part.fill_(1.0)
+        parameters: Iterator[Any] = (parameter for _, parameter in shards(unwrapped(chunk)))
+        owned += [parameter.main_grad.bool() for parameter in parameters]
+        for gradients, before in kept:
+            gradients.copy_(before)
     return owned
 
 
-def _complete_reduce_scatter(chunk: Any) -> None:
-    """Fetch the rest of a DDP chunk's gradients, if the distributed optimizer has reduced each rank's part alone."""
+def _buckets(chunk: Any) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
+    """Yield the buckets that ranks of the distributed optimizer divide: the gradients, this rank's part, the ranks."""
     if not (hasattr(chunk, "ddp_config") and chunk.ddp_config.use_distributed_optimizer):
         return
-    for ranks, buckets in _buckets(chunk):
-        for bucket in buckets:
-            local = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, local, group=ranks)
-
-
-def _buckets(chunk: Any) -> Iterator[tuple[dist.ProcessGroup, Sequence[Any]]]:
-    """Yield the distributed optimizer's groups, each with the chunk's buckets that its ranks divide."""
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-        yield group.intra_distributed_optimizer_instance_group, group.buckets
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            yield bucket.grad_data, bucket.grad_data.chunk(ranks.size())[ranks.rank()], ranks

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_pg.check.cases import GRADIENT, Case, cases_of
-from megatron_pg.check.compare import Row, Step, compare
-from megatron_pg.check.model import (
-    LogitTable,
-    build_model,
-    hybrid_model,
-    initialize_groups,
-    model_config,
-    multi_token_model,
-    tied_model,
+from megatron_pg.check.cases import Case, Run, cases_of
+from megatron_pg.check.compare import Row, compare
+from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
+from megatron_pg.check.options import (
+    ADAM_EPSILON,
+    CUSTOM,
+    CUSTOM_PATHS,
+    CheckOptions,
+    config_of,
+    shardings,
 )
-from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CUSTOM_PATHS, CheckOptions, config_of
-from megatron_pg.check.reference import Expected, ScoredSamples, WholeModel
+from megatron_pg.check.reference import Expected, Scored, WholeModel
+from megatron_pg.check.report import Checked
 from megatron_pg.check.samples import (
     cut,
     cut_evenly,
@@ -50,52 +50,6 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 
-@dataclass(frozen=True)
-class Model:
-    """A kind of model for the steps."""
-
-    new: Callable[..., torch.nn.Module]
-    """The maker of a chunk from GPTModel's keyword arguments."""
-    changes: Mapping[str, Any]
-    """The values that replace the user's options."""
-    is_run: Callable[[CheckOptions], bool] = lambda options: True
-
-
-ONE_TOKEN: dict[str, Any] = {"mtp_num_layers": None}
-DENSE: dict[str, Any] = {
-    "num_experts": None,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-}
-LOCAL: dict[str, Any] = {"transformer_impl": "local"}
-MODELS = {
-    "end to end": Model(GPTModel, ONE_TOKEN),
-    "tied": Model(tied_model, ONE_TOKEN | DENSE),
-    "hybrid": Model(hybrid_model, ONE_TOKEN | DENSE | LOCAL, lambda options: options.hybrid_model),
-    "multi-token": Model(
-        multi_token_model, DENSE, lambda options: options.mtp_num_layers is not None
-    ),
-    "loss only": Model(
-        LogitTable,
-        ONE_TOKEN | DENSE | LOCAL | {"dtype": "fp32"},
-        lambda options: not options.fused_lm_head,
-    ),
-}
-"""The models. `end to end` is a GPT model in the user's dtype. `tied` is one with learned positions and one weight for
-embedding and output layer. `hybrid` is a HybridModel. `multi-token` is a GPT model with multi-token prediction.
-`loss only` has float32 logits for parameters, and no output layer to fuse."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The step and the model of a row."""
-
-    model: str
-    case: Case
-    aggregation: str
-    per_token: bool
-
-
 def run_check(options: CheckOptions) -> list[Row]:
     """Make all rows. Every rank of the world calls it and gets the same."""
     options_of = {
@@ -104,14 +58,10 @@ def run_check(options: CheckOptions) -> list[Row]:
         if model.is_run(options)
     }
     is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
-    aggregations = [*AGGREGATIONS, *[CUSTOM] * is_custom]
+    aggregations = [*AGGREGATIONS, CUSTOM] if is_custom else [*AGGREGATIONS]
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
-        name: [
-            Run(name, case, aggregation, per_token)
-            for per_token in modes
-            for case, aggregation in cases_of(name, options, aggregations, per_token)
-        ]
+        name: [run for mode in modes for run in cases_of(name, options, aggregations, mode)]
         for name in options_of
     }
     initialize_groups(options, sharded=False)
@@ -130,13 +80,23 @@ def run_check(options: CheckOptions) -> list[Row]:
     return rows
 
 
+def check_every_sharding(options: CheckOptions) -> list[Checked]:
+    """Check each sharding of the world. Every rank of the world calls it."""
+    found = []
+    for each in shardings(options, dist.get_world_size()):
+        started = time.monotonic()
+        rows = run_check(each)
+        found.append(Checked(each, rows, time.monotonic() - started))
+    return found
+
+
 def _references(
     options: CheckOptions, runs: Sequence[Run]
 ) -> list[tuple[Sequence[Sample], Expected]]:
     """Return the samples and the expected results of each run of a model."""
     model = WholeModel(options, MODELS[runs[0].model].new)
     data_size = dist.get_world_size() // options.model_parallel_size
-    steps: dict[tuple[bool, bool], ScoredSamples] = {}
+    steps: dict[tuple[bool, bool], Scored] = {}
     known: dict[tuple[object, ...], Expected] = {}
     found = []
     for run in runs:
@@ -151,10 +111,9 @@ def _references(
         of_tokens = (case.name, run.per_token) if case.is_even else ()
         key = (run.aggregation, case.policy_loss, kind, *of_tokens)
         if key not in known:
-            packs = _packs(options, step.samples, data_size, run.per_token) if case.is_even else ()
+            packs = _packs(options, step[0], data_size, run.per_token) if case.is_even else ()
             known[key] = model.expected(step, run.aggregation, case, packs)
-        expected = known[key].after_update() if case.updates else known[key]
-        found.append((step.samples, expected))
+        found.append((step[0], known[key].after_update() if case.updates else known[key]))
     return found
 
 
@@ -183,14 +142,12 @@ def _build(options: CheckOptions, run: Run) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _changed(config: Any, case: Case) -> Iterator[None]:
-    """Set a case's settings in the model's configuration meanwhile."""
-    before = {name: getattr(config, name) for name in case.settings}
-    for name, value in case.settings.items():
-        setattr(config, name, value)
+def _changed(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Change settings of the model's configuration meanwhile."""
+    before = {name: getattr(config, name) for name in settings}
+    vars(config).update(settings)
     yield
-    for name, value in before.items():
-        setattr(config, name, value)
+    vars(config).update(before)
 
 
 def _row(
@@ -203,11 +160,20 @@ def _row(
 ) -> Row:
     """Run a step and compare it."""
     case = run.case
+    norm: float | None = None
     config = config_of(run.aggregation, options, case.policy_loss)
     config = replace(config, replay_sampling_set=case.has_sets)
-    with _changed(chunks[0].config, case):
+    with _changed(chunks[0].config, case.settings):
         metrics = train_step(chunks, options, groups, samples, config, case)
-    step = Step(
+    slices: Iterable[tuple[Shard, Tensor]] = (
+        (shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks)
+    )
+    if case.updates:
+        norm, slices = update(chunks, options, expected)
+    return compare(
+        slices,
+        expected,
+        () if case.updates else owned_elements(chunks),
         model=run.model,
         aggregation=run.aggregation,
         calculate_per_token_loss=run.per_token,
@@ -215,12 +181,8 @@ def _row(
         loss=metrics["loss"],
         checksum=metrics[CHECKSUM],
         what=case.name,
+        gradient_norm=norm,
     )
-    if case.updates:
-        norm, added = update(chunks, options, expected)
-        return compare(replace(step, gradient_norm=norm), added, expected)
-    slices = ((shard, gradient / case.loss_scale) for shard, gradient in gradient_slices(chunks))
-    return compare(step, slices, expected, owned_elements(chunks))
 
 
 def train_step(
@@ -229,26 +191,26 @@ def train_step(
     groups: ParallelGroups,
     samples: Sequence[Sample],
     config: PolicyLossConfig,
-    case: Case = GRADIENT,
+    case: Case,
 ) -> dict[str, float]:
     """Run a step through Megatron's schedule and return its metrics. The gradients stay in DDP's buffers.
 
     Even samples make no empty micro-batch and need no padding.
     """
-    is_even = case.is_even
-    data_rank, cp_rank, cp_size = groups.data_rank, groups.context_rank, groups.context_size
+    data_rank, cp_size = groups.data_rank, groups.context_size
     mine = samples[data_rank :: groups.data_size]
-    micro_batches = (cut_evenly if is_even else cut)(mine, options.num_microbatches(data_rank))
+    micro_batches = (cut_evenly if case.is_even else cut)(mine, options.num_microbatches(data_rank))
     totals = step_totals(mine, data_parallel_group=groups.data, allow_different_group_sizes=True)
-    if is_even:
+    if case.is_even:
         totals = replace(totals, num_tokens=sum(sample.total_length for sample in samples))
-    # Sequence parallelism splits a rank's tokens again.
     layout: dict[str, Any] = {
+        "cp_rank": groups.context_rank,
+        "cp_size": cp_size,
+        # Sequence parallelism splits a rank's tokens again.
         "pad_to_multiple": cp_size * groups.tensor_size if options.sequence_parallel else 1,
         "cp_partition_mode": options.cp_partition_mode,
     }
-    packed = (pack(each, cp_rank=cp_rank, cp_size=cp_size, **layout) for each in micro_batches)
-    batches = [batch.to(options.device) for batch in packed]
+    batches = [pack(each, **layout).to(options.device) for each in micro_batches]
     step = PolicyStep(
         replace(config, fused_lm_head=options.fused_lm_head),
         totals=totals,

@@ -1,8 +1,8 @@
-"""This package inside trainers that are there already: what they load by import path, entry point or class name.
+"""This package inside other trainers, which load it by import path, entry point or class name.
 
     --custom-pg-loss-reducer-function-path megatron_pg.integrations.constant
 
-Importing this needs nothing of theirs.
+The import needs nothing of the trainers'.
 """
 
 from megatron_pg.integrations.reducers import constant, prompt_mean, sample_mean, token_mean

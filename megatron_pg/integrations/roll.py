@@ -4,12 +4,12 @@
       worker_cls: megatron_pg.integrations.roll.PromptMeanActorWorker
     loss_agg_mode: seq-mean-token-mean
 
-Importing this imports ROLL. What ROLL does with a loss (read in commit 8eb27cc), DP the data-parallel size, M the
-micro-batches, V the samples of the step with an active token, m the mask after the filters of the loss:
+The import imports ROLL. The way of a loss through ROLL (read in commit 8eb27cc): DP is the data-parallel size, M the
+micro-batches, V the samples of the step with an active token, m the mask after the filters of the loss.
 
 1. `roll/pipeline/rlvr/actor_worker.py`, `loss_func`: gathers the log-probs over context parallelism and aggregates
-   policy loss, KL and entropy by `loss_agg_mode`, with the totals of the step over data parallelism. The policy loss alone
-   is multiplied, per sample, by what `compute_sample_weights` gives.
+   policy loss, KL and entropy by `loss_agg_mode`, with the totals of the step over data parallelism. It multiplies the
+   policy loss alone, per sample, by the result of `compute_sample_weights`.
 2. `roll/distributed/strategy/megatron_strategy.py`, `inner_forward_step`: returns `loss * M * DP`, which Megatron turns
    into the sum of the losses (a pair: times CP, over M and DP * CP; the gathered log-probs carry gradient for this
    rank's own part). `calculate_per_token_loss` with this pair is an unnormalised sum: refused here.
@@ -17,8 +17,8 @@ micro-batches, V the samples of the step with an active token, m the mask after 
    (sum m)`, exact up to float32. `token-mean` never multiplies by the mask it is given, so tokens that a filter took out
    stay in. `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.
 
-So with `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, w_i from the totals before the filters. KL and entropy
-are sample means over V. The prompt groups are told apart by their prompt tokens.
+So with `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, with w_i from the totals before the filters. KL and
+entropy are sample means over V. A prompt group is the samples with the same prompt tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.pipeline.rlvr.actor_worker import ActorWorker
 from torch import Tensor
@@ -66,37 +65,26 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
     def weighted_step(self, train_step: Callable[..., Any], batch: Any, loss_func: Any) -> Any:
         """Take one optimizer step of the strategy; every rank calls it with its data-parallel rank's samples."""
         mask = batch.batch.get("final_response_mask", batch.batch["response_mask"][:, 1:])
+        prompts = None
+        if self.aggregation == "prompt_mean":
+            rows = batch.batch["prompts"].cpu().numpy()
+            prompts = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
         batch.non_tensor_batch[WEIGHT] = step_weights(
             self.aggregation,
             mask.sum(dim=-1).tolist(),
-            self._prompts(batch) if self.aggregation == "prompt_mean" else None,
+            prompts,
             data_parallel_group(),
             rollouts_per_prompt=self.pipeline_config.num_return_sequences_in_group,
             divisor=self.divisor,
         ).astype(object)
         return train_step(batch=batch, loss_func=loss_func)
 
-    def _prompts(self, batch: Any) -> list[bytes]:
-        """Hash each sample's prompt tokens."""
-        return [
-            hashlib.blake2b(np.asarray(row).tobytes(), digest_size=16).digest()
-            for row in batch.batch["prompts"].cpu()
-        ]
-
     def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
-        """Return the factors `[samples]` of ROLL's policy loss of a micro-batch.
-
-        Args:
-            data: the micro-batch.
-            response_mask: `[samples, response]`, the filters of the loss applied.
-        """
+        """Return the factors `[samples]` of a micro-batch's policy loss. The mask has the filters of the loss applied."""
         kept = data.batch.get("final_response_mask", response_mask) * response_mask
         valid = data.meta_info["global_valid_samples"]
-        return sample_factors(
-            data.non_tensor_batch[WEIGHT],
-            kept,
-            valid.get("final_response_mask", valid["response_mask"]),
-        )
+        count = valid.get("final_response_mask", valid["response_mask"])
+        return sample_factors(data.non_tensor_batch[WEIGHT], kept, count)
 
 
 class SampleMeanActorWorker(_AggregationActorWorker):

@@ -1,4 +1,4 @@
-"""Weights of a step for ROLL's worker, and the settings under which they are exact; needs nothing of ROLL."""
+"""Weights of a step for ROLL's worker, and the settings under which they are exact. The import needs nothing of ROLL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.integrations.settings import DIVISOR_VARIABLE, one_divisor
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.totals import BareSample, step_totals
@@ -29,13 +29,8 @@ def step_weights(
 ) -> np.ndarray[Any, Any]:
     """Weigh one active token of each sample of this rank in the objective of the whole optimizer step.
 
-    Args:
-        aggregation: one of the four.
-        tokens: active tokens of each sample, in tokens, before any filter of the loss.
-        prompts: a hash of each sample's prompt, for `prompt_mean`.
-        group: the data-parallel group, every rank of which calls this once per step; None for one rank.
-        rollouts_per_prompt: how many samples of a prompt the pipeline asked for.
-        divisor: L of `constant`.
+    Every rank of the data-parallel group calls it once a step. `tokens` are the active tokens of each sample before any
+    filter of the loss. `prompts` has a hash of each sample's prompt, for `prompt_mean`.
 
     Returns:
         `[samples]` float64.
@@ -58,17 +53,14 @@ def step_weights(
     group_of = {prompt: number for number, prompt in enumerate(sizes)}
     totals = step_totals([BareSample(count, group_of[prompt]) for prompt, count in everyone])
     samples = [BareSample(count, group_of[prompt]) for prompt, count in mine]
-    mode = AGGREGATIONS[aggregation]
-    return (1.0 / (mode.divisors_of(totals, samples, divisor) * mode.outer_count(totals))).numpy()
+    row = AGGREGATIONS[aggregation]
+    return (1.0 / (row.divisors_of(totals, samples, divisor) * row.outer_count(totals))).numpy()
 
 
 def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor | float) -> Tensor:
     """Return the factor of each sample for ROLL's `seq-mean-token-mean`, `[samples]` float32.
 
-    Args:
-        weights: of one token of each sample, from `step_weights`.
-        kept: `[samples, response]`, the mask that ROLL's loss sums over, filters applied.
-        valid_samples: what ROLL divides by.
+    `kept` `[samples, response]` is the mask that ROLL's loss sums over, filters applied. ROLL divides by `valid_samples`.
     """
     per_token = torch.as_tensor(np.asarray(weights, dtype=np.float64), device=kept.device)
     return (per_token * kept.sum(dim=-1) * valid_samples).float()
@@ -77,15 +69,7 @@ def sample_factors(weights: Sequence[float], kept: Tensor, valid_samples: Tensor
 def refuse_settings(
     aggregation: str, config: Any, environment: Mapping[str, str] = os.environ
 ) -> float | None:
-    """Refuse what the aggregation cannot be computed with, before the model loads.
-
-    Args:
-        aggregation: one of the four.
-        config: ROLL's pipeline configuration.
-        environment: where L of `constant` is.
-
-    Returns:
-        L of `constant`, in tokens; None for the others.
+    """Return L of `constant`, in tokens (None for the others), if ROLL's pipeline configuration makes it exact.
 
     Raises:
         ValueError: a setting that does not fit, by ROLL's key.
@@ -107,10 +91,7 @@ def refuse_settings(
             f"{name} with actor_train.apply_loss_scale: false: the gradient would be divided by micro-batches and data "
             "parallelism; set it to true"
         )
-    if aggregation != "constant":
-        return None
-    return one_divisor(
-        {DIVISOR_VARIABLE: environment.get(DIVISOR_VARIABLE)},
-        name,
-        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0",
+    remedy = (
+        f"set {DIVISOR_VARIABLE} under actor_train.system_envs to a finite number of tokens above 0"
     )
+    return find_divisor(name, {}, remedy, environment) if aggregation == "constant" else None

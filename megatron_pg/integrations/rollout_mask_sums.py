@@ -1,21 +1,23 @@
 """Values of `rollout_mask_sums` that turn a trainer's own sample mean into any of the four aggregations.
 
-slime and miles give every sample i a divisor D_i, `rollout_mask_sums`, and build one reducer from it for the policy
-loss, KL, entropy and metrics: `sum_i (sum_t m x) / max(D_i, 1)`, which they scale so that Megatron's schedule divides
-it by N, the rollouts of the step. With this package's divisor per sample and outer count
-(`megatron_pg.loss.aggregation`), D_i is
+slime and miles give every sample i a divisor D_i, `rollout_mask_sums`. They build one reducer from it for the policy
+loss, KL, entropy and metrics: `sum_i (sum_t m x) / max(D_i, 1)`. They scale it so that Megatron's schedule divides it by
+N, the rollouts of the step. With this package's divisor per sample and outer count (`megatron_pg.loss.aggregation`),
+D_i is
 
     divisor_i * outer_count / N
 
-that is G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean.
-Below 1 their clamp would change it: such a step is refused.
+which is G_g P / N for prompt_mean, T / N for token_mean, L for constant, and the rollout's own sum for sample_mean.
+Their clamp would change a D_i below 1: such a step is refused.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,57 +26,50 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import BareSample, step_totals
 
 
-@dataclass(frozen=True)
-class TrainerStep:
-    """One optimizer step as the trainer has cut it, of one data-parallel rank."""
+class Rollout(NamedTuple):
+    """One data-parallel rank's samples of a rollout, and the trainer's cut of them into optimizer steps."""
 
-    samples: list[BareSample]
-    """The samples of this rank, with their prompt groups, rollouts and active tokens."""
-    num_rollouts: int
-    """N: the trainer's divisor of the step's loss, over all ranks."""
+    samples: Sequence[BareSample]
+    """With prompt groups, rollouts and active tokens."""
+    steps: Sequence[Sequence[int]]
+    """The indices of each step's samples."""
+    num_rollouts: Sequence[int]
+    """N of each step, over all ranks: the trainer's divisor of the step's loss."""
 
 
 def rollout_mask_sums(
     aggregation: Aggregation,
     divisor: float | None,
-    steps: Callable[[], list[TrainerStep]],
+    rollout: Callable[[], Rollout],
     *,
     trainer: str,
     data_parallel_group: dist.ProcessGroup | None = None,
     allow_different_prompts: bool = False,
-) -> list[Tensor]:
-    """Return the divisors of this rank's samples, one [num_samples] float64 tensor for each step.
+) -> Tensor:
+    """Return the divisors of this rank's samples, [num_samples] float64.
 
-    Every data-parallel rank must call it, once a rollout, with the same number of steps: one exchange of counts and ids
-    over the group; none where it is None. An error is raised on every rank.
-
-    Args:
-        aggregation: the row of `AGGREGATIONS`.
-        divisor: L, in tokens, for `constant`; else None.
-        steps: this rank's steps; what it raises reaches every rank.
-        trainer: the trainer's name, for errors.
-        data_parallel_group: the data-parallel group *without* context parallelism.
-        allow_different_prompts: the samples of a prompt group may have different prompts.
+    Every rank of the data-parallel group *without* context parallelism (None: one rank) must call it, once a rollout, with
+    the same number of steps. It makes one exchange of counts and ids. An error, of `rollout` too, is raised on every rank.
+    `divisor` is L of `constant`, in tokens.
 
     Raises:
-        ValueError: a prompt group lies in several steps, or holds samples of different prompts; a divisor below 1 for a
-            sample with active tokens.
+        ValueError: a prompt group lies in several steps or holds samples of different prompts, or a sample with active
+            tokens has a divisor below 1.
     """
-    mine, everyone = compute_and_gather(steps, lambda found: found, data_parallel_group)
+    mine, everyone = compute_and_gather(rollout, lambda found: found, data_parallel_group)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    whole = [
-        [sample for step in of_ranks for sample in step.samples]
-        for of_ranks in zip(*everyone, strict=True)
-    ]
+    by_rank = [[[each.samples[i] for i in step] for step in each.steps] for each in everyone]
+    cut = list(zip(*by_rank, strict=True))
+    whole = [[sample for of_rank in step for sample in of_rank] for step in cut]
     if aggregation.name == "prompt_mean":
         _refuse_split_groups(whole, trainer)
         if not allow_different_prompts:
             _refuse_different_prompts(whole, trainer)
-    sums = []
-    for number, (step, samples) in enumerate(zip(mine, whole, strict=True)):
-        of_all = _of_step(aggregation, divisor, samples, step.num_rollouts, trainer)
-        before = sum(len(of_rank[number].samples) for of_rank in everyone[:rank])
-        sums.append(of_all[before : before + len(step.samples)])
+    sums = torch.zeros(len(mine.samples), dtype=torch.float64)
+    for number, indices in enumerate(mine.steps):
+        of_all = _of_step(aggregation, divisor, whole[number], mine.num_rollouts[number], trainer)
+        before = sum(map(len, cut[number][:rank]))
+        sums[list(indices)] = of_all[before : before + len(indices)]
     return sums
 
 
@@ -86,7 +81,7 @@ def _of_step(
     trainer: str,
 ) -> Tensor:
     """Return the divisors of all samples of a step, [num_samples] float64."""
-    # Prompts and steps of each group are compared above, in words that fit the trainer.
+    # `rollout_mask_sums` has compared the prompts and steps of each group, in words that fit the trainer.
     totals = step_totals(samples, allow_different_prompts=True, allow_different_group_sizes=True)
     outer_count = aggregation.outer_count(totals)
     # Counts are multiplied before they are divided: a divisor of exactly 1 is not to come out below it.
@@ -94,11 +89,13 @@ def _of_step(
     for sample, value in zip(samples, sums.tolist(), strict=True):
         if value < 1 and sample.num_active_tokens:
             counted = (
-                f"prompt group {sample.group_index} has {totals.group_active_tokens[sample.group_index]} active tokens, "
-                f"fewer than the step's {num_rollouts} rollouts / {outer_count} prompt groups"
-                if aggregation.name == "prompt_mean" and sample.group_index is not None
-                else f"the step has {totals.num_active_tokens} active tokens in {num_rollouts} rollouts"
+                f"the step has {totals.num_active_tokens} active tokens in {num_rollouts} rollouts"
             )
+            if aggregation.name == "prompt_mean" and sample.group_index is not None:
+                counted = (
+                    f"prompt group {sample.group_index} has {totals.group_active_tokens[sample.group_index]} active tokens, "
+                    f"fewer than the step's {num_rollouts} rollouts / {outer_count} prompt groups"
+                )
             raise ValueError(
                 f"{aggregation.name}: {counted}. {trainer} would have to divide {sample.name} by {value:.3g}, and divides "
                 "by 1 at least: filter such samples out before training, or take sample_mean, its default"
@@ -122,18 +119,18 @@ def _refuse_split_groups(steps: Sequence[Sequence[BareSample]], trainer: str) ->
 
 
 def _refuse_different_prompts(steps: Sequence[Sequence[BareSample]], trainer: str) -> None:
-    """Refuse groups of different prompts, if each rollout of the group is one sample: such groups are wrong."""
-    for samples in steps:
-        groups: dict[int | None, list[BareSample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_index, []).append(sample)
-        for group, members in groups.items():
-            first, is_plain = members[0], len({m.rollout_id for m in members}) == len(members)
-            other = next((m for m in members if m.prompt_hash != first.prompt_hash), None)
-            if is_plain and other is not None:
-                raise ValueError(
-                    f"prompt_mean: {first.name} and {other.name} of prompt group {group} have different prompts. In {trainer} "
-                    "the group is read as the docs say (docs/migrating.md); number samples and groups as its data source "
-                    "does, or, where the environment varies the prompt, set allow_different_prompts_in_group: true in "
-                    "--custom-config-path"
-                )
+    """Refuse groups of different prompts. A rollout of several samples has several prompts, and its group is skipped."""
+    samples = [sample for step in steps for sample in step]
+    rollouts = Counter((sample.group_index, sample.rollout_id) for sample in samples)
+    in_parts = {group for (group, _), count in rollouts.items() if count > 1}
+    first: dict[int | None, BareSample] = {}
+    for sample in samples:
+        group = sample.group_index
+        other = first.setdefault(group, sample)
+        if group not in in_parts and sample.prompt_hash != other.prompt_hash:
+            raise ValueError(
+                f"prompt_mean: {other.name} and {sample.name} of prompt group {group} have different prompts. In {trainer} "
+                "the group is read as the docs say (docs/migrating.md); number samples and groups as its data source does, "
+                "or, where the environment varies the prompt, set allow_different_prompts_in_group: true in "
+                "--custom-config-path"
+            )

@@ -1,7 +1,7 @@
-"""Is the trainer that is installed one that was proven? By the source of the functions which the derivation rests on.
+"""The proof that an installed trainer is a proven one, by the source of the functions that the derivation rests on.
 
-A version number would not tell: these trainers are run from their main branch and from forks. The source is read, not
-imported, so that asking costs nothing and needs none of what they import.
+A version number would not tell: these trainers are run from their main branch and from forks. The source is read and
+not imported, so that the proof needs nothing that the trainer imports.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import io
 import tokenize
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 Sources = Mapping[str, Mapping[str, str]]
-"""Fingerprints by file of the trainer's package, by function (`Class.method`): the fingerprint of its source."""
+"""Fingerprints by file of the trainer's package, by function (`Class.method`)."""
 
 _accepted: set[str] = set()
-"""The packages that were asked about in this process: an edit of the checkout is not to stop a run half-way."""
+"""The packages that this process has accepted: an edit of the checkout is not to stop a run half-way."""
 
 
 def fingerprint(source: str) -> str:
@@ -29,13 +30,15 @@ def fingerprint(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ) and ast.get_docstring(node):
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_definition and ast.get_docstring(node):
             first, last = node.body[0].lineno, node.body[0].end_lineno or 0
             lines[first - 1 : last] = [""] * (last - first + 1)
-    code = [line.rstrip() for line in lines if line.strip()]
-    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
+    return _digits("\n".join(line.rstrip() for line in lines if line.strip()))
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def source_of(path: Path, name: str) -> str | None:
@@ -43,80 +46,60 @@ def source_of(path: Path, name: str) -> str | None:
     if not path.is_file():
         return None
     lines = path.read_text().splitlines(keepends=True)
-    body = ast.parse("".join(lines)).body
+    node: Any = ast.parse("".join(lines))
     for part in name.split("."):
-        found = [
-            n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part
-        ]
-        if not found:
+        named = [each for each in node.body if getattr(each, "name", None) == part]
+        if not named:
             return None
-        node = found[-1]
-        body = node.body
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        node = named[-1]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     indent = " " * node.col_offset
     return "".join(line.removeprefix(indent) for line in lines[first - 1 : node.end_lineno])
 
 
-def package_folder(package: str) -> Path:
-    """Find the folder of a package without importing the package.
-
-    Raises:
-        ValueError: there is none.
-    """
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"{package} cannot be imported here: this is to be called by {package} itself"
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
-    """Fingerprint the functions of `expected` in the folder; "missing" for an absent function."""
-    found: dict[str, dict[str, str]] = {}
-    for file, functions in expected.items():
-        for name in functions:
-            source = source_of(folder / file, name)
-            found.setdefault(file, {})[name] = "missing" if source is None else fingerprint(source)
-    return found
+    """Fingerprint the functions of `expected` in the folder of a package; "missing" for an absent function."""
+
+    def found(file: str, name: str) -> str:
+        text = source_of(folder / file, name)
+        return "missing" if text is None else fingerprint(text)
+
+    return {file: {name: found(file, name) for name in names} for file, names in expected.items()}
 
 
 def combined(sources: Sources) -> str:
     """Return one fingerprint, 16 hexadecimal digits, of all functions."""
-    text = repr([(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    in_order = [(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())]
+    return _digits(repr(in_order))
 
 
 def refuse_unknown_source(
     package: str, expected: Sources, proven_with: str, proven_here: str | None
 ) -> None:
-    """Refuse a trainer whose functions are not those that were proven.
-
-    Args:
-        package: the trainer's package.
-        expected: its functions and their fingerprints.
-        proven_with: the commit that has them, for the error.
-        proven_here: the fingerprint of a source that the user proved; None where there is none.
+    """Refuse a package whose functions differ from the `expected` ones of a commit, unless the user proved its source.
 
     Raises:
-        ValueError: unknown version: which functions differ, and the command that proves them.
+        ValueError: the version is unknown: the functions that differ, and the command that proves them.
     """
     if package in _accepted:
         return
-    found = found_sources(package_folder(package), expected)
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{package} cannot be imported here: only {package} itself may call this")
+    found = found_sources(Path(next(iter(spec.submodule_search_locations))), expected)
     mine = combined(found)
     if found == expected or mine == proven_here:
         _accepted.add(package)
         return
-    differing = [
+    differing = ", ".join(
         f"{name} ({package}/{file})"
         for file, functions in expected.items()
         for name, known in functions.items()
         if found[file][name] != known
-    ]
+    )
     raise ValueError(
-        f"unknown version of {package}: {', '.join(differing)} not as in commit {proven_with}, with which the divisors "
-        f"were proven exact. Run the proof on yours, in a checkout of megatron_pg: `TRAINERS=<the folder that holds your "
-        f"{package} checkout, named {package}> bash ci/trainers.sh`. If it passes, say so in the YAML of "
-        f'--custom-config-path: `megatron_pg_proven_source: "{mine}"`'
+        f"unknown version of {package}: {differing} not as in commit {proven_with}, with which the divisors were proven "
+        f"exact. Run the proof on yours, in a checkout of megatron_pg: `TRAINERS=<the folder that holds your {package} "
+        f"checkout, named {package}> bash ci/trainers.sh`. If it passes, say so in the YAML of --custom-config-path: "
+        f'`megatron_pg_proven_source: "{mine}"`'
     )

@@ -6,25 +6,25 @@
 verl loads `megatron_pg.integrations.verl_plugin` through the entry point group `verl.plugins` (verl 0.9.1,
 `verl/__init__.py`), which calls `register` here. `python -m megatron_pg integrations verl` says whether it did.
 
-What verl does with a policy loss (read in 0.9.1). x is the per-token loss, m the mask, n_j the tokens of micro-batch j
-with prompts, R = sum of n_j over data-parallel ranks and micro-batches:
+The way of a policy loss through verl (read in 0.9.1). x is the per-token loss, m the mask, n_j the tokens of micro-batch
+j with prompts, and R the sum of n_j over data-parallel ranks and micro-batches:
 
-1. `workers/utils/losses.py`, `ppo_loss`: the log-probs of the whole micro-batch, gathered over context parallelism, go
-   to the policy loss with `config.global_batch_info`: `dp_size` = DP, `batch_num_tokens` = T and `global_batch_size` =
+1. `workers/utils/losses.py`, `ppo_loss`: the policy loss gets the log-probs of the whole micro-batch, gathered over
+   context parallelism, and `config.global_batch_info`: `dp_size` = DP, `batch_num_tokens` = T and `global_batch_size` =
    N, both of the whole mini-batch over data parallelism (T by all-reduce, N is `ppo_mini_batch_size * rollout.n`). Then
    `loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl`.
-2. `models/mcore/util.py`, `postprocess_thd_engine`: what is gathered carries gradient for this rank's own part alone, so
-   the gradients of the CP ranks of one group add up to that of the loss.
+2. `models/mcore/util.py`, `postprocess_thd_engine`: the gathered log-probs carry gradient for this rank's own part
+   alone, so the gradients of the CP ranks of one group add up to that of the loss.
 3. `workers/engine/megatron/transformer_impl.py`, `postprocess_micro_batch_func`: returns `loss * M` in a pair.
    Megatron multiplies a pair by CP, divides by M and averages over DP * CP: `1 / DP * sum of loss`.
 4. The same function where the model's config has `calculate_per_token_loss` (Megatron-Bridge forces it under context
    parallelism): `(loss * R / DP, n_j // CP)`. Megatron sums over DP * CP ranks and divides by the sum of the second:
    `1 / DP * sum of loss * F`, with `F = R / (CP * sum of floor(n_j / CP))`.
 
-So a policy loss of `DP * sum of w m x` gives exactly `sum of w m x`, in the first mode always, in the second times F,
+So a policy loss of `DP * sum of w m x` gives exactly `sum of w m x` in the first mode. The second multiplies it by F,
 one factor for every term and parameter. F is 1 where CP divides every n_j, and below `1 + M DP (CP - 1) / (R - M DP (CP
-- 1))` otherwise: 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. Nothing that a policy loss is given
-shows n_j, so F stays.
+- 1))` otherwise: 1.07 for micro-batches of 77 tokens at CP 8, 1.0009 for 8,192. No input of a policy loss shows n_j, so
+F stays.
 
 w is 1 / (N D_i) for sample_mean, 1 / T for token_mean, 1 / (N L) for constant. It multiplies the per-token loss of
 verl's own `vanilla` policy loss (PPO, dual clip, its metrics), as its `rollout_is_weights` does, under `token-sum`.
@@ -35,8 +35,8 @@ advantages times `N D_i / (P G_g)`. PPO's loss is homogeneous in the advantage, 
 is the prompt mean. That holds where the batch is one optimizer step, which is checked. The advantages carry a tag in
 their last two bits (2.4e-7 of their size), and the policy loss refuses those without it.
 
-KL and entropy terms are verl's own, by `actor.loss_agg_mode`, whatever the policy loss does: `seq-mean-token-mean` makes
-them sample means, the default of this package.
+KL and entropy terms are verl's own, by `actor.loss_agg_mode`: `seq-mean-token-mean` makes them sample means, the default
+of this package.
 """
 
 from __future__ import annotations
@@ -50,17 +50,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pg.integrations.verl_settings import find_divisor, refuse_estimator_settings
+from megatron_pg.integrations.settings import DIVISOR_VARIABLE, find_divisor
 from megatron_pg.loss.aggregation import AGGREGATIONS
 
 PREFIX = "megatron_pg_"
-"""Every name that is registered begins with it."""
+"""The beginning of every registered name."""
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+BATCH_KEY = "actor_rollout_ref.actor.ppo_mini_batch_size"
+DIVISOR_KEY = "actor_rollout_ref.actor.loss_scale_factor"
 
 PROVEN_VERSIONS = ("0.9.1",)
-"""The versions of verl whose source the derivation was read in and whose functions the tests ran."""
+"""The versions of verl in whose source the derivation was read, and whose functions the tests ran."""
 
 NEED_MORE = {"gae", "gdpo", "optimal_token_baseline", "remax", "tir_optimal_token_baseline"}
-"""Estimators that verl makes or hands further inputs for by their own name, and so not by ours."""
+"""Estimators that verl makes, or gives further inputs, by their own names. It would not do so under ours."""
 
 TAG, TAG_BITS = 0b01, 0b11
 """The last bits of an advantage that carries its prompt group's weight."""
@@ -75,10 +78,8 @@ def register() -> None:
 
     if verl.__version__ not in PROVEN_VERSIONS:
         logger.warning(
-            "megatron_pg: verl %s is none of %s, in which the scale of a policy loss was read: run tests/trainers with "
-            "it before you rely on the aggregation",
-            verl.__version__,
-            ", ".join(PROVEN_VERSIONS),
+            f"megatron_pg: verl {verl.__version__} is none of {', '.join(PROVEN_VERSIONS)}, in which the scale of a policy "
+            "loss was read: run tests/trainers with it before you rely on the aggregation"
         )
     for aggregation in AGGREGATIONS:
         core_algos.register_policy_loss(PREFIX + aggregation)(
@@ -102,12 +103,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute a policy loss as verl calls it, for each micro-batch on every rank of the last pipeline stage.
 
-    Args:
-        aggregation: one of the four.
-        old_log_prob, log_prob, advantages, response_mask: `[samples, response]`.
-        loss_agg_mode: verl's own, which this loss does not follow.
-        config: verl's `ActorConfig`.
-        rollout_is_weights: `[samples, response]`, or None.
+    Tensors are `[samples, response]`, and `config` is verl's `ActorConfig`. `loss_agg_mode` is not followed.
 
     Returns:
         The 0-d loss, DP times this micro-batch's share of the objective, and the metrics of verl's `vanilla`.
@@ -122,9 +118,9 @@ def policy_loss(
             f"policy_loss.loss_mode={PREFIX}{aggregation} with actor_rollout_ref.actor.megatron.dynamic_context_parallel="
             "True: each micro-batch is scaled by a group of its own there, for which no weight was derived; set it to False"
         )
-    divisor = find_divisor(config.loss_scale_factor) if aggregation == "constant" else None
     if aggregation == "prompt_mean":
         _refuse_untagged(advantages, response_mask)
+    divisor = _divisor(config.loss_scale_factor) if aggregation == "constant" else None
     weights = token_weights(aggregation, response_mask, config.global_batch_info, divisor)
     if rollout_is_weights is not None:
         weights = weights * rollout_is_weights
@@ -142,16 +138,10 @@ def policy_loss(
 def token_weights(
     aggregation: str, response_mask: Tensor, totals: Mapping[str, Any], divisor: float | None
 ) -> Tensor:
-    """Weigh one token of each sample, `[samples, 1]` float32; of a group's mean, without the group's part.
+    """Weigh one token of each sample, `[samples, 1]` float32. `prompt_mean_advantages` has the prompt group's part.
 
-    Args:
-        aggregation: one of the four.
-        response_mask: `[samples, response]` bool, of whole samples.
-        totals: verl's `global_batch_info`: `global_batch_size` N and `batch_num_tokens` T of the optimizer step.
-        divisor: L of `constant`.
-
-    Raises:
-        ValueError: verl did not fill in the total that is needed.
+    `response_mask` is `[samples, response]` of whole samples. `totals` is verl's `global_batch_info`: `global_batch_size`
+    N and `batch_num_tokens` T of the optimizer step. Without the needed one it raises a ValueError.
     """
     needed = "batch_num_tokens" if aggregation == "token_mean" else "global_batch_size"
     count: float | None = totals.get(needed)
@@ -176,18 +166,14 @@ def prompt_mean_advantages(
     index: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages as verl calls it, on the driver, once per training step.
+    """Estimate advantages by verl's estimator `base`, as verl calls it, on the driver, once per training step.
 
-    Args:
-        base: the name of verl's estimator.
-        token_level_rewards, response_mask: `[samples, response]`.
-        config: verl's `algorithm` section, a part of the whole configuration.
-        index: `[samples]` the prompt of each, verl's `uid`.
-        more: what else verl hands to its estimators.
+    Tensors are `[samples, response]`. `config` is verl's `algorithm` section, a part of the whole configuration, and
+    `index` has the prompt of each sample, verl's `uid`.
 
     Returns:
-        The advantages `[samples, response]` float32 with the weight of each sample's prompt group and the tag, and the
-        returns of verl's estimator as they are.
+        The advantages `[samples, response]` float32 with the weight of each sample's prompt group and the tag, and
+        verl's returns.
 
     Raises:
         ValueError: settings that a prompt mean cannot be computed with, by verl's key.
@@ -195,7 +181,7 @@ def prompt_mean_advantages(
     from verl.trainer.ppo import core_algos
 
     refuse_estimator_settings(base, config, len(response_mask), index)
-    if base == "grpo":  # which verl itself calls with this setting and without the others
+    if base == "grpo":  # verl calls its own with this setting
         more["norm_adv_by_std_in_grpo"] = config.get("norm_adv_by_std_in_grpo", True)
     advantages, returns = core_algos.get_adv_estimator_fn(base)(
         token_level_rewards=token_level_rewards,
@@ -206,29 +192,20 @@ def prompt_mean_advantages(
     )
     factors, num_groups = group_factors(response_mask, np.asarray(index))
     _announce(num_groups, len(response_mask))
-    factors = factors.to(advantages.device)
-    return _tagged(advantages * factors.to(torch.float32)[:, None]), returns
+    return _tagged(advantages * factors.to(advantages.device, torch.float32)[:, None]), returns
 
 
 def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[Tensor, int]:
-    """Return the factor `N D_i / (P G_g)` of each sample and P.
+    """Return the factor `N D_i / (P G_g)` of each sample, `[samples]` float64, and P.
 
-    Args:
-        response_mask: `[samples, response]` of the whole optimizer step.
-        index: `[samples]` the prompt of each. verl's padding samples (uid `pad` and 32 hexadecimal digits, no active
-            token) are in its N and in no prompt group.
-
-    Returns:
-        `[samples]` float64, 0 for a sample without active tokens, and the prompt groups.
+    `response_mask` `[samples, response]` and the prompts `index` are of the whole optimizer step. verl's padding samples
+    (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
     groups, of_sample = np.unique([str(uid) for uid in index], return_inverse=True)
     of_group = np.bincount(of_sample, weights=tokens, minlength=len(groups))
-    padding = [
-        name.startswith("pad") and len(name) == 35 and not total
-        for name, total in zip(groups, of_group, strict=True)
-    ]
-    num_groups = max(len(groups) - sum(padding), 1)
+    is_padding = np.array([len(uid) == 35 and uid.startswith("pad") for uid in groups])
+    num_groups = max(len(groups) - int((is_padding & (of_group == 0)).sum()), 1)
     factors = len(tokens) * tokens / (num_groups * np.maximum(of_group, 1)[of_sample])
     return torch.from_numpy(factors), num_groups
 
@@ -240,7 +217,7 @@ def _tagged(advantages: Tensor) -> Tensor:
 
 
 def _refuse_untagged(advantages: Tensor, response_mask: Tensor) -> None:
-    """Refuse advantages that no estimator of this module made; looked at once in a process."""
+    """Refuse advantages that no estimator of this module made. It looks once in a process."""
     global _seen_tagged
     if _seen_tagged:
         return
@@ -260,9 +237,58 @@ _seen_tagged = False
 
 @functools.cache
 def _announce(num_groups: int, num_samples: int) -> None:
-    """Say once for each size of a step that the prompt mean is on; verl shows warnings."""
-    logger.warning(
-        "megatron_pg: prompt_mean is on: %d prompt groups, %d samples in the step",
-        num_groups,
-        num_samples,
+    """Say that the prompt mean is on, once for each size of a step. verl shows warnings."""
+    step = f"{num_groups} prompt groups, {num_samples} samples in the step"
+    logger.warning(f"megatron_pg: prompt_mean is on: {step}")
+
+
+def _divisor(loss_scale_factor: float | None) -> float:
+    """Find L of `constant`, in tokens, in verl's `loss_scale_factor` or in the environment."""
+    return find_divisor(
+        f"{LOSS_MODE}={PREFIX}constant",
+        {DIVISOR_KEY: loss_scale_factor},
+        f"set {DIVISOR_KEY} to a number of tokens, for example the longest response, or {DIVISOR_VARIABLE} in the "
+        "environment of the training processes",
     )
+
+
+def refuse_estimator_settings(base: str, config: Any, num_samples: int, index: Any) -> None:
+    """Raise a ValueError for settings under which an estimator cannot make the advantages of a prompt mean.
+
+    The estimator must see the whole configuration, the policy loss must be the prompt mean's, the batch must be one
+    optimizer step, and its samples must have a `uid`. The arguments are those of `prompt_mean_advantages`.
+    """
+    name = f"algorithm.adv_estimator={PREFIX}prompt_mean_{base}"
+    actor, rollout = (
+        _select(config, f"..actor_rollout_ref.{part}") for part in ("actor", "rollout")
+    )
+    if actor is None or rollout is None:
+        raise ValueError(
+            f"{name}: this trainer hands its estimators no configuration in which actor_rollout_ref can be found, so "
+            f"nobody can check that {LOSS_MODE} and {BATCH_KEY} fit; use verl's own trainers"
+        )
+    if actor.policy_loss.loss_mode != f"{PREFIX}prompt_mean":
+        raise ValueError(
+            f"{name} with {LOSS_MODE}={actor.policy_loss.loss_mode}: the advantages would carry prompt groups' weights into "
+            f"another objective; set {LOSS_MODE}={PREFIX}prompt_mean"
+        )
+    per_step = actor.ppo_mini_batch_size * rollout.n
+    if num_samples != per_step:
+        raise ValueError(
+            f"{name}: the batch has {num_samples} samples and an optimizer step takes {per_step} ({BATCH_KEY}="
+            f"{actor.ppo_mini_batch_size} times actor_rollout_ref.rollout.n={rollout.n}). A prompt mean needs each group's "
+            "tokens of one step, and verl orders samples by length before it cuts the batch, so groups would be split over "
+            f"steps; set {BATCH_KEY} to data.train_batch_size, and use agent loops with one output per rollout"
+        )
+    if index is None:
+        raise ValueError(f"{name}: the batch has no uid, which tells the prompt groups apart")
+
+
+def _select(config: Any, key: str) -> Any:
+    """Select a part of the configuration above the section; None if there is none."""
+    try:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.select(config, key)
+    except (ImportError, ValueError, TypeError, AttributeError):
+        return None

@@ -1,7 +1,7 @@
-"""`python -m megatron_pg integrations verl`: is the plugin seen by the installed verl, and what did it register?
+"""`python -m megatron_pg integrations verl`: tells whether the installed verl has loaded the plugin, and its entries.
 
-verl imports its plugins when it is imported, and logs an import that fails at DEBUG level alone. So the command imports
-verl for real, in the Python it is called with, and listens.
+verl imports its plugins when it is imported itself, and logs an import that fails at DEBUG level only. The command
+therefore imports verl, in the Python that runs it, and listens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from logging.handlers import BufferingHandler
 
+from megatron_pg.integrations.verl import PREFIX, PROVEN_VERSIONS
+from megatron_pg.loss.aggregation import AGGREGATIONS
+
 MODULE = "megatron_pg.integrations.verl_plugin"
 
 
@@ -24,9 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 where verl has all four policy losses and an estimator for prompt_mean, 1 otherwise.
     """
-    parser = argparse.ArgumentParser(
-        prog="megatron-pg integrations", description="Is this package seen by a trainer?"
-    )
+    about = "Is this package seen by a trainer?"
+    parser = argparse.ArgumentParser(prog="megatron-pg integrations", description=about)
     parser.add_argument("trainer", choices=["verl"], help="the trainer to import and to ask")
     parser.parse_args(arguments)
     if importlib.util.find_spec("verl") is None:
@@ -37,14 +39,14 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"plugin: no entry point of the group verl.plugins names {MODULE}; install this package again (pip install)"
         )
-    heard = BufferingHandler(sys.maxsize)
-    log = logging.getLogger("verl")
+    heard, log = BufferingHandler(sys.maxsize), logging.getLogger("verl")
     level = log.level
     log.addHandler(heard)
     log.setLevel(logging.DEBUG)
     try:
         import verl
-    except Exception as error:  # whatever verl's import needs and does not find
+        from verl.trainer.ppo import core_algos
+    except Exception as error:  # verl may lack any of its own requirements
         print(f"verl: its import fails: {type(error).__name__}: {error}")
         return 1
     finally:
@@ -55,28 +57,15 @@ def main(arguments: Sequence[str]) -> int:
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         print(f"plugin: entry point {named[0].name} ({MODULE}); VERL_USE_EXTERNAL_PLUGINS={policy}")
     for message in (record.getMessage() for record in heard.buffer):
-        if "plugin" in message:  # such as that one could not be loaded
+        if "plugin" in message:
             print(f"plugin: verl says: {message}")
-    return _registered()
-
-
-def _registered() -> int:
-    """Print our entries in verl's registries, and say whether they are complete."""
-    from verl.trainer.ppo import core_algos
-
-    from megatron_pg.integrations.verl import PREFIX, PROVEN_VERSIONS
-    from megatron_pg.loss.aggregation import AGGREGATIONS
-
     print(f"versions that were proven: {', '.join(PROVEN_VERSIONS)}")
-    wanted = {
-        "policy losses (actor_rollout_ref.actor.policy_loss.loss_mode)": core_algos.POLICY_LOSS_REGISTRY,
-        "advantage estimators (algorithm.adv_estimator)": core_algos.ADV_ESTIMATOR_REGISTRY,
-    }
-    ours = {
-        what: sorted(name for name in registry if name.startswith(PREFIX))
-        for what, registry in wanted.items()
-    }
-    for what, names in ours.items():
-        print(f"{what}: {', '.join(names) or 'none'}")
-    losses, estimators = ours.values()
+    losses, estimators = (
+        sorted(name for name in registry if name.startswith(PREFIX))
+        for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY)
+    )
+    print(
+        f"policy losses (actor_rollout_ref.actor.policy_loss.loss_mode): {', '.join(losses) or 'none'}"
+    )
+    print(f"advantage estimators (algorithm.adv_estimator): {', '.join(estimators) or 'none'}")
     return 0 if len(losses) == len(AGGREGATIONS) and estimators else 1

@@ -89,7 +89,7 @@ def run_what_concerns(breakage: Breakage, run: Any, patch: pytest.MonkeyPatch) -
 
     def concerned(model: str, options: Any, names: Any, per_token: bool) -> list[Any]:
         rows = cases_of(model, options, names, per_token)
-        return [each for each in rows if breakage.concerns(model, each[0].name, per_token)]
+        return [each for each in rows if breakage.concerns(model, each.case.name, per_token)]
 
     models = {
         name: each for name, each in run.MODELS.items() if breakage.concerns(name, "gradient")

@@ -371,7 +371,7 @@ def test_multi_token_prediction_passes_beside_the_fused_head() -> None:
 
 def summary_of_every_sharding() -> str:
     """Of the loss-only rows; every rank runs it."""
-    from megatron_pg.check import every_sharding, report
+    from megatron_pg.check import report
     from megatron_pg.check import step as run
     from megatron_pg.check.options import parse_options
 
@@ -379,7 +379,7 @@ def summary_of_every_sharding() -> str:
 
     loss_alone(run)
     options, _ = parse_options(["--device", "cpu", "--all"])
-    return report.summary(every_sharding.check_every_sharding(options, 2), 2)
+    return report.summary(run.check_every_sharding(options), 2)
 
 
 SHARDINGS_OF_TWO = [
@@ -399,14 +399,16 @@ def test_every_sharding_of_two_processes() -> None:
 def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, str, float]]]:
     """(passed, diagnosis, error) of the custom rows under each reducer; every rank runs it."""
     from megatron_pg.check import step as run
-    from megatron_pg.check.cases import GRADIENT
+    from megatron_pg.check.cases import GRADIENT, Run
     from megatron_pg.check.diagnosis import diagnoses
     from megatron_pg.check.options import parse_options
 
     # The rows of the custom functions alone, which the check itself adds.
     run.AGGREGATIONS = {}
     run.MODELS = {name: run.MODELS[name] for name in ("end to end", "loss only")}
-    run.cases_of = lambda model, options, names, per_token: [(GRADIENT, each) for each in names]
+    run.cases_of = lambda model, options, names, per_token: [
+        Run(model, GRADIENT, each, per_token) for each in names
+    ]
     found = []
     module = "tests.distributed.wrong_check"
     for reducer in reducers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
+from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
 from tests import oracle
@@ -25,21 +25,26 @@ def samples_of(step: int) -> list[BareSample]:
     ]
 
 
-def steps_of(rank: int, ranks: int) -> list[TrainerStep]:
-    return [TrainerStep(samples_of(step)[rank::ranks], 8) for step in range(NUM_STEPS)]
+def rollout_of(rank: int, ranks: int) -> Rollout:
+    """The samples of the second step come first."""
+    late, early = (samples_of(step)[rank::ranks] for step in range(NUM_STEPS))
+    count = len(early)
+    steps = [range(count, count + len(late)), range(count)]
+    return Rollout([*early, *late], steps, [8] * NUM_STEPS)
 
 
 def divisors(aggregation: str) -> list[list[float]]:
     """What a rank gets; where it stands alone, for all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    rollout = rollout_of(rank, ranks)
     sums = rollout_mask_sums(
         AGGREGATIONS[aggregation],
         6.0 if aggregation == "constant" else None,
-        lambda: steps_of(rank, ranks),
+        lambda: rollout,
         trainer="slime",
         data_parallel_group=dist.group.WORLD if ranks > 1 else None,
     )
-    return [of_step.tolist() for of_step in sums]
+    return [sums[list(step)].tolist() for step in rollout.steps]
 
 
 def all_aggregations() -> dict[str, list[list[float]]]:
@@ -49,19 +54,20 @@ def all_aggregations() -> dict[str, list[list[float]]]:
 def what_is_raised() -> list[str]:
     """Of an error that one rank alone meets, and of a group whose samples lie on both ranks and meet the clamp."""
 
-    def broken() -> list[TrainerStep]:
+    def broken() -> Rollout:
         if dist.get_rank() == 1:
             raise ValueError("sample 3 has no group")
-        return steps_of(0, 2)
+        return rollout_of(0, 2)
 
-    few = [[BareSample(int(dist.get_rank() == 0), 5, dist.get_rank())], [BareSample(9, 6, 9)]]
+    few = [BareSample(int(dist.get_rank() == 0), 5, dist.get_rank()), BareSample(9, 6, 9)]
+    few = few[: 1 + dist.get_rank()]
     raised = []
-    for steps in (broken, lambda: [TrainerStep([*few[0], *few[1][: dist.get_rank()]], 6)]):
+    for rollout in (broken, lambda: Rollout(few, [range(len(few))], [6])):
         try:
             rollout_mask_sums(
                 AGGREGATIONS["prompt_mean"],
                 None,
-                steps,
+                rollout,
                 trainer="slime",
                 data_parallel_group=dist.group.WORLD,
             )

@@ -142,7 +142,9 @@ def test_constant_asks_for_one_divisor(
 def test_a_divisor_that_yaml_reads_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))
     assert "L = 8000" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--loss-aggregation-divisor is 'many': expected a number"):
+    with pytest.raises(
+        ValueError, match="--loss-aggregation-divisor is 'many': expected a finite number"
+    ):
         miles.check(arguments("miles", "constant", loss_aggregation_divisor="many"))
     with pytest.raises(ValueError, match="finite"):
         miles.check(arguments("miles", "constant", loss_aggregation_divisor="nan"))
@@ -241,7 +243,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     names = ("Actor.train", "scale")
     known = {"loss.py": {name: fingerprint(source_of(file, name) or "") for name in names}}
-    monkeypatch.setattr(slime, "SLIME", replace(slime.SLIME, sources=known))
+    monkeypatch.setattr(slime, "check", replace(slime.SLIME, sources=known).check)
     monkeypatch.setattr(source_fingerprints, "_accepted", set())
     return file
 
@@ -295,9 +297,9 @@ def test_one_proof_is_of_one_source(package: Path) -> None:
 
 def test_where_the_trainer_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_fingerprints, "_accepted", set())
-    monkeypatch.setattr(slime, "SLIME", replace(slime.SLIME, name="no_such_trainer"))
+    absent = replace(slime.SLIME, name="no_such_trainer")
     args = arguments(
         "slime", rollout_data_postprocess_path="megatron_pg.integrations.no_such_trainer.token_mean"
     )
     with pytest.raises(ValueError, match="no_such_trainer cannot be imported here"):
-        slime.check(args)
+        absent.check(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import types
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.integrations import miles, slime, source_fingerprints
-from megatron_pg.integrations.rollout_mask_sums import TrainerStep, rollout_mask_sums
+from megatron_pg.integrations.rollout_mask_sums import Rollout, rollout_mask_sums
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.totals import BareSample
 from tests import oracle
@@ -80,30 +81,46 @@ def bare(step: Sequence[PlainSample], **others: Any) -> list[BareSample]:
     ]
 
 
+def one_step(step: Sequence[PlainSample]) -> Rollout:
+    return Rollout(bare(step), [range(len(step))], [len(oracle.rollouts(step))])
+
+
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
     step = ragged(1)
     sums = rollout_mask_sums(
         AGGREGATIONS[aggregation],
         DIVISOR if aggregation == "constant" else None,
-        lambda: [TrainerStep(bare(step), len(oracle.rollouts(step)))],
+        lambda: one_step(step),
         trainer="slime",
     )
-    assert_is(aggregation, step, sums[0], 1e-12)
+    assert_is(aggregation, step, sums, 1e-12)
 
 
 def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
     step = ragged(1)
-    rows = AGGREGATIONS["prompt_mean"]
-    counted = lambda: [TrainerStep(bare(step), len(oracle.rollouts(step)))]  # noqa: E731
-    sums = rollout_mask_sums(rows, None, counted, trainer="slime")
+    row = AGGREGATIONS["prompt_mean"]
+    sums = rollout_mask_sums(row, None, lambda: one_step(step), trainer="slime")
     with pytest.raises(AssertionError):
-        assert_is("prompt_mean", step, sums[0] * 1.0005, 1e-5)
+        assert_is("prompt_mean", step, sums * 1.0005, 1e-5)
 
 
-def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int) -> list[Tensor]:
-    cut = [TrainerStep(step, rollouts) for step in steps]
-    return rollout_mask_sums(AGGREGATIONS[aggregation], None, lambda: cut, trainer="slime")
+def sums_of(
+    aggregation: str, *steps: list[BareSample], rollouts: int, allow_different_prompts: bool = False
+) -> Tensor:
+    ends = [0, *itertools.accumulate(len(step) for step in steps)]
+    cut = Rollout(
+        [sample for step in steps for sample in step],
+        [range(*ends) for ends in itertools.pairwise(ends)],
+        [rollouts] * len(steps),
+    )
+    return rollout_mask_sums(
+        AGGREGATIONS[aggregation],
+        None,
+        lambda: cut,
+        trainer="slime",
+        allow_different_prompts=allow_different_prompts,
+    )
 
 
 def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:
@@ -118,13 +135,13 @@ def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> Non
 def test_a_divisor_of_exactly_one_is_kept() -> None:
     """49 / 49 comes out below 1 where the quotient is taken first."""
     group = [BareSample(1, 0, number) for number in range(49)]
-    (sums,) = sums_of("prompt_mean", group, rollouts=49)
+    sums = sums_of("prompt_mean", group, rollouts=49)
     assert sums.tolist() == [1.0] * 49
 
 
 def test_masked_groups_below_one_are_not_refused() -> None:
     masked = [BareSample(0, 0, number) for number in range(8)]
-    (sums,) = sums_of("prompt_mean", masked + [BareSample(9, 1, 9)], rollouts=9)
+    sums = sums_of("prompt_mean", masked + [BareSample(9, 1, 9)], rollouts=9)
     assert sums[-1].item() == 9 * 2 / 9
 
 
@@ -145,14 +162,7 @@ def test_a_group_of_different_prompts_is_refused() -> None:
     step = [BareSample(9, 1, n, f"sample {n}", prompt_hash=n // 2) for n in range(4)]
     with pytest.raises(ValueError, match=r"sample 0 and sample 2 of prompt group 1 have different"):
         sums_of("prompt_mean", step, rollouts=4)
-    cut = [TrainerStep(step, 4)]
-    rollout_mask_sums(
-        AGGREGATIONS["prompt_mean"],
-        None,
-        lambda: cut,
-        trainer="slime",
-        allow_different_prompts=True,
-    )
+    sums_of("prompt_mean", step, rollouts=4, allow_different_prompts=True)
 
 
 def arguments(**others: Any) -> types.SimpleNamespace:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pg.integrations import DIVISOR_VARIABLE, verl, verl_settings
+from megatron_pg.integrations import DIVISOR_VARIABLE, verl
 from tests import oracle
 from tests.random_steps import plain_sample
 
@@ -108,20 +108,20 @@ def test_the_tag_changes_less_than_a_rounding_or_two_and_is_seen(monkeypatch):
 
 
 def test_the_divisor(monkeypatch):
-    assert verl_settings.find_divisor(8) == 8.0
+    assert verl._divisor(8) == 8.0
     with pytest.raises(ValueError, match="loss_scale_factor to a number"):
-        verl_settings.find_divisor(None)
+        verl._divisor(None)
     monkeypatch.setenv(DIVISOR_VARIABLE, "16")
-    assert verl_settings.find_divisor(None) == verl_settings.find_divisor(16) == 16.0
+    assert verl._divisor(None) == verl._divisor(16) == 16.0
     with pytest.raises(ValueError, match="two divisors.*loss_scale_factor=8"):
-        verl_settings.find_divisor(8)
+        verl._divisor(8)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", ""])
 def test_a_divisor_that_is_none_is_refused(monkeypatch, value):
     monkeypatch.setenv(DIVISOR_VARIABLE, value)
     with pytest.raises(ValueError, match=DIVISOR_VARIABLE):
-        verl_settings.find_divisor(None)
+        verl._divisor(None)
 
 
 def configuration(monkeypatch, **changes: object) -> None:
@@ -132,21 +132,21 @@ def configuration(monkeypatch, **changes: object) -> None:
         ppo_mini_batch_size=settings["ppo_mini_batch_size"],
     )
     parts = {"actor": actor, "rollout": types.SimpleNamespace(n=settings["n"])}
-    monkeypatch.setattr(verl_settings, "_select", lambda config, key: parts[key.split(".")[-1]])
+    monkeypatch.setattr(verl, "_select", lambda config, key: parts[key.split(".")[-1]])
 
 
 def test_estimator_settings(monkeypatch):
     configuration(monkeypatch)
-    verl_settings.refuse_estimator_settings("grpo", None, 6, GROUPS)
+    verl.refuse_estimator_settings("grpo", None, 6, GROUPS)
     with pytest.raises(ValueError, match="no uid"):
-        verl_settings.refuse_estimator_settings("grpo", None, 6, None)
+        verl.refuse_estimator_settings("grpo", None, 6, None)
     with pytest.raises(ValueError, match="ppo_mini_batch_size to data.train_batch_size"):
-        verl_settings.refuse_estimator_settings("grpo", None, 12, GROUPS * 2)
+        verl.refuse_estimator_settings("grpo", None, 12, GROUPS * 2)
     configuration(monkeypatch, loss_mode="vanilla")
     with pytest.raises(ValueError, match="policy_loss.loss_mode=vanilla"):
-        verl_settings.refuse_estimator_settings("grpo", None, 6, GROUPS)
+        verl.refuse_estimator_settings("grpo", None, 6, GROUPS)
 
 
 def test_an_estimator_that_sees_no_configuration_refuses():
     with pytest.raises(ValueError, match="actor_rollout_ref can be found"):
-        verl_settings.refuse_estimator_settings("grpo", {"gamma": 1.0}, 6, GROUPS)
+        verl.refuse_estimator_settings("grpo", {"gamma": 1.0}, 6, GROUPS)

@@ -2,12 +2,11 @@
 
 Megatron's own `DotProductAttention` refuses both, and Transformer Engine needs CUDA. This attention runs anywhere: keys and
 values are all-gathered over the context-parallel group, and each query attends to the earlier tokens of its own sequence.
-It is meant for CPU runs and for checks, not for speed.
+It serves CPU runs and checks, not speed.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, get_args
 
@@ -18,7 +17,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -54,9 +52,8 @@ class _Layout:
         cu_seqlens = packed.cu_seqlens_q.to(torch.int64)
         segments, longest = cu_seqlens.numel() - 1, int(packed.max_seqlen_q)
         mode: CpPartitionMode = getattr(packed, "cp_partition_mode", "zigzag")
-        positions = [
-            Layout(other, size, mode).local_positions(cu_seqlens.diff()) for other in range(size)
-        ]
+        lengths = cu_seqlens.diff()
+        positions = [Layout(other, size, mode).local_positions(lengths) for other in range(size)]
         segment, place = positions[rank]
         held = torch.bincount(segment, minlength=segments)  # tokens of each sequence on this rank
         most = int(held.max())
@@ -75,10 +72,10 @@ class _Layout:
 
         # Slots without a query see everything, so that no softmax is empty; their output is dropped.
         grid = self.rows * self.query_width
-        first = place.new_zeros(grid).index_copy(0, self.query_slots, start[segment])
-        last = place.new_full((grid,), self.width).index_copy(
-            0, self.query_slots, start[segment] + place
-        )
+        begin = start[segment]
+        first = place.new_zeros(grid).index_copy(0, self.query_slots, begin)
+        last = place.new_full((grid,), self.width)
+        last = last.index_copy(0, self.query_slots, begin + place)
         column = torch.arange(self.width, device=segment.device)
         mask = (column >= first.unsqueeze(1)) & (column <= last.unsqueeze(1))
         self.mask = mask.view(self.rows, 1, self.query_width, self.width)
@@ -92,11 +89,11 @@ class _Layout:
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each packed sequence, exact at any context-parallel size.
 
-    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to 0.19.2).
-    Grouped queries are supported; attention dropout, sliding windows, other softmax types and other masks are refused.
+    The constructor has the arguments that Megatron gives every core attention (transformer/attention.py, 0.15.3 to
+    0.19.2). Grouped queries are supported.
 
     Raises:
-        NotImplementedError: `config` asks for one of the refused settings.
+        NotImplementedError: attention dropout, a sliding window, another softmax type or another kind of attention.
     """
 
     cp_partition_modes = get_args(CpPartitionMode)
@@ -110,32 +107,24 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,  # of multi-latent attention, as the tensors say too
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,  # the exchange over context parallelism, and sizes that the tensors have too
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout != 0.0:
-            raise NotImplementedError(
-                f"--attention-dropout is {dropout}: PackedCoreAttention has no dropout, set it to 0"
-            )
-        if getattr(config, "window_size", None) is not None:
-            raise NotImplementedError(
-                f"--window-size is {config.window_size}: PackedCoreAttention has no sliding window"
-            )
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise NotImplementedError(
-                f"--softmax-type is {config.softmax_type!r}: PackedCoreAttention has only 'vanilla'"
-            )
-        if attention_type != "self":
-            raise NotImplementedError(
-                f"attention_type is {attention_type!r}: PackedCoreAttention does self-attention only"
-            )
-        if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.pg_collection = pg_collection
+        for setting, found, supported in (
+            ("--attention-dropout", dropout, 0.0),
+            ("--window-size", getattr(config, "window_size", None), None),
+            ("--softmax-type", getattr(config, "softmax_type", "vanilla"), "vanilla"),
+            ("attention_type", attention_type, "self"),
+        ):
+            if found != supported:
+                raise NotImplementedError(
+                    f"{setting} is {found!r}: PackedCoreAttention has {supported!r} only, set it to that"
+                )
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
         self.softmax_scale = (
             1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         )
@@ -150,9 +139,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend; every rank of the context-parallel group must call it, with the same sequences.
+        """Attend. Every rank of the context-parallel group must call it, with the same sequences.
 
-        The group is `packed_seq_params.cp_group` where set, else `pg_collection.cp`, both read in this call: a caller that
+        The group is `packed_seq_params.cp_group` if set, else `pg_collection.cp`. Both are read in this call: a caller that
         exchanges the entry runs the model without context parallelism for a while (generation).
 
         Args:
@@ -172,46 +161,23 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             raise NotImplementedError(
                 "PackedCoreAttention needs packed_seq_params with qkv_format='thd'"
             )
-        if attention_bias is not None:
-            raise NotImplementedError("PackedCoreAttention takes no attention_bias")
-        if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+        is_causal = attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.padding_causal)
+        if attention_bias is not None or not is_causal:
             raise NotImplementedError(
-                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only"
+                f"attn_mask_type is {attn_mask_type}: PackedCoreAttention is causal only, without attention_bias"
             )
         group = getattr(packed_seq_params, "cp_group", None) or self.pg_collection.cp
         layout = _Layout(packed_seq_params, query.size(0), group.rank(), group.size())
-
-        key_and_value = torch.cat((key, value), dim=-1)
+        both = torch.cat((key, value), dim=-1)
         if group.size() > 1:
-            key_and_value = _AllGather.apply(  # type: ignore[no-untyped-call]
-                key_and_value, group
-            )
-        key_and_value = layout.scatter(key_and_value, layout.key_slots, layout.width)
-        key_and_value = key_and_value.repeat_interleave(query.size(1) // key.size(1), dim=1)
+            both = _AllGather.apply(both, group)  # type: ignore[no-untyped-call]
+        both = layout.scatter(both, layout.key_slots, layout.width)
+        both = both.repeat_interleave(query.size(1) // key.size(1), dim=1)
         context = F.scaled_dot_product_attention(
             layout.scatter(query, layout.query_slots, layout.query_width),
-            key_and_value[..., : key.size(-1)],
-            key_and_value[..., key.size(-1) :],
+            both[..., : key.size(-1)],
+            both[..., key.size(-1) :],
             attn_mask=layout.mask,
             scale=self.softmax_scale,
         )
         return context.transpose(1, 2).flatten(0, 1)[layout.query_slots].flatten(1)
-
-
-def use_packed_core_attention(layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a transformer layer spec and give its self-attention the core `PackedCoreAttention`.
-
-    Args:
-        layer_spec: a spec such as that of `get_gpt_layer_local_spec()`; it is not changed.
-
-    Raises:
-        ValueError: the spec has no self-attention with a core attention.
-    """
-    attention = getattr(layer_spec.submodules, "self_attention", None)
-    if not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        raise ValueError(
-            "the layer spec has no submodules.self_attention.submodules.core_attention to replace"
-        )
-    changed = copy.deepcopy(layer_spec)
-    changed.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    return changed

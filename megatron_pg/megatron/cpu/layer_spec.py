@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pg.megatron.cpu.attention import use_packed_core_attention
+from megatron_pg.megatron.cpu.attention import PackedCoreAttention
 
 
 class TorchNorm:
     """A constructor of torch's LayerNorm or RMSNorm, marked for sequence parallelism.
 
     `finalize_model_grads` sums the gradients of marked parameters over the tensor-parallel ranks, each of which has seen
-    another part of the sequence. Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters, and
-    refuses sequence parallelism.
+    another part of the sequence. Megatron's `WrappedTorchNorm` (transformer/torch_norm.py) does not mark its parameters,
+    and refuses sequence parallelism.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> torch.nn.Module:
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in norms or config.layernorm_zero_centered_gamma:
+        kind = config.normalization
+        if kind not in norms or config.layernorm_zero_centered_gamma:
             raise NotImplementedError(
-                f"--normalization is {config.normalization!r}, zero-centered gamma "
-                f"{config.layernorm_zero_centered_gamma}: TorchNorm builds plain LayerNorm and RMSNorm"
+                f"--normalization is {kind!r}, zero-centered gamma {config.layernorm_zero_centered_gamma}: TorchNorm builds "
+                "plain LayerNorm and RMSNorm"
             )
-        norm: torch.nn.Module = norms[config.normalization](
-            hidden_size, eps=eps, dtype=config.params_dtype
-        )
+        norm: torch.nn.Module = norms[kind](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -45,13 +46,11 @@ def torch_block_spec(
         vp_stage: virtual pipeline stage of the chunk, None without a virtual pipeline.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
-    layers = []
-    for layer in block.layer_specs:
-        changed = use_packed_core_attention(layer)
-        changed.submodules.input_layernorm = TorchNorm
-        changed.submodules.pre_mlp_layernorm = TorchNorm
+    layers = copy.deepcopy(block.layer_specs)
+    for layer in layers:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedCoreAttention
         if config.qk_layernorm:
-            attention = changed.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = TorchNorm
-        layers.append(changed)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)

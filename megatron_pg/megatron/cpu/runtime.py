@@ -1,14 +1,15 @@
 """Run unmodified Megatron-Core on CPU with gloo, by redirecting its CUDA calls from outside.
 
-Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist. `enable_cpu_runtime` replaces
-these entry points of torch for this process; it edits nothing of Megatron's. The lists were read off megatron-core 0.15.3 to
-0.19.2.
+Megatron-Core asks for CUDA devices, streams and NVTX ranges without a check that they exist. `enable_cpu_runtime`
+replaces these entry points of torch for this process. It edits nothing of Megatron's. The lists were read off
+megatron-core 0.15.3 to 0.19.2.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch.utils._device import _device_constructors
 from megatron_pg.config.versions import require_supported_version
 
 CPU = torch.device("cpu")
+_enabled = False
 
 
 class NullStream:
@@ -45,87 +47,12 @@ class NullStream:
     synchronize = record = wait = wait_event = wait_stream = _nothing
 
 
-def _use_cpu_factories() -> None:
-    """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
-
-    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch; a tiny model's step is little
-    else than such calls.
-    """
-    factories = {factory.__name__: factory for factory in _device_constructors()}
-    for name in {*factories, *(f"{name}_like" for name in factories)}:
-        if hasattr(torch, name):
-            setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name in ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
-        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-
-
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        if len(args) > 1 and _is_cuda(args[1]):  # in `Tensor.to`
-            args = (args[0], CPU, *args[2:])
-        return function(*args, **kwargs)
-
-    return on_cpu
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _nothing() -> Callable[..., None]:
-    """Make a function that does nothing; a new one for each call, because torch.compile tells them apart."""
-
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
-    return nothing
-
-
-def _null_range() -> Callable[..., contextlib.AbstractContextManager[None]]:
-    @contextlib.contextmanager
-    def null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    return null_range
-
-
-def _itself() -> Callable[..., torch.Tensor]:
-    def itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    return itself
-
-
-def _named_as_on_cuda() -> Callable[..., Any]:
-    """Make a `Tensor.type` that names a CPU tensor's type as the same type on CUDA."""
-    original = torch.Tensor.type
-
-    @functools.wraps(original)
-    def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = original(tensor, *args, **kwargs)
-        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
-            return name
-        # The name may be CUDA's already: under an active mode torch calls this method twice.
-        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
-
-    return named_as_on_cuda
-
-
-_enabled = False
-
-
 def enable_cpu_runtime() -> None:
-    """Let Megatron-Core run on CPU in this process; calling it again changes nothing.
+    """Let Megatron-Core run on CPU in this process. Another call changes nothing.
 
-    Every rank calls it before it builds models, where no GPU is used: it holds for the process and is not undone. The caller
-    chooses the gloo backend, `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is replaced by one
-    without states), and for a virtual pipeline `overlap_p2p_comm=True, batch_p2p_comm=False`.
+    Every rank calls it before it builds models, where no GPU is used. It holds for the process and cannot be undone. The
+    caller chooses the gloo backend, `use_cpu_initialization=True`, dropout 0 (Megatron's random-number tracker is
+    replaced by one without states), and for a virtual pipeline `overlap_p2p_comm=True, batch_p2p_comm=False`.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core is missing or of an unsupported version.
@@ -142,68 +69,114 @@ def enable_cpu_runtime() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("enable_cpu_runtime must be called before CUDA is used in this process")
     _redirect_cuda_module()
+    _redirect_tensors()
     _accept_split_sizes_as_tensors()
-    torch.Tensor.cuda = _itself()  # type: ignore[method-assign, assignment]
-    torch.Tensor.pin_memory = _itself()  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign, assignment]
-    # Its optimizers take parameters, and its clipping gradients, of types with these names alone
-    # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
-    torch.Tensor.type = _named_as_on_cuda()  # type: ignore[method-assign]
-    _use_cpu_factories()
     _enabled = True
-    _use_stateless_random_tracker()
-    _name_the_absent_gemm()
-
-
-def _no_state() -> torch.Tensor:
-    return torch.zeros(16, dtype=torch.uint8)
+    _patch_megatron()
 
 
 def compile_nothing() -> None:
-    """Let `torch.compile` return functions uncompiled; called before Megatron is imported.
+    """Let `torch.compile` return functions uncompiled. It is called before Megatron is imported.
 
-    Megatron compiles small functions for fusion. On CPU each takes a C++ build, and the compiler takes as long to import as
-    Megatron does.
+    Megatron compiles small functions for fusion. On CPU each takes a C++ build, and the compiler takes as long to import
+    as Megatron does.
     """
 
     def as_written(model: Any = None, **kwargs: Any) -> Any:
-        return _identity if model is None else model
+        return (lambda function: function) if model is None else model
 
     torch.compile = as_written  # type: ignore[assignment]
     if "torch._dynamo" in sys.modules:  # something may be compiled already
         torch.compiler.set_stance("force_eager")
 
 
-def _identity(value: Any) -> Any:
-    return value
+def _constant(answer: Any = None) -> Callable[..., Any]:
+    """Make a function of any arguments; a new one for each call, because torch.compile tells them apart."""
+    return lambda *args, **kwargs: answer
+
+
+def _null_range() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def null_range(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    return null_range
 
 
 def _redirect_cuda_module() -> None:
     """Replace the entry points of `torch.cuda` that Megatron calls without a check."""
     cuda: Any = torch.cuda
-    stream = NullStream()
-    cuda.current_device = lambda: CPU
+    cuda.current_device = _constant(CPU)
     # Megatron's validate_args asks for the architecture under TP and CP (training/arguments.py).
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(name="cpu", major=9, minor=0)
-    cuda.get_device_capability = lambda device=None: (9, 0)
-    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.get_device_properties = _constant(SimpleNamespace(name="cpu", major=9, minor=0))
+    cuda.get_device_capability = _constant((9, 0))
+    cuda.current_stream = cuda.default_stream = _constant(NullStream())
     cuda.Stream = cuda.Event = NullStream
-    cuda.stream = _null_range()
-    for name in (
-        "synchronize",
-        "empty_cache",
-        "set_device",
-        "set_stream",
-        "reset_peak_memory_stats",
-    ):
-        setattr(cuda, name, _nothing())
+    cuda.stream, cuda.nvtx.range = _null_range(), _null_range()
     # Without CUDA torch would keep every seed in a queue for an initialization that never comes.
-    for name in ("manual_seed", "manual_seed_all", "set_rng_state"):
-        setattr(cuda, name, _nothing())
+    seeds = ("manual_seed", "manual_seed_all", "set_rng_state")
+    waits = ("synchronize", "empty_cache", "set_device", "set_stream", "reset_peak_memory_stats")
+    for name in (*seeds, *waits):
+        setattr(cuda, name, _constant())
     cuda.get_rng_state = lambda device=None: _no_state()
     for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, _nothing())
-    cuda.nvtx.range = _null_range()
+        setattr(cuda.nvtx, name, _constant())
+
+
+def _redirect_tensors() -> None:
+    """Send `device="cuda"` of torch's functions to the CPU, and drop `pin_memory=True`.
+
+    A `TorchFunctionMode` would do so too, and cost two microseconds for every call of torch. A tiny model's step is little
+    else than such calls.
+    """
+    factories = {factory.__name__ for factory in _device_constructors()}
+    for name in {*factories, *(f"{name}_like" for name in factories)}:
+        if hasattr(torch, name):
+            setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    for name in ("to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        setattr(tensor, name, _on_cpu(getattr(tensor, name)))
+    for name in ("cuda", "pin_memory"):
+        setattr(tensor, name, lambda tensor, *args, **kwargs: tensor)
+    tensor.record_stream = _constant()
+    # Its optimizers take parameters, and its clipping gradients, of types with these names alone
+    # (optimizer/optimizer.py, distrib_optimizer.py, clip_grads.py).
+    tensor.type = _named_as_on_cuda(tensor.type)
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    def is_cuda(device: Any) -> bool:
+        return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if len(args) > 1 and is_cuda(args[1]):  # in `Tensor.to`
+            args = (args[0], CPU, *args[2:])
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _named_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a `Tensor.type` that names a CPU tensor's type as the same type on CUDA."""
+
+    @functools.wraps(original)
+    def named_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(tensor, *args, **kwargs)
+        if not isinstance(name, str):  # a tensor, converted to the type of the arguments
+            return name
+        # The name may be CUDA's already: under an active mode torch calls this method twice.
+        return "torch.cuda." + name.removeprefix("torch.").removeprefix("cuda.")
+
+    return named_as_on_cuda
+
+
+def _no_state() -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)
 
 
 def _accept_split_sizes_as_tensors() -> None:
@@ -215,43 +188,27 @@ def _accept_split_sizes_as_tensors() -> None:
     original = dist.all_to_all_single
 
     @functools.wraps(original)
-    def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 (torch's name, which callers may use)
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        sizes = (_as_list(output_split_sizes), _as_list(input_split_sizes))
-        return original(output, input, *sizes, *args, **kwargs)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(sizes := bound.arguments.get(name), torch.Tensor):
+                bound.arguments[name] = sizes.tolist()
+        return original(*bound.args, **bound.kwargs)
 
+    signature = inspect.signature(original)
     dist.all_to_all_single = all_to_all_single
 
 
-def _as_list(sizes: Any) -> Any:
-    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-
-def _use_stateless_random_tracker() -> None:
-    """Replace Megatron's tracker of CUDA random states by one without states (tensor_parallel/random.py).
-
-    Recomputation of activations also gets and sets the state of the device.
-    """
+def _patch_megatron() -> None:
+    """Replace Megatron's tracker of CUDA random states by one without, and name an absent GEMM."""
     from megatron.core.tensor_parallel import random
-
-    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    random._get_cuda_rng_state = lambda *args, **kwargs: _no_state()
-    random._set_cuda_rng_state = _nothing()
-
-
-def _name_the_absent_gemm() -> None:
-    """Define the name of Transformer Engine's GEMM as None where Megatron leaves it undefined.
-
-    moe/moe_utils.py of 0.15.3 to 0.17.1 compares it with None in every router, and binds it only where Transformer Engine is
-    installed.
-    """
     from megatron.core.transformer.moe import moe_utils
 
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # Recomputation of activations gets and sets the state of the device.
+    random._get_cuda_rng_state = lambda *args, **kwargs: _no_state()
+    random._set_cuda_rng_state = _constant()
+    # moe_utils.py of 0.15.3 to 0.17.1 compares Transformer Engine's GEMM with None in every router, and binds it only
+    # where that is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from megatron_pg.config.custom import custom_function_violations
-from megatron_pg.config.fields import COUNT, check_fields, refuse
-from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.fields import COUNT, Settings, add_args, refuse
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.config.versions import derives_multi_token_labels, has_hybrid_model
@@ -40,7 +39,7 @@ PARALLEL_SIZES = (
 
 
 @dataclass(frozen=True)
-class CheckOptions:
+class CheckOptions(Settings):
     """The sharding and the run of the small model. The rest of the world is data parallel."""
 
     all: bool = False
@@ -172,11 +171,8 @@ def parse_options(arguments: Sequence[str], *, world_size: int = 0) -> tuple[Che
     if args.transformer_impl is None:
         use_te = args.device == "cuda" and args.dtype == "bf16" and has_transformer_engine()
         args.transformer_impl = "transformer_engine" if use_te else "local"
-    options = read_args(CheckOptions, args)
-    violations, _ = check_fields(CheckOptions, vars(options))
-    if not violations:
-        violations = [*violations_of_sizes(options, world_size), *_violations_of_machine(options)]
-    refuse(violations)
+    options = CheckOptions.from_args(args)
+    refuse([*violations_of_sizes(options, world_size), *_violations_of_machine(options)])
     return options, args.json
 
 

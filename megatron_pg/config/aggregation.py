@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import PYTHON_ONLY, Interval, fields_of, flag_of
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, Settings, fields_of, flag_of
 from megatron_pg.config.rows import TABLES
 
 AUXILIARY_LOAD_BALANCING = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
 @dataclass(frozen=True)
-class AggregationSettings:
+class AggregationSettings(Settings):
     """Settings of how per-token losses become one number, and of its scale."""
 
     loss_aggregation: str = "sample_mean"
@@ -52,31 +52,25 @@ class AggregationSettings:
     step. The same of the whole loss under regularizer_aggregation loss. Above 0. None: the outer
     count for both."""
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between these settings."""
-        replaces = "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore"
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a reduction by two, and a gradient divided by two."""
+        divisor = self.loss_aggregation_divisor
         if self.custom_pg_loss_reducer_function_path is not None:
-            if self.loss_aggregation_divisor is not None or self.loss_aggregation == "constant":
-                yield (
-                    f"{replaces} --loss-aggregation-divisor (found {self.loss_aggregation_divisor}) and --loss-aggregation "
-                    "constant: drop the divisor or the path"
-                )
-            if self.loss_weight_denominator == "weights":
-                yield f"{replaces} --loss-weight-denominator weights: drop one of the two"
-        if self.divide_gradient_twice and self.grad_divisor is not None:
-            yield (
-                f"--divide-gradient-twice is the divisor outer count^2, and grad_divisor is {self.grad_divisor:g}: give one "
-                "of the two"
+            ignores = (
+                "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore"
             )
+            if divisor is not None or self.loss_aggregation == "constant":
+                constant = f"--loss-aggregation constant --loss-aggregation-divisor {divisor}"
+                yield f"{ignores} {constant}: drop these or the path"
+            if self.loss_weight_denominator == "weights":
+                yield f"{ignores} --loss-weight-denominator weights: drop one of the two"
+        if self.divide_gradient_twice and self.grad_divisor is not None:
+            found = f"grad_divisor is {self.grad_divisor:g}"
+            yield f"--divide-gradient-twice divides by outer count^2, and {found}: drop one of the two"
 
 
 def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
-    """Write the aggregation that is meant into the values of a config, and return the violations.
-
-    Args:
-        values: changed in place; an aggregation of None was not chosen.
-        divisor: `--pg-loss-divisor`, or None.
-    """
+    """Write the aggregation that is meant, with `--pg-loss-divisor` or None, into `values`; return the violations."""
     chosen, other = values.get("loss_aggregation"), values.get("loss_aggregation_divisor")
     if chosen is None:
         values["loss_aggregation"] = AggregationSettings.loss_aggregation
@@ -93,12 +87,11 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
         f"--loss-aggregation-divisor {other}": other not in (None, divisor),
         f"--custom-pg-loss-reducer-function-path {path}": path is not None,
     }
-    return [
-        f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant --loss-aggregation-divisor {divisor:g}; "
-        f"found {setting}: drop one of the two"
-        for setting, is_given in contradictions.items()
-        if is_given
-    ]
+    short = (
+        f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant with that divisor"
+    )
+    found = [setting for setting, is_given in contradictions.items() if is_given]
+    return [f"{short}; found {setting}: drop one of the two" for setting in found]
 
 
 def settle_per_token_mode(
@@ -106,14 +99,10 @@ def settle_per_token_mode(
 ) -> tuple[bool, str, list[str]]:
     """Return whether per-token mode is on, the aggregation that its row leaves beside it, and violations.
 
-    A mode that the trainer forces on the model's config later is not the flag and is not seen here.
-
-    Args:
-        config: the settings, each valid by itself.
-        trainer: the trainer's arguments by Megatron's names (`megatron/training/arguments.py` of 0.19).
+    A mode that the trainer forces on the model's config later is not the flag and is not seen here. `trainer` has
+    arguments by Megatron's names (`megatron/training/arguments.py` of 0.19).
     """
-    chosen = config.loss_aggregation
-    table = TABLES["loss_aggregation"]
+    chosen, table = config.loss_aggregation, TABLES["loss_aggregation"]
     is_custom, counterpart = table.is_replaced(config), table[chosen].under_per_token_flag
     exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
     obstacle = next((name for name in exclusive if trainer.get(name)), None)
@@ -125,26 +114,25 @@ def settle_per_token_mode(
     violations = []
     if counterpart is None:
         violations.append(
-            f"--calculate-per-token-loss asks for the token mean and --loss-aggregation {chosen} for another objective: "
-            "drop --calculate-per-token-loss, or choose --loss-aggregation token_mean"
+            f"--calculate-per-token-loss is the token mean, --loss-aggregation {chosen} another objective: drop the former, "
+            "or choose --loss-aggregation token_mean"
         )
     if obstacle:
         violations.append(
-            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose "
-            "--loss-aggregation token_mean, whose gradient is the same without it"
+            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose --loss-aggregation "
+            "token_mean, whose gradient is the same without it"
         )
     return True, chosen if is_custom else counterpart, violations
 
 
 def _scales_inner_losses(trainer: Mapping[str, Any]) -> bool:
     """Return whether Megatron adds losses inside the model, which per-token mode scales by token counts."""
+    if trainer.get("mtp_num_layers") or not trainer.get("num_experts"):
+        return bool(trainer.get("mtp_num_layers"))
+    kinds = trainer.get("moe_router_load_balancing_type", "aux_loss")
     coefficients, kinds = (
         value if isinstance(value, (list, tuple)) else [value]
-        for value in (
-            trainer.get("moe_aux_loss_coeff"),
-            trainer.get("moe_router_load_balancing_type", "aux_loss"),
-        )
+        for value in (trainer.get("moe_aux_loss_coeff"), kinds)
     )
     balances = any(coefficients) and not AUXILIARY_LOAD_BALANCING.isdisjoint(kinds)
-    has_expert_loss = balances or trainer.get("moe_z_loss_coeff")
-    return bool(trainer.get("mtp_num_layers") or (trainer.get("num_experts") and has_expert_loss))
+    return bool(balances or trainer.get("moe_z_loss_coeff"))

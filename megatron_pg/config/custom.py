@@ -34,14 +34,8 @@ CUSTOM_FUNCTIONS = {
 """Functions by the setting that has the import path, whose docstring in `PolicyLossConfig` says what they return."""
 
 
-@functools.cache
-def load_custom_function(field: str, path: str) -> Callable[..., Any]:
-    """Load the function that a setting of `CUSTOM_FUNCTIONS` names, once for each path; see `load_function`."""
-    return load_function(path, flag=flag_of(field), **CUSTOM_FUNCTIONS[field]._asdict())
-
-
 def custom_function_violations(settings: Any) -> Iterator[str]:
-    """Yield what is wrong with the functions that the settings name."""
+    """Yield the faults of the functions that the settings name."""
     for field in CUSTOM_FUNCTIONS:
         if path := getattr(settings, field, None):
             try:
@@ -50,67 +44,54 @@ def custom_function_violations(settings: Any) -> Iterator[str]:
                 yield str(error)
 
 
-def load_function(
-    path: str, *, flag: str, positional: Sequence[str], keywords: Sequence[str] = ()
-) -> Callable[..., Any]:
-    """Import the function that a flag names, and check that it takes its arguments (`CustomFunction`).
+@functools.cache
+def load_custom_function(field: str, path: str) -> Callable[..., Any]:
+    """Import the function that a setting of `CUSTOM_FUNCTIONS` names, and check that it takes its arguments.
 
     Args:
+        field: the setting.
         path: `pkg.mod.fn` or `pkg.mod:fn`.
-        flag: the flag that gave the path, for error messages.
-        positional: names of the arguments by position.
-        keywords: names of the arguments by keyword.
 
     Raises:
-        ValueError: the path is malformed, the import fails (its error is the cause), the module has no such attribute,
-            it is not callable, or its signature does not take these arguments.
+        ValueError: the path is malformed, the import fails (its error is the cause), the module has no such function, or
+            its signature does not take these arguments.
     """
-    module_name, _, function_name = path.rpartition(":" if ":" in path else ".")
-    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
+    flag, (positional, keywords) = flag_of(field), CUSTOM_FUNCTIONS[field]
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"{flag}: expected pkg.mod.fn or pkg.mod:fn; found {path!r}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code: anything at all may come out of it
-        package = module_name.partition(".")[0]
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == package
-        advice = f": put the folder that {package} is in on PYTHONPATH" if is_absent else ""
-        raise ValueError(
-            f"{flag} {path}: importing {module_name} failed with {type(error).__name__}: {error}{advice}"
-        ) from error
-    if not hasattr(module, function_name):
-        raise ValueError(
-            f"{flag} {path}: module {module_name} ({getattr(module, '__file__', 'built-in')}) has "
-            f"no attribute {function_name!r}"
-        )
-    function: Callable[..., Any] = getattr(module, function_name)
+        package, cause = module_name.partition(".")[0], f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            cause += f": put the folder that {package} is in on PYTHONPATH"
+        raise ValueError(f"{flag} {path}: importing {module_name} failed with {cause}") from error
+    function: Any = getattr(module, name, None)
     expected = f"({', '.join(positional)})"
     if not callable(function):
-        kind = type(function).__name__
+        kind = f"{function!r} of type {type(function).__name__}"
+        found = kind if hasattr(module, name) else f"no attribute {name!r}"
+        place = f"{module_name} ({getattr(module, '__file__', 'built-in')})"
         raise ValueError(
-            f"{flag} {path}: expected a function of {expected}; found {function!r} of type {kind}"
+            f"{flag} {path}: expected a function of {expected} in {place}; found {found}"
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function of {expected}"
-        ) from error
-    try:
         signature.bind(*positional, **dict.fromkeys(named_keywords(function, keywords)))
-    except TypeError as error:
+    except ValueError as error:
+        remedy = f"wrap it in a Python function of {expected}"
         raise ValueError(
-            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; found the signature "
-            f"{signature}"
+            f"{flag} {path}: its signature cannot be read ({error}); {remedy}"
         ) from error
-    return function
+    except TypeError as error:
+        wrong = f"cannot be called with the positional arguments {expected}: {error}"
+        raise ValueError(f"{flag} {path}: {wrong}; found the signature {signature}") from error
+    return function  # type: ignore[no-any-return]
 
 
 def named_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> tuple[str, ...]:
-    """Return those `keywords` that the function's signature names; `**kwargs` names none.
-
-    Raises:
-        ValueError: The function has no signature to inspect.
-    """
+    """Return those `keywords` that the function's signature names; `**kwargs` names none."""
     parameters = inspect.signature(function).parameters
     named = {p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY}
     return tuple(name for name in keywords if name in named)
@@ -133,14 +114,10 @@ def check_returned(
         meaning: the tensor's contents, for the error message.
         differentiable_in: the argument that must get a gradient, where it has one.
     """
-    is_tensor = isinstance(value, torch.Tensor)
+    is_tensor, kind = isinstance(value, torch.Tensor), "a tensor of shape"
     if not is_tensor or value.shape != torch.Size(shape):
-        kind = (
-            f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-        )
-        raise ValueError(
-            f"{where} returned {kind}, expected a tensor of shape {list(shape)}: {meaning}"
-        )
+        found = f"{kind} {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        raise ValueError(f"{where} returned {found}, expected {kind} {list(shape)}: {meaning}")
     has_gradient = differentiable_in is not None and differentiable_in.requires_grad
     if has_gradient and torch.is_grad_enabled() and not value.requires_grad:
         raise ValueError(

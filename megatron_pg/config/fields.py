@@ -1,14 +1,30 @@
-"""Fields of a settings dataclass: the values that each may have, and the faults of those that are given."""
+"""Settings dataclasses: fields read off annotations, their flags and help texts, and the check of their values."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import dataclasses
+import functools
+import inspect
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from megatron_pg.config.rows import TABLES, did_you_mean
 
@@ -48,14 +64,10 @@ class Parsed:
 
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest normal and the largest positive number of float32, in which the loss is computed."""
-
 COUNT = Interval(1, closed=True, metavar="N")
 """An integer from 1 on."""
-
 PYTHON_ONLY = "python only"
 """Mark of a field without a flag."""
-
-Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
@@ -114,15 +126,38 @@ class Field:
         table = TABLES.get(self.name)
         return did_you_mean(value, self.choices or (), table.also_known_as if table else {})
 
+    def word(self, text: str) -> str:
+        """Parse one of the choices."""
+        choices, hint = self.choices or (), self.did_you_mean(text)
+        if text in choices or not hint:
+            return text  # argparse itself lists the words
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}{hint}")
+
+    def argparse_keywords(self, text: str) -> dict[str, Any]:
+        """Return the arguments of `add_argument` for the flag, `text` its help."""
+        rows = TABLES[self.name].values() if self.name in TABLES else ()
+        text = " ".join([text, *(f"{row.name}: {row.help}." for row in rows)]).replace("%", "%%")
+        if self.type is bool:
+            return {"action": "store_true", "help": text}
+        default = None if self.default in (MISSING, ()) else self.default
+        if default is not None:
+            text += f" (default: {default})"
+        keywords: dict[str, Any] = {"default": default, "help": text}
+        if self.choices is not None:
+            return keywords | {"type": self.word, "choices": self.choices}
+        if self.parsed is not None:
+            return keywords | {"type": self.parsed.parse, "metavar": self.parsed.metavar}
+        if self.interval is not None:
+            return keywords | {"type": self.type, "metavar": self.interval.metavar}
+        return keywords | {"metavar": "PATH"} | ({"nargs": "+"} if self.type is tuple else {})
+
 
 def flag_of(name: str) -> str:
     """Return the flag that stores to an attribute."""
     return "--" + name.replace("_", "-")
 
 
-_FIELDS: dict[type[Any], dict[str, Field]] = {}
-
-
+@functools.cache
 def fields_of(settings: type[Any]) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
@@ -130,11 +165,9 @@ def fields_of(settings: type[Any]) -> dict[str, Field]:
     `Annotated[float, Interval(...)]` or `Annotated[int, COUNT]`, a tuple of words, or an import path (str); `| None`
     allows None.
     """
-    if settings not in _FIELDS:
-        hints = get_type_hints(settings, include_extras=True)
-        fields = [field for field in dataclasses.fields(settings) if field.init]
-        _FIELDS[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
-    return _FIELDS[settings]
+    hints = get_type_hints(settings, include_extras=True)
+    fields = [field for field in dataclasses.fields(settings) if field.init]
+    return {field.name: _field(field, hints[field.name]) for field in fields}
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
@@ -154,26 +187,131 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     )
 
 
-def check_fields(settings: type[Settings], values: Mapping[str, Any]) -> tuple[list[str], Settings]:
-    """Check every value by itself.
+class Settings:
+    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text.
+
+    Raises:
+        ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
+    """
+
+    def __post_init__(self) -> None:
+        refuse(self.checked(vars(self))[0])
+
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults between settings, each valid by itself; `given` has the invalid values too."""
+        yield from ()
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
+        """Check values by field name, a field without one at its default.
+
+        Returns:
+            The violations, and the dataclass with a default for each value that is wrong: made without
+            `__post_init__`, so that one look finds what is wrong with the others too.
+        """
+        violations, sound = [], object.__new__(cls)
+        for field in fields_of(cls).values():
+            value = given.get(field.name, field.default)
+            violation = field.violation(None if value is MISSING else value)
+            if violation is not None:
+                violations.append(violation)
+                value = field.default
+            vars(sound)[field.name] = value
+        for base in reversed(cls.__mro__):
+            if "conflicts" in vars(base):
+                violations += base.conflicts(sound, given)  # type: ignore[attr-defined]
+        return violations, sound
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        """Make the dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
+
+        Raises:
+            ValueError: a value is out of range, or a flag that must be given is missing.
+        """
+        return read_args(cls, args)
+
+
+SettingsType = TypeVar("SettingsType")
+
+
+def read_args(settings: type[SettingsType], args: argparse.Namespace) -> SettingsType:
+    """Make a dataclass with flags from parsed arguments, as `Settings.from_args`."""
+    arguments, values = vars(args), {}
+    for field in fields_of(settings).values():
+        if field.name in arguments or field.default is MISSING:
+            value = arguments.get(field.name)
+            values[field.name] = tuple(value or ()) if field.type is tuple else value
+    return settings(**values)
+
+
+def add_args(
+    parser: argparse.ArgumentParser,
+    settings: type[Any],
+    *,
+    title: str,
+    description: str = "",
+    unset: tuple[str, ...] = (),
+) -> argparse.ArgumentParser:
+    """Add one flag for each field of a settings dataclass, in a group of their own, and change nothing else.
+
+    A flag that the parser has already (Megatron's `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it
+    is: its value lands in the same attribute.
 
     Args:
-        settings: the dataclass.
-        values: by field name; a field without one has its default.
+        parser: any parser; Megatron's, as an `extra_args_provider` gets it.
+        settings: the dataclass; see `fields_of` for what its annotations say.
+        title: the group's.
+        description: the group's.
+        unset: fields whose flags have no default, so that it is seen whether they were given.
 
-    Returns:
-        The violations, and the dataclass with a default for each value that is wrong: made without `__post_init__`, so
-        that one look finds what is wrong with the others too.
+    Raises:
+        ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    violations, sound = [], object.__new__(settings)
-    for field in fields_of(settings).values():
-        value = values.get(field.name, field.default)
-        violation = field.violation(None if value is dataclasses.MISSING else value)
-        if violation is not None:
-            violations.append(violation)
-            value = field.default
-        vars(sound)[field.name] = value
-    return violations, sound
+    fields = [field for field in fields_of(settings).values() if field.has_flag]
+    missing = [field for field in fields if not is_defined(parser, field.name)]
+    if missing:
+        texts, group = field_docstrings(settings), parser.add_argument_group(title, description)
+        for field in missing:
+            keywords = field.argparse_keywords(texts.get(field.name, ""))
+            if field.name in unset:
+                keywords["default"] = None
+            group.add_argument(field.flag, **keywords)
+    return parser
+
+
+def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
+    """Return whether the parser has the flag of a field already; refuse one that stores to another attribute."""
+    flag = flag_of(name)
+    action = parser._option_string_actions.get(flag)
+    if action is not None and action.dest != name:
+        raise ValueError(
+            f"{flag} is already a flag of this parser and stores to {action.dest!r}; expected {name!r}: give that flag "
+            f"another name, or dest={name!r}"
+        )
+    return action is not None
+
+
+def field_docstrings(settings: type[Any]) -> dict[str, str]:
+    """Return the docstring under each field, on one line.
+
+    Python does not keep these, so they are read from the source. A package of compiled files only has none, and its
+    flags have no help text.
+    """
+    texts = {}
+    for base in settings.__mro__[:-1]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except OSError:
+            continue
+        for pair in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            match pair:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def refuse(violations: Sequence[str], *, error: type[Exception] = ValueError) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import Interval, flag_of
+from megatron_pg.config.fields import Interval, Settings, flag_of
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log-ratio's size before it is exponentiated: every ratio is in [e^-20, e^20], and e^20 is 4.9e8."""
@@ -15,16 +15,16 @@ MAX_LOG_RATIO = 20.0
 _LOWER_BOUND = Interval(0, math.exp(MAX_LOG_RATIO), closed=True)
 _UPPER_BOUND = Interval(math.exp(-MAX_LOG_RATIO), closed=True)
 _OPEN_UPPER_BOUND = Interval(math.exp(-MAX_LOG_RATIO), closed=True, or_infinite=True)
-BOUNDS = (
-    ("tis_clip_low", "tis_clip"),
-    ("geometric_rejection_low", "geometric_rejection_high"),
-    ("sequence_rejection_low", "sequence_rejection_high"),
-)
-"""Settings that are the lower and the upper bound of one ratio."""
+BOUNDS = {
+    "tis_clip_low": "tis_clip",
+    "geometric_rejection_low": "geometric_rejection_high",
+    "sequence_rejection_low": "sequence_rejection_high",
+}
+"""The upper bound of a ratio by its lower one."""
 
 
 @dataclass(frozen=True)
-class MismatchSettings:
+class MismatchSettings(Settings):
     """Settings of importance weights, and of the rejection of tokens and sequences."""
 
     use_tis: bool = False
@@ -81,12 +81,10 @@ class MismatchSettings:
     """Totals that the aggregation divides by when tokens or sequences are rejected. original: those
     before rejection, so that a rejected token counts as a zero. accepted: those of what was kept."""
 
-    def conflicts(self) -> Iterator[str]:
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the bounds that exclude each other."""
-        for low, high in BOUNDS:
+        for low, high in BOUNDS.items():
             lowest, highest = getattr(self, low), getattr(self, high)
             if lowest > highest:
-                yield (
-                    f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}: the lower bound must not be above the "
-                    "upper one"
-                )
+                found = f"{flag_of(low)} {lowest:g} exceeds {flag_of(high)} {highest:g}"
+                yield f"{found}: the lower bound must not be above the upper one"

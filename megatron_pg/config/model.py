@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import Interval
+from megatron_pg.config.fields import Interval, Settings
 
 CpPartitionMode = Literal["zigzag", "contiguous"]
 """Cut of a pack of sequences over a context-parallel group, by the names of Megatron's `TransformerConfig`; see
@@ -14,7 +14,7 @@ CpPartitionMode = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Settings):
     """Settings of the layout of the model's input, and of how log-probs and entropy come from its output."""
 
     qkv_format: Literal["thd", "bshd"] = "thd"
@@ -50,17 +50,14 @@ class ModelSettings:
         """The model's own output layer gives float32 logits. The fused head has its own product."""
         return self.fp32_lm_head and not self.fused_lm_head
 
-    def conflicts(self: Any) -> Iterator[str]:
-        """Yield what is wrong between head and layout."""
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a layout that the fused head does not take."""
         if self.fused_lm_head and self.qkv_format != "thd":
-            yield (
-                f"--fused-lm-head takes packed sequences; found --qkv-format {self.qkv_format}: use --qkv-format thd, or "
-                "drop --fused-lm-head"
-            )
+            yield f"--fused-lm-head with --qkv-format {self.qkv_format}: use --qkv-format thd, or drop --fused-lm-head"
 
 
 @dataclass(frozen=True)
-class ReportSettings:
+class ReportSettings(Settings):
     """Settings of what a step reports and checks."""
 
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
@@ -76,15 +73,13 @@ class ReportSettings:
     (sums of weights over their values from the totals): a sample was duplicated, dropped,
     mis-sliced or exchanged for another."""
 
-    def conflicts(self: Any) -> Iterator[str]:
-        """Yield what leaves --kept-set-mass without sets, without logits or without a report."""
-        if not self.kept_set_mass:
-            return
-        if not self.replay_sampling_set:
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the settings that leave --kept-set-mass without sets, without logits or without a report."""
+        if self.kept_set_mass and not self.replay_sampling_set:
             yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
-        if self.fused_lm_head:
-            yield "--kept-set-mass takes the logits of all tokens, which --fused-lm-head does not make: drop one of the two"
-        if self.pg_metrics == "none":
+        if self.kept_set_mass and self.fused_lm_head:
+            yield "--kept-set-mass takes all logits, which --fused-lm-head does not make: drop one of the two"
+        if self.kept_set_mass and self.pg_metrics == "none":
             yield "--kept-set-mass is a metric, and --pg-metrics none reports none: drop one of the two"
 
 
@@ -92,30 +87,21 @@ def layout_violation(qkv_format: str, context_parallel_size: int) -> str | None:
     """Return what is wrong with a layout that has no token window, None where nothing is."""
     if qkv_format != "bshd" or context_parallel_size <= 1:
         return None
+    found = f"--qkv-format bshd with --context-parallel-size {context_parallel_size}"
     return (
-        f"--qkv-format bshd with --context-parallel-size {context_parallel_size}: BSHD chunks every sequence by the padded "
-        "maximum length of the micro-batch, which the loss is not told; use --qkv-format thd"
+        f"{found} cuts sequences by a padded length that the loss is not told: use --qkv-format thd"
     )
 
 
 def output_layer_violations(flag: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings of Megatron that a product in the place of the output layer's does not serve.
-
-    Args:
-        flag: the flag that asks for the product.
-        settings: Megatron's arguments, or a model's config, by name.
-    """
+    """Return why the product that `flag` puts in the output layer's place does not serve Megatron's settings, by name."""
     violations = []
     if flag == "--fused-lm-head" and settings.get("use_mup"):
-        violations.append(f"{flag} does not scale logits as --use-mup does: drop one of the two")
+        violations.append("does not scale logits as --use-mup does")
     if settings.get("defer_embedding_wgrad_compute"):
-        violations.append(
-            f"{flag} computes the gradient of the output layer's weight in backward, which "
-            "--defer-embedding-wgrad-compute puts off: drop one of the two"
-        )
+        late = "which --defer-embedding-wgrad-compute puts off"
+        violations.append(f"computes the gradient of the output layer's weight in backward, {late}")
     if (settings.get("gtp_weight_remat_size") or 1) > 1:
-        violations.append(
-            f"{flag} takes the weight of the output layer as tensor parallelism cuts it, and "
-            "--tensor-parallel-num-weight-shards cuts it further: drop one of the two"
-        )
-    return violations
+        cut = "--tensor-parallel-num-weight-shards cuts it further"
+        violations.append(f"takes the output layer's weight as tensor parallelism cuts it, {cut}")
+    return [f"{flag} {violation}: drop one of the two" for violation in violations]

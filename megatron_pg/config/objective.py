@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import Interval
+from megatron_pg.config.fields import Interval, Settings
 from megatron_pg.config.rows import ANCHOR, TABLES
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
+class ObjectiveSettings(Settings):
     """Settings of the per-token loss."""
 
     policy_loss: str = "ppo"
@@ -56,26 +56,21 @@ class ObjectiveSettings:
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
 
-    def conflicts(self: Any) -> Iterator[str]:
-        """Yield what is wrong with the ratio's denominator beside other settings."""
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a rollout engine as the ratio's denominator where there is no ratio, or twice."""
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
-            yield (
-                "--ratio-anchor rollout takes the ratio against the rollout engine, and --use-tis would weigh the same "
-                "mismatch again: drop one of the two"
-            )
+            yield "--ratio-anchor rollout --use-tis would weigh the same mismatch twice: drop one of the two"
         rows = [row for table in TABLES.values() for row in table.rows_on(self)]
         has_ratio = any(ANCHOR in row.inputs for row in rows) or self.custom_policy_loss_path
         if not (has_ratio or (self.use_unbiased_kl and self.kl_loss_coef > 0)):
-            yield (
-                f"--ratio-anchor rollout is about a ratio, and --policy-loss {self.policy_loss} has none: drop it, or choose "
-                "an objective with a ratio"
-            )
+            found = f"--policy-loss {self.policy_loss} has none"
+            yield f"--ratio-anchor rollout is about a ratio, and {found}: drop it, or choose another objective"
 
 
 @dataclass(frozen=True)
-class RegularizerSettings:
+class RegularizerSettings(Settings):
     """Settings of the KL and entropy terms."""
 
     regularizer_aggregation: Literal["sample_mean", "loss"] = "sample_mean"
@@ -103,21 +98,16 @@ class RegularizerSettings:
     """Weight c of the entropy bonus: loss = pg - c * entropy, the mean of regularizer_aggregation of
     the entropy of the full vocabulary, in nats, with gradient. At least 0."""
 
-    def conflicts(self) -> Iterator[str]:
-        """Yield what is wrong between these settings."""
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield an aggregation of no terms, and two gradients of the KL term."""
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
-            yield (
-                "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one of them, or drop it"
-            )
+            yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
-            yield (
-                "--kl-loss-gradient k2 and --use-unbiased-kl each give the KL term a gradient that is right in expectation: "
-                "drop one of the two"
-            )
+            yield "--kl-loss-gradient k2 and --use-unbiased-kl are two gradients of the KL term: drop one of the two"
 
 
 @dataclass(frozen=True)
-class DistillationSettings:
+class DistillationSettings(Settings):
     """Settings of the divergence from a teacher."""
 
     distill_coef: Annotated[float, Interval(0, closed=True)] = 0.0
@@ -138,26 +128,22 @@ class DistillationSettings:
     output weight (PolicyStep's teacher_weight). top_k: teacher_ids and teacher_log_probs of its
     likeliest tokens, at the rollout temperature; the rest is one bucket on both sides."""
 
-    def conflicts(self: Any) -> Iterator[str]:
-        """Yield what is wrong between teacher, divergence and policy loss."""
+    def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults between teacher, divergence and policy loss."""
         is_loss = self.policy_loss == "distill" and self.custom_policy_loss_path is None
+        divergence, beta = self.distill_divergence, self.distill_beta
+        owners = "--policy-loss distill and --distill-coef: give one of them, or drop it"
         if self.distills and self.distill_teacher is None:
             flag = "--policy-loss distill" if is_loss else "--distill-coef"
-            yield f"{flag} needs --distill-teacher logits, hidden or top_k: what the samples bring of the teacher"
+            yield f"{flag} needs --distill-teacher logits, hidden or top_k, what the samples have of the teacher"
         if self.distill_teacher is not None and not self.distills:
-            yield "--distill-teacher is for --policy-loss distill and --distill-coef: give one of them, or drop it"
+            yield f"--distill-teacher is for {owners}"
+        if divergence != DistillationSettings.distill_divergence and not self.distills:
+            yield f"--distill-divergence {divergence} is about {owners}"
         if is_loss and self.distill_coef > 0:
             yield "--distill-coef is for another policy loss: with --policy-loss distill drop it"
         if self.distills and self.replay_sampling_set:
-            yield (
-                "--replay-sampling-set renormalises the student to a set that the teacher's distribution does not have: drop it, "
-                "or the distillation"
-            )
-        divergence, beta = self.distill_divergence, self.distill_beta
-        if divergence != DistillationSettings.distill_divergence and not self.distills:
-            yield (
-                f"--distill-divergence {divergence} is about --policy-loss distill and --distill-coef: give one of them, or drop it"
-            )
+            yield "--replay-sampling-set gives the student a set that the teacher lacks: drop it, or the distillation"
         if beta == 1:
             yield "--distill-beta 1 leaves nothing of the student in the mixture: give a number below 1"
         elif beta != DistillationSettings.distill_beta and divergence != "jsd":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from megatron_pg.config.fields import COUNT, check_fields, flag_of, refuse
-from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.fields import COUNT, Settings, add_args, flag_of
 
 OversizedSamples = Literal["error", "own_microbatch"]
 DocsPerStepMode = Literal["at_least", "exact"]
@@ -17,12 +17,8 @@ DistinctIds = Literal["rank", "file"]
 
 
 @dataclass(frozen=True)
-class PlanningConfig:
-    """Settings of a step's contents and of its micro-batches. The docstring under a field is its flag's help text.
-
-    Raises:
-        ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
-    """
+class PlanningConfig(Settings):
+    """Settings of a step's contents and of its micro-batches; see `Settings` for the errors."""
 
     max_tokens_per_microbatch: Annotated[int, COUNT]
     """The most packed tokens of a micro-batch over the context-parallel group, padding included; a rank holds 1/CP of
@@ -70,34 +66,19 @@ class PlanningConfig:
     """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0. rank:
     ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
 
-    def __post_init__(self) -> None:
-        violations, sound = check_fields(type(self), vars(self))
-        if sound.on_bad_row != "error" and not sound.rollout_files:
-            violations.append("--on-bad-row is about --rollout-files: give files, or drop it")
-        if sound.distinct_ids == "file" and not sound.rollout_files:
-            violations.append(
-                "--distinct-ids file is about --rollout-files: give files, choose rank, or drop it"
-            )
-        if sound.distinct_ids == "rank" and sound.rollout_files:
-            violations.append(
-                "--distinct-ids rank with --rollout-files: the rows of a file are dealt over the ranks, and its groups would "
-                "fall apart; choose file, where each file numbers its own, or drop it"
-            )
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the settings of files and of a step's end where there are none."""
+        if self.on_bad_row != "error" and not self.rollout_files:
+            yield "--on-bad-row is about --rollout-files: give files, or drop it"
+        if self.distinct_ids == "file" and not self.rollout_files:
+            yield "--distinct-ids file is about --rollout-files: give files, choose rank, or drop it"
+        if self.distinct_ids == "rank" and self.rollout_files:
+            apart = "rows are dealt over the ranks, and groups of a file would fall apart"
+            yield f"--distinct-ids rank with --rollout-files: {apart}; choose file, or drop it"
         for name in ("docs_per_step_mode", "keep_prompt_groups"):
-            if self.docs_per_step is None and getattr(sound, name) != getattr(PlanningConfig, name):
-                violations.append(
-                    f"{flag_of(name)} says where a step of --docs-per-step ends: give --docs-per-step, or drop it"
-                )
-        refuse(violations)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> PlanningConfig:
-        """Make the config from parsed arguments; a flag that the parser did not define keeps its default.
-
-        Raises:
-            ValueError: a value is out of range, or `--max-tokens-per-microbatch` is missing.
-        """
-        return read_args(cls, args)
+            is_given = getattr(self, name) != getattr(PlanningConfig, name)
+            if is_given and given.get("docs_per_step") is None:
+                yield f"{flag_of(name)} is about a step of --docs-per-step: give --docs-per-step, or drop it"
 
 
 def add_planning_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -117,11 +98,10 @@ def validate_planning_args(args: argparse.Namespace) -> PlanningConfig:
         ValueError: a value is out of range, or `--ragged-microbatches` with expert parallelism.
     """
     config = PlanningConfig.from_args(args)
-    expert_parallel_size = vars(args).get("expert_model_parallel_size") or 1
-    if config.ragged_microbatches and expert_parallel_size > 1:
+    expert_size = vars(args).get("expert_model_parallel_size") or 1
+    if config.ragged_microbatches and expert_size > 1:
         raise ValueError(
-            f"--ragged-microbatches with --expert-model-parallel-size {expert_parallel_size}: experts exchange tokens "
-            "over data-parallel ranks, which therefore run the same number of micro-batches; drop "
-            "--ragged-microbatches"
+            f"--ragged-microbatches with --expert-model-parallel-size {expert_size}: ranks that exchange tokens of experts "
+            "run the same number of micro-batches; drop --ragged-microbatches"
         )
     return config

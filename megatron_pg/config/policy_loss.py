@@ -1,4 +1,4 @@
-"""`PolicyLossConfig`: every setting of the policy loss, in groups by subject.
+"""`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their startup validation.
 
 The docstring under a field is also the `--help` text of its flag, so each formula is stated once. The text of a table's
 word (`--loss-aggregation`, `--policy-loss`, `--kl-loss-type`) is that of its row. In all of them m is the loss mask,
@@ -8,27 +8,39 @@ A the advantage, sg() stops the gradient, and log-ratios are clamped to +-20 bef
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pg.config.aggregation import AggregationSettings
-from megatron_pg.config.fields import check_fields, fields_of, flag_of, refuse
-from megatron_pg.config.flags import read_args
+from megatron_pg.config.aggregation import (
+    AggregationSettings,
+    settle_divisor,
+    settle_per_token_mode,
+)
+from megatron_pg.config.custom import custom_function_violations
+from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, read_args, refuse
 from megatron_pg.config.mismatch import MAX_LOG_RATIO as MAX_LOG_RATIO
 from megatron_pg.config.mismatch import MismatchSettings
 from megatron_pg.config.model import CpPartitionMode as CpPartitionMode
-from megatron_pg.config.model import ModelSettings, ReportSettings
+from megatron_pg.config.model import (
+    ModelSettings,
+    ReportSettings,
+    layout_violation,
+    output_layer_violations,
+)
 from megatron_pg.config.objective import (
     DistillationSettings,
     ObjectiveSettings,
     RegularizerSettings,
 )
-from megatron_pg.config.rows import ANCHOR, TABLES
+from megatron_pg.config.rows import ANCHOR, TABLES, Table, did_you_mean
 
 LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 OPTIONAL_SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "group_index", "kept_tokens", "loss_weights")
 """Fields of `Sample` that some settings need and others do not."""
+logger = logging.getLogger("megatron_pg")
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,6 @@ class PolicyLossConfig(
             and flags.
     """
 
-    def __post_init__(self) -> None:
-        refuse(violations_of(vars(self))[0])
-
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PolicyLossConfig:
         """Make the config from args that `validate_policy_loss_args` has returned.
@@ -67,6 +76,14 @@ class PolicyLossConfig(
                 "PolicyLossConfig.from_args(args)"
             )
         return read_args(cls, args)
+
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of the rows that are on, and of options beside them."""
+        for table in TABLES.values():
+            for row in table.rows_on(self):
+                yield from row.refusals(self)
+            if not table.is_replaced(self):
+                yield from _option_violations(table, self, given)
 
     @property
     def required_sample_fields(self) -> tuple[str, ...]:
@@ -112,46 +129,156 @@ def required_inputs(config: PolicyLossConfig) -> dict[str, tuple[str, ...]]:
     return {field: tuple(names) for field, names in flags.items() if names}
 
 
-def violations_of(values: Mapping[str, Any]) -> tuple[list[str], PolicyLossConfig]:
-    """Return everything that is wrong with the values of a config, and a config with defaults for the wrong ones."""
-    violations, sound = check_fields(PolicyLossConfig, values)
-    for table in TABLES.values():
-        for row in table.rows_on(sound):
-            violations += row.refusals(sound)
-        violations += _option_violations(table, sound, values)
-    groups: tuple[Any, ...] = PolicyLossConfig.__bases__
-    for group in reversed(groups):
-        violations += group.conflicts(sound)
-    return violations, sound
-
-
 def _option_violations(
-    table: Any, sound: PolicyLossConfig, values: Mapping[str, Any]
+    table: Table[Any], config: PolicyLossConfig, given: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the options that the rows which are on lack, and those that only other rows of the table read."""
-    if table.is_replaced(sound):
-        return
-    fields, rows = fields_of(PolicyLossConfig), table.rows_on(sound)
+    fields, rows = fields_of(PolicyLossConfig), table.rows_on(config)
     for row in rows:
         for option in row.needs:
-            if values.get(option) is None:
-                yield (
-                    f"{table.flag_of_row(row)} needs {flag_of(option)}, a finite number {fields[option].interval}; "
-                    "found None: give it, or choose another"
-                )
+            if given.get(option) is None:
+                need = f"{flag_of(option)}, a finite number {fields[option].interval}"
+                yield f"{table.flag_of_row(row)} needs {need}; found None: give it, or choose another"
     for option in dict.fromkeys(option for row in table.values() for option in row.options):
-        value = getattr(sound, option)
+        value = getattr(config, option)
         if value == fields[option].default or any(option in row.options for row in rows):
             continue
         setting = flag_of(option) if value is True else f"{flag_of(option)} {value}"
         owners = [row for row in table.values() if option in row.options]
-        flag = flag_of(table.field)
         if owners[0].flag:
-            switches = [table.switch_of_row(row) for row in owners]
-            words = [set(switch.split()) for switch in switches]
-            least = [s for s in switches if not any(other < set(s.split()) for other in words)]
-            flags = " or ".join(dict.fromkeys(least))
-            yield f"{setting} is about {flags}: add what is missing, or drop it"
+            # A row's flags are left out where fewer flags of another row do.
+            switches = {
+                table.switch_of_row(row): set(table.switch_of_row(row).split()) for row in owners
+            }
+            least = [
+                flag
+                for flag, words in switches.items()
+                if not any(w < words for w in switches.values())
+            ]
+            yield f"{setting} is about {' or '.join(least)}: add what is missing, or drop it"
         else:
-            names = " and ".join(row.name for row in owners)
-            yield f"{setting} belongs to {flag} {names}: drop it with {flag} {getattr(sound, table.field)}"
+            flag, names = flag_of(table.field), " and ".join(row.name for row in owners)
+            yield f"{setting} belongs to {flag} {names}: drop it with {flag} {getattr(config, table.field)}"
+
+
+def add_policy_loss_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of the policy loss, in a group of their own; usable as Megatron's `extra_args_provider`.
+
+    A flag that the parser has already is left as it is: its value lands in the same attribute.
+
+    Raises:
+        ValueError: the parser has a flag of the same name that stores to another attribute.
+    """
+    add_args(
+        parser,
+        PolicyLossConfig,
+        title="policy loss",
+        description="r: ratio of new to old policy; A: advantage; m: loss mask; x: per-token loss; sg: no gradient. "
+        "Log-ratios are clamped to +-20.",
+        # None tells validation that nothing was chosen, so that --pg-loss-divisor may.
+        unset=("loss_aggregation",),
+    )
+    if not is_defined(parser, "pg_loss_divisor"):
+        text = (
+            "Short for --loss-aggregation constant --loss-aggregation-divisor L: 1/(N L) sum m x."
+        )
+        parser.add_argument("--pg-loss-divisor", type=float, metavar="L", help=text)
+    return parser
+
+
+def validate_policy_loss_args(
+    args: argparse.Namespace, *, sample_fields: Collection[str] | None = None
+) -> argparse.Namespace:
+    """Check the flags of the policy loss, settle those that follow from others, and return args.
+
+    Call it once on every rank, after every override of the arguments and before Megatron builds its configs from them
+    (`validate_args` may come before or after). It settles `loss_aggregation`, `loss_aggregation_divisor` and
+    `calculate_per_token_loss`; a second call changes nothing. If it raises, the arguments are as they were.
+
+    Args:
+        args: parsed arguments. An argument that no parser defined counts as absent.
+        sample_fields: optional fields of `Sample` that the training script fills (`OPTIONAL_SAMPLE_FIELDS`). None: not
+            known yet, and nothing is checked against them.
+
+    Raises:
+        ValueError: settings are out of range, contradict each other or lack their inputs. The message has every
+            violation, with its flag, what was found and what to do.
+        NotImplementedError: the same where nothing else is wrong than a layout without a token window (BSHD under
+            context parallelism), Megatron-FSDP, or a setting of the output layer that `--fused-lm-head` or
+            `--fp32-lm-head` does not serve.
+    """
+    arguments = vars(args)
+    values = {name: arguments[name] for name in fields_of(PolicyLossConfig) if name in arguments}
+    refused = settle_divisor(values, arguments.get("pg_loss_divisor"))
+    violations, config = PolicyLossConfig.checked(values)
+    per_token, aggregation, mode_violations = settle_per_token_mode(config, arguments)
+    refused += [*violations, *mode_violations, *_sample_field_violations(config, sample_fields)]
+    refused += custom_function_violations(config)
+    layout = layout_violation(config.qkv_format, arguments.get("context_parallel_size") or 1)
+    not_implemented = [layout] if layout else []
+    if arguments.get("use_megatron_fsdp"):
+        not_implemented.append(
+            "--use-megatron-fsdp: its gradients are untested against the unsharded model's; use DDP, with "
+            "--use-distributed-optimizer where optimizer states are to be sharded"
+        )
+    if config.fp32_lm_head or config.fused_lm_head:
+        flag = "--fused-lm-head" if config.fused_lm_head else "--fp32-lm-head"
+        not_implemented += output_layer_violations(flag, arguments)
+    refuse(refused + not_implemented, error=ValueError if refused else NotImplementedError)
+    rank = arguments.get("rank")
+    if int(os.environ.get("RANK", "0") if rank is None else rank) == 0:
+        for warning in _warnings(config, aggregation):
+            logger.warning(warning)
+    args.loss_aggregation, args.calculate_per_token_loss = aggregation, per_token
+    args.loss_aggregation_divisor = config.loss_aggregation_divisor
+    return args
+
+
+def _sample_field_violations(
+    config: PolicyLossConfig, sample_fields: Collection[str] | None
+) -> Iterator[str]:
+    """Yield the optional fields of a sample that are misspelt, and those that are needed and not filled."""
+    if sample_fields is None:
+        return
+    for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
+        expected = (
+            f"{', '.join(OPTIONAL_SAMPLE_FIELDS)}{did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)}"
+        )
+        yield f"sample_fields: {field!r} is no optional field of Sample; expected some of {expected}"
+    required = required_inputs(config)
+    if config.loss_weight_denominator == "weights":  # of any sample: tokens of the others weigh 1
+        required["loss_weights"] = ("--loss-weight-denominator weights",)
+    for field, flags in required.items():
+        if field not in sample_fields:
+            need = f"{' and '.join(flags)} needs {field} of every sample"
+            yield f"{need}, and the training script has none: fill Sample.{field}, or drop the flag"
+
+
+def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
+    """Yield the settings that were changed, that are not read, and that are likely a mistake."""
+    fields, chosen = fields_of(PolicyLossConfig), config.loss_aggregation
+    if aggregation != chosen:
+        yield (
+            f"--calculate-per-token-loss makes the objective the token mean: --loss-aggregation {chosen} is now "
+            f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the flag."
+        )
+    for table in TABLES.values():
+        rows, word = table.rows_on(config), getattr(config, table.field, None)
+        if table.replaced_by is not None and table.is_replaced(config):
+            path = getattr(config, table.replaced_by)
+            yield f"{flag_of(table.replaced_by)} {path} takes the place of {flag_of(table.field)} {word}."
+        # Said and not refused: a trainer's own flag may have another word as its default.
+        elif word in table and word != fields[table.field].default and not rows:
+            switch = table.switch_of_row(table[word])
+            yield f"{flag_of(table.field)} {word} is not read without {switch}."
+        for row in rows:
+            for name in row.unread_settings(config):
+                value: Any = getattr(config, name)
+                if value != fields[name].default:
+                    yield f"{flag_of(name)} {value:g} is not read by {table.flag_of_row(row)}: nothing is clipped by it."
+    is_bare = not config.use_unbiased_kl and config.kl_loss_gradient == "estimate"
+    if config.kl_loss_coef > 0 and config.kl_loss_type == "k1" and is_bare:
+        yield (
+            "--kl-loss-type k1 as a loss has zero expected gradient on-policy: use k2, k3, --use-unbiased-kl or "
+            "--kl-loss-gradient k2."
+        )

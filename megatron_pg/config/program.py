@@ -1,6 +1,6 @@
 """The command line of our own programs: a refusal is one line, said by one rank of a job where that is possible.
 
-A parser of somebody else's is left as it is (`flags.add_args`).
+A parser of somebody else's is left as it is (`fields.add_args`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ def exit_refused(message: str, status: int = 1) -> NoReturn:
     Rank 0 of a node prints at once. Its end makes torchrun end the other ranks, which wait for that. A rank that
     outlives its wait prints the message too, since rank 0 may be far behind: better twice than not at all.
     """
-    local_rank = _local_rank()
-    if local_rank:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # the wait is over when the launcher ends the rank
+    if local_rank := _local_rank():
+        # The wait is over when the launcher ends the rank.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(FIRST_WAIT_SECONDS + NEXT_WAIT_SECONDS * (local_rank - 1))
     print(message, file=sys.stderr, flush=True)
     sys.exit(status)

@@ -21,8 +21,7 @@ class UnsupportedMegatronError(ImportError):
 def megatron_core_version() -> tuple[int, int, int]:
     """Return the version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
 
-    It is read from `megatron.core.package_info`: a Megatron-LM checkout on PYTHONPATH has no installed metadata, and an old
-    wheel's would be taken for its own.
+    A Megatron-LM checkout on PYTHONPATH has no installed metadata of its own, but `megatron.core.package_info`.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -30,9 +29,9 @@ def megatron_core_version() -> tuple[int, int, int]:
     try:
         from megatron.core import package_info
     except ImportError as error:
+        remedy = f"Install it with `pip install '{SUPPORTED_RANGE}'`."
         raise UnsupportedMegatronError(
-            f"megatron_pg.megatron needs {SUPPORTED_RANGE}, and importing megatron.core failed: {error}. Install it with "
-            f"`pip install '{SUPPORTED_RANGE}'`."
+            f"importing megatron.core failed: {error}. {remedy}"
         ) from error
     return parse_version(package_info.__version__)
 
@@ -45,34 +44,23 @@ def parse_version(text: str) -> tuple[int, int, int]:
     """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
-        raise UnsupportedMegatronError(
-            f"cannot read the megatron-core version {text!r}; supported: {SUPPORTED_RANGE}"
-        )
+        raise UnsupportedMegatronError(f"{text!r} is no version; supported: {SUPPORTED_RANGE}")
     major, minor, patch = map(int, match.groups(default="0"))
     return major, minor, patch
 
 
 def require_supported_version() -> None:
-    """Refuse a Megatron-Core that is not supported; call it once at start.
-
-    Raises:
-        UnsupportedMegatronError: it is missing or outside the supported range.
-    """
+    """Raise `UnsupportedMegatronError` for a Megatron-Core that is missing or not supported; call it once at start."""
     version = megatron_core_version()
     if not OLDEST_SUPPORTED <= version[:2] < FIRST_UNSUPPORTED:
-        raise UnsupportedMegatronError(
-            f"megatron-core {'.'.join(map(str, version))} is installed; megatron_pg supports {SUPPORTED_RANGE}. Install a "
-            "version in that range."
-        )
+        found = f"megatron-core {'.'.join(map(str, version))} is installed"
+        raise UnsupportedMegatronError(f"{found}; install a version in {SUPPORTED_RANGE}")
 
 
 def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Build the `__getattr__` of a package that imports its exports when they are first used.
+    """Build the `__getattr__` of a package that imports its exports, by module, when they are first used.
 
     Without Megatron-Core the import raises `UnsupportedMegatronError`, which says what to install.
-
-    Args:
-        modules: the names that each module exports.
     """
     places = {name: module for module, names in modules.items() for name in names}
 
@@ -88,8 +76,8 @@ def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str],
 def per_token_moe_under_context_parallel_is_right() -> bool:
     """Tell whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
 
-    transformer/moe/router.py of 0.19.2 multiplies the auxiliary loss by `num_local_tokens * tp_cp_group.size()`; 0.15.3 to
-    0.18.2 multiply by the local tokens alone, which leaves 1 / CP of the intended gradient.
+    transformer/moe/router.py of 0.19.2 multiplies it by `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by
+    the local tokens alone, which leaves 1 / CP of the intended gradient.
     """
     return megatron_core_version() >= (0, 19)
 
@@ -98,8 +86,7 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     """Tell whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
 
     forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the context-parallel
-    size, by which data parallelism divides again; 0.15.3 does not multiply, which leaves 1 / CP of the intended gradient. The
-    policy gradient is right in both.
+    size, by which data parallelism divides again; 0.15.3 does not, which leaves 1 / CP of the intended gradient.
     """
     return megatron_core_version() >= (0, 16)
 
@@ -108,10 +95,18 @@ def derives_multi_token_labels() -> bool:
     """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 
     `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes labels from the input, and
-    model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, and 0.15.3
-    and 0.16.1 fail.
+    model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones fail.
     """
     return megatron_core_version() >= (0, 19)
+
+
+def needs_kept_pipeline_outputs() -> bool:
+    """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
+
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it;
+    0.18.2 waits for `send_next_wait_handle` first.
+    """
+    return megatron_core_version() < (0, 18)
 
 
 def ready_parameters(bucket_group: Any) -> Any:
@@ -132,8 +127,8 @@ def has_partition_mode(model_config: Any) -> bool:
 def follows_own_group() -> bool:
     """Tell whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 
-    `Attention.forward` of the development branch (August 2026) sets `pg_collection.cp` to it (transformer/attention.py),
-    and has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
+    `Attention.forward` of the development branch (August 2026, transformer/attention.py) sets `pg_collection.cp` to it, and
+    packed_seq_params.py has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
     """
     from megatron.core import packed_seq_params
 
@@ -146,20 +141,10 @@ def has_hybrid_model() -> bool:
     return importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 
-def needs_kept_pipeline_outputs() -> bool:
-    """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
-
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it;
-    0.18.2 waits for `send_next_wait_handle` first.
-    """
-    return megatron_core_version() < (0, 18)
-
-
 def has_megatron_training() -> bool:
     """Tell whether `megatron.training` (parser, arguments, train step) is importable.
 
-    The installation decides and not the version: the wheels of 0.17.1 to 0.19.2 have it, those of 0.15.3 and 0.16.1 do not,
-    and a Megatron-LM checkout always does.
+    The wheels of 0.17.1 to 0.19.2 have it, those of 0.15.3 and 0.16.1 do not, and a Megatron-LM checkout always does.
     """
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None

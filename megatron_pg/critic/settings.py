@@ -6,17 +6,12 @@ import argparse
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron_pg.config.fields import Interval, check_fields, refuse
-from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.fields import Interval, Settings, add_args
 
 
 @dataclass(frozen=True)
-class CriticConfig:
-    """Settings of a critic's training and of the advantages made of its values. A field's docstring is its flag's help text.
-
-    Raises:
-        ValueError: values out of range, all of them in one error that names their flags.
-    """
+class CriticConfig(Settings):
+    """Settings of a critic's training and of the advantages made of its values; see `Settings` for the errors."""
 
     value_clip: Annotated[float, Interval(0, metavar="C")] = 0.2
     """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c): a
@@ -32,18 +27,6 @@ class CriticConfig:
 
     whiten_advantages: bool = False
     """Bring the advantages to mean 0 and standard deviation 1 over the active tokens of the whole step."""
-
-    def __post_init__(self) -> None:
-        refuse(check_fields(type(self), vars(self))[0])
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> CriticConfig:
-        """Read the config from parsed arguments; a flag that the parser does not define keeps its default.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-        return read_args(cls, args)
 
 
 def add_critic_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""`megatron-pg explain`: which objective is really optimized, from lengths or rollout files and the launch flags."""
+"""`megatron-pg explain`: the objective that is really optimized, from lengths or rollout files and the launch flags."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megatron_pg.config import (
     validate_planning_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.fields import fields_of, refuse
-from megatron_pg.config.flags import add_args, read_args
+from megatron_pg.config.fields import add_args, fields_of, read_args, refuse
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.show import plot, print_report
@@ -38,10 +37,7 @@ BALANCING = "aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing n
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain the step that a command line describes.
-
-    Args:
-        arguments: the command line after `megatron-pg explain`.
+    """Explain the step that the words after `megatron-pg explain` describe.
 
     Returns:
         The exit status: 0, or 2 for flags that cannot be explained (the reason is on stderr).
@@ -63,30 +59,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> ExplainOptions:
-    """Parse the options of a command line; exit as argparse does for `--help` and malformed values.
-
-    Raises:
-        ValueError: flags of the launch line contradict each other, or a number is out of range.
-        NotImplementedError: a layout without a token window.
-    """
+    """Parse the options of a command line; raise as `validate_policy_loss_args`, exit as argparse."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
     numbers = [field for field in fields_of(ExplainOptions).values() if field.interval]
-    found = [field.violation(getattr(args, field.name)) for field in numbers]
+    violations = [field.violation(getattr(args, field.name)) for field in numbers]
     if sum(given is not None for given in (args.lengths, args.log_normal, args.rollout_files)) != 1:
-        found.append(
-            "expected one source of lengths: give one of --lengths, --log-normal and --rollout-files, such as "
-            "--lengths 200,4000,12000"
-        )
-    found.extend(_misspelled(unused, parser))
-    refuse([violation for violation in found if violation])
+        sources = "--lengths, --log-normal and --rollout-files, such as --lengths 200,4000,12000"
+        violations.append(f"expected one source of lengths: give one of {sources}")
+    refuse([*filter(None, violations), *_misspelled(unused, parser)])
     args.unused_flags, args.planning = unused, validate_planning_args(args)
     args.config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
     return read_args(ExplainOptions, args)
 
 
 def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the words that are nearly a flag of this command: unread, they would explain another objective."""
+    """Yield words that are nearly a flag of this command: unread, they would explain another objective."""
     for word in unused:
         flag = word.split("=")[0]
         # From 0.9 on no flag of Megatron's is taken for one of these (--test-mode and --tis-mode at 0.85).
@@ -96,7 +84,7 @@ def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Itera
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser: lengths, parallelism, output, and the flags of a launch line that decide what is explained."""
+    """Build the parser of lengths, parallelism, output, and the flags of a launch line that matter here."""
     parser = ProgramParser(
         prog="megatron-pg explain",
         usage="megatron-pg explain (--lengths L,L,... | --log-normal MEDIAN,SIGMA | --rollout-files PATH ...) [flags]",
@@ -106,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_args(parser, ExplainOptions, title="what to explain")
-    # What the validation of a launch line reads of Megatron's flags, with Megatron's names and types.
+    # Megatron's flags that the validation of a launch line reads, with Megatron's names and types.
     add = parser.add_argument_group(
         "flags of Megatron", "Those that decide whether per-token mode is on, and what is refused."
     ).add_argument
@@ -117,14 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--moe-router-load-balancing-type", nargs="+", choices=BALANCING, default="aux_loss")
     add("--moe-aux-loss-coeff", type=float, nargs="+", default=0.0, metavar="X")
     add("--moe-z-loss-coeff", type=float, metavar="X")
-    for flag in (
-        "--use-torch-fsdp2",
-        "--use-megatron-fsdp",
-        "--ddp-average-in-collective",
-        "--use-mup",
-    ):
-        add(flag, action="store_true")
-    add("--defer-embedding-wgrad-compute", action="store_true")
+    switches = "use-torch-fsdp2 use-megatron-fsdp ddp-average-in-collective use-mup"
+    for name in (*switches.split(), "defer-embedding-wgrad-compute"):
+        add(f"--{name}", action="store_true")
     add_policy_loss_args(add_planning_args(parser))
     parser.set_defaults(max_tokens_per_microbatch=ANY_BUDGET)
     return parser

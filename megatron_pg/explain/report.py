@@ -20,19 +20,16 @@ Report = Mapping[str, Any]
 """A report as `--json` prints it; the tables and the picture are drawn from it."""
 NUM_QUANTILES = 4
 FAR = 4.0
-"""A divisor is far from the lengths where the loss becomes this many times sample_mean's, or one in so many."""
+"""A divisor is far from the lengths where the loss is more than this many times sample_mean's, or less than its inverse."""
 
 
 def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
     """Return the report of a step; `constant` takes the longest sample for L where the flags give none."""
     totals, config, samples = step.totals, options.config, step.samples
     lengths = [sample.num_active_tokens for sample in samples]
-    parallelism: dict[str, Any] = {
-        "data_parallel_size": options.data_parallel_size,
-        "context_parallel_size": options.context_parallel_size,
-        "num_microbatches": options.num_microbatches,
-        "calculate_per_token_loss": config.calculate_per_token_loss,
-    }
+    sizes = ("data_parallel_size", "context_parallel_size", "num_microbatches")
+    parallelism: dict[str, Any] = {name: getattr(options, name) for name in sizes}
+    parallelism["calculate_per_token_loss"] = config.calculate_per_token_loss
     contract = scale_contract(None, totals, **parallelism)
     factors = (contract.factor, contract.schedule_factor, contract.gradient_factor)
     names = ("returned", "schedule", "gradients", "net")
@@ -65,21 +62,23 @@ def explain_step(step: ExplainedStep, options: ExplainOptions) -> Report:
         "aggregations": reports,
         "regularizers": _regularizers(options, reports),
         "unavailable": reasons,
-        "warnings": [*_of_the_lengths(step, options, ratio), *_of_the_flags(step, options)],
+        "warnings": [
+            *_warnings_of_lengths(step, options, ratio),
+            *_warnings_of_flags(step, options),
+        ],
         "unused_flags": options.unused_flags,
     }
 
 
 def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Report | None:
-    """Return the aggregation of the KL and entropy terms; None without either term, or where a custom reducer weighs the loss."""
-    config = options.config
-    policy = config.loss_aggregation
+    """Compare KL and entropy terms with the policy loss; None without either term, or under a custom reducer."""
+    config, policy = options.config, options.config.loss_aggregation
     has_term = config.kl_loss_coef or config.entropy_coef
     if not has_term or AGGREGATIONS.is_replaced(config) or policy not in reports:
         return None
     name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
     both = (reports[each]["token_coefficient"] for each in (name, policy))
-    # Of one active token of each sample: the coefficient in those terms over that in the policy loss.
+    # For one active token of each sample: its coefficient in the terms over its coefficient in the policy loss.
     relative = [own / of_policy for own, of_policy in zip(*both, strict=True)]
     return {"aggregation": name, "relative_coefficient": relative}
 
@@ -95,19 +94,18 @@ def _kept_sets(samples: Sequence[ExplainedSample]) -> dict[str, float] | None:
 def _aggregation_report(
     mode: Aggregation, step: ExplainedStep, totals: StepTotals, divisor: float | None
 ) -> dict[str, Any]:
-    """Report one aggregation over the step, its denominators those of `totals`; lists are in the order of its samples."""
+    """Report one aggregation over the step with the denominators of `totals`; lists are in the order of the samples."""
     lengths = [sample.num_active_tokens for sample in step.samples]
-    # Of a sample's tokens together: their number, or the sum of their loss weights.
-    sizes = [
-        sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
-        for sample in step.samples
+    # A sample's tokens together: their number, or the sum of their loss weights.
+    weighed = [
+        length if s.loss_weight is None else s.loss_weight
+        for length, s in zip(lengths, step.samples, strict=True)
     ]
-    sample_mean = AGGREGATIONS["sample_mean"]
-    outer_count = mode.outer_count(totals)
+    sample_mean, outer_count = AGGREGATIONS["sample_mean"], mode.outer_count(totals)
     weights = 1.0 / mode.divisors_of(totals, step.samples, divisor)
     total = mode.expected_sums(totals, divisor)[0]
-    of_samples = weights * torch.tensor(sizes, dtype=torch.float64)
-    shares: list[float] = (of_samples / (total or 1)).tolist()
+    sizes = torch.tensor(weighed, dtype=torch.float64)
+    shares: list[float] = (weights * sizes / (total or 1)).tolist()
     group_shares: dict[int, float] = {}
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
@@ -117,14 +115,13 @@ def _aggregation_report(
         "formula": mode.formula,
         "divisor": divisor,
         "outer_count": outer_count,
-        # Of one active token of each sample, with a loss weight of 1: in the inner sum, and over the outer count, which is what the gradient of
-        # that token's loss is multiplied by.
+        # For one active token of each sample, at a loss weight of 1: its weight in the inner sum; the factor of its gradient.
         "token_weight": weights.tolist(),
         "token_coefficient": (weights / outer_count).tolist(),
         "sample_share": shares,
         "quantile_shares": _quantile_shares(lengths, shares),
         "group_shares": group_shares,
-        # What a loss of 1 at every token adds up to.
+        # The loss if every token's is 1.
         "total_weight": total / outer_count,
         "learning_rate_ratio": total / outer_count / reference if reference else None,
     }
@@ -146,7 +143,7 @@ def _quantile_shares(lengths: Sequence[int], shares: Sequence[float]) -> list[di
     ]
 
 
-def _of_the_lengths(
+def _warnings_of_lengths(
     step: ExplainedStep, options: ExplainOptions, ratio: float | None
 ) -> Iterator[str]:
     """Warn of likely mistakes, with reason and remedy; `ratio` is the learning rate ratio of `constant`."""
@@ -154,23 +151,22 @@ def _of_the_lengths(
     if divisor is not None and ratio is not None and not 1 / FAR <= ratio <= FAR:
         mean = totals.num_active_tokens / totals.num_rollouts
         yield (
-            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen: a rollout has {mean:.4g} "
-            f"active tokens on average, so the gradient is about {ratio:.3g} times that of sample_mean. SGD and "
-            "--clip-grad see that factor, Adam does not: choose a divisor near the longest response, or scale them."
+            f"--loss-aggregation-divisor {divisor:g} is far from the lengths seen, {mean:.4g} active tokens a rollout on "
+            f"average: the gradient is about {ratio:.3g} times that of sample_mean. SGD and --clip-grad see that factor, "
+            "Adam does not: choose a divisor near the longest response, or scale them."
         )
     for group, (inside, whole) in step.cut_groups.items():
         yield (
-            f"The step ends inside prompt group {group}: {inside} of its {whole} samples are in it. prompt_mean then "
-            "gives the prompt a full weight in two steps, and is refused; group-relative advantages need the whole "
-            "group. Make --docs-per-step a multiple of the group size, or give --keep-prompt-groups."
+            f"The step ends inside prompt group {group}: {inside} of its {whole} samples are in it. prompt_mean refuses that, "
+            "since the prompt would count in two steps; group-relative advantages need the whole group. Make --docs-per-step a "
+            "multiple of the group size, or give --keep-prompt-groups."
         )
     groups = Counter(sample.group_index for sample in step.samples)
     sizes = {n for group, n in groups.items() if group is not None and group not in step.cut_groups}
     if len(sizes) > 1:
         yield (
-            f"Prompt groups have {min(sizes)} to {max(sizes)} samples. prompt_mean gives each prompt the same weight, "
-            "so a sample of a small group counts for more; sample_mean gives each sample the same, so a prompt with "
-            "more samples counts for more. Choose which of the two is meant."
+            f"Prompt groups have {min(sizes)} to {max(sizes)} samples. prompt_mean weighs prompts alike, so that a sample of a "
+            "small group counts for more, sample_mean samples, so that a large group does. Choose the one that is meant."
         )
     if count := sum(sample.num_active_tokens == 0 for sample in step.samples):
         yield (
@@ -179,28 +175,23 @@ def _of_the_lengths(
         )
 
 
-def _of_the_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
+def _warnings_of_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator[str]:
     """Warn of fields that rows lack, and of differences on other ranks."""
     flags = required_inputs(options.config)
     missing = Counter(field for sample in step.samples for field in sample.missing_fields)
     for field, count in missing.items():
         yield (
-            f"{count} of {len(step.samples)} samples have no {field}, needed by {' and '.join(flags[field])}. They are "
-            "counted here. Training that takes it from the files stops at such a row, or leaves it out with "
-            "--on-bad-row skip."
+            f"{count} of {len(step.samples)} samples have no {field}, needed by {' and '.join(flags[field])}. They are counted "
+            "here. Training that takes it from the files stops at such a row, or skips it with --on-bad-row skip."
         )
     planning, data_size = options.planning, options.data_parallel_size
-    if planning.docs_per_step is None or planning.docs_per_step_mode != "at_least":
+    count = planning.docs_per_step
+    if count is None or planning.docs_per_step_mode != "at_least" or data_size == 1:
         return
-    # Such a step keeps all that its windows brought, and how much that is depends on who pulls them.
-    depends = (
-        planning.docs_per_step % data_size > 0
-        or planning.keep_prompt_groups
-        or options.config.loss_aggregation == "prompt_mean"
-        or any(sample.rollout_id is not None for sample in step.samples)
-        or step.num_skipped > 0
-    )
-    if data_size > 1 and depends:
+    # Such a step keeps all samples of its windows, whose number depends on the ranks that pull them.
+    keeps_groups = planning.keep_prompt_groups or options.config.loss_aggregation == "prompt_mean"
+    has_rollouts = any(sample.rollout_id is not None for sample in step.samples)
+    if count % data_size or keeps_groups or has_rollouts or step.num_skipped:
         yield (
             f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, {data_size} ranks that "
             "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at every size."

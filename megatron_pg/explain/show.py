@@ -13,9 +13,9 @@ from megatron_pg.explain.step import ExplainedStep, ExplainOptions
 from megatron_pg.megatron.scale_contract import FACTORS
 
 MAX_ROWS = 12
-"""Samples or groups shown one by one; of more, some are picked over the range."""
+"""Samples or groups shown one by one; some of more are picked over the range."""
 TextTable = tuple[str, list[tuple[str, ...]]]
-"""A title, and the rows below it, of which the first names the columns; all but the first column are right-aligned."""
+"""A title, and its rows: the first names the columns, of which all but the first are right-aligned."""
 
 
 def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -> None:
@@ -24,9 +24,8 @@ def print_report(step: ExplainedStep, report: Report, options: ExplainOptions) -
     if step.num_skipped:
         notes.append(f"rows that are no sample, skipped (--on-bad-row skip): {step.num_skipped}")
     if kept := report["step"]["kept_sets"]:
-        use = (
-            "" if options.config.replay_sampling_set else ", which only --replay-sampling-set reads"
-        )
+        is_read = options.config.replay_sampling_set
+        use = "" if is_read else ", which only --replay-sampling-set reads"
         notes.append(
             f"kept sets: {kept['num_tokens']} of {report['step']['num_active_tokens']} active tokens have one, of "
             f"{kept['mean_size']:.3g} ids on average and {kept['largest']} at most{use}"

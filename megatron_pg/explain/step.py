@@ -1,7 +1,4 @@
-"""The step to explain: which samples it holds, of how many active tokens, in which prompt groups.
-
-It is the first that training would take with the same flags: `StepCollector` takes it here too.
-"""
+"""The step to explain: the first that training would take with the same flags, by the same `StepCollector`."""
 
 from __future__ import annotations
 
@@ -20,32 +17,29 @@ from megatron_pg.config import PlanningConfig, PolicyLossConfig
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed
 from megatron_pg.rollout_files import IteratorSource, StepCollector
 from megatron_pg.rollout_files.sources import no_sample_in
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32
 """Prompt groups of a step of drawn lengths, unless --docs-per-step says otherwise."""
 MAX_SAMPLES = 2**20
-"""The most samples of a step that is not read from files: far beyond any, and quickly made."""
+"""The most samples of a step that is not read from files: quickly made."""
 MAX_TOKENS = 2**40
-"""The most tokens of a sample: beyond any there is, and those of a step still add up in 64 bits."""
+"""The most tokens of a sample: the tokens of a step still add up in 64 bits."""
 MAX_SIGMA = 10.0
-"""The largest sigma: a factor of 22026; more is a number of tokens given by mistake."""
+"""The largest sigma, a factor of 22026: more is a number of tokens given by mistake."""
 MAX_SIZE = 2**31 - 1
 SIZE = Interval(1, MAX_SIZE, closed=True, metavar="N")
 
 
 def _list_of_lengths(text: str) -> tuple[int, ...]:
-    lengths = []
-    for part in text.split(","):
-        with contextlib.suppress(ValueError):
-            if 0 <= int(part) <= MAX_TOKENS:
-                lengths.append(int(part))
-                continue
-        raise argparse.ArgumentTypeError(
-            f"{part!r}: expected an integer from 0 to {MAX_TOKENS}; give token counts such as 200,4000"
-        )
-    return tuple(lengths)
+    parts = text.split(",")
+    for part in parts:
+        if not (part.isdecimal() and int(part) <= MAX_TOKENS):
+            expected = f"expected an integer from 0 to {MAX_TOKENS}"
+            raise argparse.ArgumentTypeError(
+                f"{part!r}: {expected}; give token counts such as 200,4000"
+            )
+    return tuple(map(int, parts))
 
 
 def _median_and_sigma(text: str) -> tuple[float, ...]:
@@ -55,8 +49,7 @@ def _median_and_sigma(text: str) -> tuple[float, ...]:
             return median, sigma
     raise argparse.ArgumentTypeError(
         f"{text!r}: expected MEDIAN,SIGMA with a median above 0 and up to {MAX_TOKENS} tokens, and a sigma from 0 to "
-        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for lengths of which two thirds "
-        "are between 2000 / e and 2000 e"
+        f"{MAX_SIGMA:g}. Sigma is of the logarithm and not in tokens: give 2000,1 for 2000 / e to 2000 e, mostly"
     )
 
 
@@ -95,7 +88,7 @@ class ExplainOptions:
 
 
 class ExplainedSample(BareSample):
-    """A counted sample, with what is missing in its row of a rollout file."""
+    """A counted sample, with the faults and the kept sets of its row in a rollout file."""
 
     missing_fields: tuple[str, ...] = ()
     """Fields of `Sample` that the flags ask for and the row of a file does not have."""
@@ -105,24 +98,18 @@ class ExplainedSample(BareSample):
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """The samples of one step, and what is known of the groups that it was cut from."""
+    """The samples of one step, and the groups that its end cuts."""
 
     samples: tuple[ExplainedSample, ...]
     totals: StepTotals
     cut_groups: Mapping[int, tuple[int, int]]
-    """Samples in the step and samples in all, of each prompt group that the step's end cuts."""
+    """Samples in the step and samples in all, by prompt group."""
     num_skipped: int
-    """Bad rows that were passed on the way."""
+    """Bad rows that were passed."""
 
 
 def explained_step(options: ExplainOptions) -> ExplainedStep:
-    """Collect the step that the options describe.
-
-    Raises:
-        ValueError: a step that training would refuse, a rollout file that cannot be read or has no sample, or lengths
-            that are out of range.
-        FileNotFoundError: a rollout file that does not exist.
-    """
+    """Collect the step that the options describe; refuse one that training would refuse, and files without samples."""
     planning = options.planning
     stream = _rows(options) if planning.rollout_files else _generated(options)
     collector = StepCollector(
@@ -148,8 +135,7 @@ def explained_step(options: ExplainOptions) -> ExplainedStep:
 def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
     """Read the rollout files as training does, without keeping tokens; yield None for a bad row.
 
-    A row without log-probs that the flags ask for is no bad row here: the weights do not depend on them, and a
-    training script may compute them itself.
+    A row without log-probs is no bad row here: weights do not depend on them, and a training script may compute them.
     """
     from megatron_pg.rollout_files import RolloutFiles  # needs pyarrow
 
@@ -165,25 +151,12 @@ def _rows(options: ExplainOptions) -> Iterator[ExplainedSample | None]:
         if (row := pulled[0]) is None:
             yield None
             continue
-        missing = tuple(field for field in required if getattr(row, field) is None)
-        sample = ExplainedSample(
-            row.num_active_tokens,
-            group_index=row.group_index,
-            rollout_id=row.rollout_id,
-            name=row.name,
-            prompt_hash=row.prompt_hash,
-            id_source=row.id_source,
-            loss_weight=row.loss_weight,
-        )
-        sample.missing_fields, sample.kept_set_sizes = missing, _kept_set_sizes(row)
+        sample = ExplainedSample(*(getattr(row, name) for name in BareSample._fields))
+        sample.missing_fields = tuple(field for field in required if getattr(row, field) is None)
+        if row.kept_tokens is not None:
+            sizes = row.kept_tokens.sizes[row.loss_mask]
+            sample.kept_set_sizes = tuple(sizes[sizes > 0].tolist())
         yield sample
-
-
-def _kept_set_sizes(sample: Sample) -> tuple[int, ...]:
-    if sample.kept_tokens is None:
-        return ()
-    sizes = sample.kept_tokens.sizes[sample.loss_mask]
-    return tuple(sizes[sizes > 0].tolist())
 
 
 def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
@@ -191,10 +164,9 @@ def _generated(options: ExplainOptions) -> Iterator[ExplainedSample]:
     count, size, lengths = options.planning.docs_per_step, options.group_size, options.lengths
     wanted = count or (math.lcm(len(lengths), size) if lengths else DEFAULT_NUM_GROUPS * size)
     if max(wanted, size) > MAX_SAMPLES:
-        raise ValueError(
-            f"--group-size {size} in a step of {wanted} samples: expected at most {MAX_SAMPLES} of either; give a "
-            "smaller --group-size or --docs-per-step"
-        )
+        found = f"--group-size {size} in a step of {wanted} samples"
+        remedy = "give a smaller --group-size or --docs-per-step"
+        raise ValueError(f"{found}: expected at most {MAX_SAMPLES} of either; {remedy}")
     endless = itertools.cycle(lengths) if lengths else _drawn(options)
     for index, length in enumerate(itertools.islice(endless, None if count else wanted)):
         yield ExplainedSample(length, index // size, name=f"sample {index}")
@@ -205,16 +177,16 @@ def _drawn(options: ExplainOptions) -> Iterator[int]:
     generator = np.random.default_rng(options.seed)
     while (length := max(round(generator.lognormal(math.log(median), sigma)), 1)) <= MAX_TOKENS:
         yield length
+    found = f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}"
     raise ValueError(
-        f"--log-normal {median:g},{sigma:g} has drawn a length of {length:.3g} tokens, more than {MAX_TOKENS}: sigma is "
-        "of the logarithm and not in tokens; give a smaller one, such as 1"
+        f"{found}: sigma is of the logarithm and not in tokens; give a smaller one, such as 1"
     )
 
 
 def _cut_groups(
-    samples: Sequence[ExplainedSample],
-    carried: Sequence[ExplainedSample],
-    following: Iterable[ExplainedSample | None],
+    samples: Sequence[BareSample],
+    carried: Sequence[BareSample],
+    following: Iterable[BareSample | None],
 ) -> dict[int, tuple[int, int]]:
     """Find the groups that go on after the step, in the carried samples and in the following ones."""
     inside = Counter(s.group_index for s in samples if s.group_index is not None)

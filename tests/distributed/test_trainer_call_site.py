@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pg import integrations
-from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function
+from megatron_pg.config.custom import load_custom_function
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import log_probs_and_entropy
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
@@ -30,8 +30,6 @@ from .models import ModelOptions, Sharding
 from .one_step import Outcome, build, train_step
 from .reference import reference_steps
 from .steps import DIVISOR, NUM_SAMPLES, Run
-
-PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional
 
 SHARDING = Sharding(context=2, data=2)
 MODES = {"sample_mean": False, "constant": False, "token_mean": True}
@@ -69,7 +67,7 @@ def trainer_loss(
             output_tensor[0], batch.targets, row_mask=batch.row_mask
         )
         log_probs = log_probs[batch.logit_rows]
-        reducer = load_function(path, flag="path", positional=PARAMETERS)(
+        reducer = load_custom_function("custom_pg_loss_reducer_function_path", path)(
             list(batch.window.total_lengths),
             list(batch.window.response_lengths),
             [sample.loss_mask for sample in batch.samples],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
-from megatron_pg.config.flags import flag_of
+from megatron_pg.config.fields import flag_of
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES

@@ -18,8 +18,7 @@ from megatron_pg.config import (
     add_policy_loss_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.fields import fields_of
-from megatron_pg.config.flags import field_docstrings
+from megatron_pg.config.fields import field_docstrings, fields_of
 from megatron_pg.config.policy_loss import OPTIONAL_SAMPLE_FIELDS
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.step.sample import Sample

@@ -7,11 +7,10 @@ import os
 
 import pytest
 
-from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function, named_keywords
+from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_custom_function, named_keywords
 
-POLICY_LOSS_PARAMETERS = CUSTOM_FUNCTIONS["custom_policy_loss_path"].positional
-REDUCER_PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional
-REDUCER_KEYWORDS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].keywords
+REDUCER = "custom_pg_loss_reducer_function_path"
+REDUCER_PARAMETERS, REDUCER_KEYWORDS = CUSTOM_FUNCTIONS[REDUCER]
 
 FLAG = "--custom-policy-loss-path"
 
@@ -57,7 +56,7 @@ def package(tmp_path, monkeypatch):
 
 
 def load(path):
-    return load_function(path, flag=FLAG, positional=POLICY_LOSS_PARAMETERS)
+    return load_custom_function("custom_policy_loss_path", path)
 
 
 @pytest.mark.parametrize("path", ["custom_pkg.losses.loss", "custom_pkg.losses:loss"])
@@ -71,7 +70,7 @@ def test_anything_that_takes_the_arguments_will_do(name):
 
 
 def test_a_module_without_a_package():
-    assert load_function("os:getcwd", flag=FLAG, positional=()) is os.getcwd
+    assert load("os:spawnv") is os.spawnv
 
 
 # (path, words that the message must have, type of the cause)
@@ -155,15 +154,11 @@ def test_a_reducer_is_given_the_keywords_that_its_signature_names(function, name
     "name", ["with_both", "with_rank", "with_any", "without_context_parallelism"]
 )
 def test_the_keywords_count_as_given_when_the_signature_is_checked(name):
-    path = f"{__name__}.{name}"
-    load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS, keywords=REDUCER_KEYWORDS)
+    load_custom_function(REDUCER, f"{__name__}.{name}")
 
 
-@pytest.mark.parametrize("keywords", [(), REDUCER_KEYWORDS])
-def test_a_keyword_in_the_place_of_a_positional_argument_is_refused(keywords):
+def test_a_keyword_in_the_place_of_a_positional_argument_is_refused():
     path = f"{__name__}.with_rank_too_early"
-    if not keywords:
-        load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS)
-        return
+    load_custom_function("custom_tis_function_path", path)  # four arguments too, and no keywords
     with pytest.raises(ValueError, match="multiple values for argument 'cp_rank'"):
-        load_function(path, flag=FLAG, positional=REDUCER_PARAMETERS, keywords=keywords)
+        load_custom_function(REDUCER, path)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg import integrations
-from megatron_pg.config.custom import CUSTOM_FUNCTIONS, load_function
+from megatron_pg.config.custom import load_custom_function
 from tests import oracle
 from tests.cut_steps import CUTS, Cut, assert_same
 from tests.lanes import in_both_lanes
@@ -23,7 +23,6 @@ from tests.token_layout import token_layout
 
 pytestmark = in_both_lanes
 
-PARAMETERS = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].positional
 
 DIVISOR = 4.0
 MODES = {"sample_mean": False, "constant": False, "token_mean": True}
@@ -73,7 +72,7 @@ class Trainer:
     ) -> Tensor:
         """The inner sum of one context-parallel rank."""
         self.set_place(rank, size)
-        function = load_function(self.path, flag="path", positional=PARAMETERS)
+        function = load_custom_function("custom_pg_loss_reducer_function_path", self.path)
         reducer = function(*lengths(micro_batch), loss_masks(micro_batch), self.per_token)
         flat = torch.cat([torch.zeros(0, dtype=torch.float64), *losses])
         layout = token_layout(*lengths(micro_batch), size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.config.flags import field_docstrings
+from megatron_pg.config.fields import field_docstrings
 from megatron_pg.loss import DPPO_DELTAS, objectives
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective

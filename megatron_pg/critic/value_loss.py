@@ -72,16 +72,15 @@ class MicroBatchValueLoss:
         totals: StepTotals,
         step_share: float = 1.0,
     ) -> None:
-        inputs = []
         for field in CRITIC_FIELDS:
-            tokens: Tensor | None = getattr(batch, field)
-            if tokens is None:
+            if getattr(batch, field) is None:
                 raise ValueError(
                     f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
-            inputs.append(masked(tokens, batch.loss_mask))
-        self._old_values, self._returns = inputs
+        self._old_values, self._returns = (
+            masked(getattr(batch, field), batch.loss_mask) for field in CRITIC_FIELDS
+        )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         self._counts, sample_weights = host_weights(config, batch, totals, step_share)
         self._weights = Weights.spread(
@@ -104,10 +103,9 @@ class MicroBatchValueLoss:
         inner_sum = self._reduce(token_loss, weights.loss, batch.loss_mask)
         loss = quotient(inner_sum, weights.outer_count)
         table = value_metric_table(self.config)
-        values_by_name = self._metric_values(token_loss, values)
         parts = [
             checksums(weights, position_coefficients(self.config, batch, self._totals)),
-            table.sums(values_by_name, weights, batch.loss_mask),
+            table.sums(self._metric_values(token_loss, values), weights, batch.loss_mask),
             loss.detach().double().reshape(1),
             self._counts,
         ]

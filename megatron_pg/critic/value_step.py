@@ -35,12 +35,12 @@ class ValueStep:
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
     The loss is aggregated as the config's policy loss, with the same totals, and scaled for the schedule by the same
-    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches.
+    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments are
+    those of `PolicyStep`.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
-        plan, totals, num_microbatches, groups: as for `PolicyStep`.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
 
     Raises:
@@ -90,7 +90,7 @@ class ValueStep:
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         step = self._step
-        return ValueReport.of(
+        return ValueReport(
             step.config, schedule_output, contributes=step.groups.contributes, device=step.device
         )
 
@@ -127,7 +127,9 @@ def compute_values(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
-    """Compute values of samples under a critic, forward only; the same ranks call it as `compute_log_probs`.
+    """Compute values of samples under a critic, forward only.
+
+    The same ranks call it as `compute_log_probs`. Further arguments are those of that function.
 
         scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
         estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
@@ -135,7 +137,6 @@ def compute_values(
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks of a virtual pipeline.
         samples: this data-parallel rank's, in any order; none at all is legal.
-        max_tokens_per_microbatch, oversized, groups: as for `compute_log_probs`.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token: the model gets one more
             token and needs a position for it. None: all ended.
         cp_partition_mode: the mode of the model's attention.

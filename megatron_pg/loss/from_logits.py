@@ -143,21 +143,18 @@ def log_probs_of_logits(
         "row_mask": batch.row_mask,
         "vocab_size": vocab_size,
     }
-    divergence = None
+    found: tuple[Tensor, Tensor | None, Tensor | None]
     if teacher is not None:
-        log_probs, entropy, divergence = log_probs_and_divergence(
-            rows, batch.targets, teacher, **settings
-        )
+        found = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
     else:
         kept = batch.kept_tokens_of_rows if config.replay_sampling_set else None
-        log_probs, entropy = log_probs_and_entropy(
+        scores = log_probs_and_entropy(
             rows, batch.targets, with_entropy=with_entropy, kept=kept, **settings
         )
-
-    def in_window(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[batch.logit_rows]
-
-    return log_probs[batch.logit_rows], in_window(entropy), in_window(divergence)
+        found = (*scores, None)
+    log_probs, *others = found
+    entropy, divergence = (None if each is None else each[batch.logit_rows] for each in others)
+    return log_probs[batch.logit_rows], entropy, divergence
 
 
 def policy_loss_from_log_probs(

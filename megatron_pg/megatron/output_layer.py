@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,16 +90,6 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
     return was_on
 
 
-@contextlib.contextmanager
-def fp32_lm_head(model: Any, is_on: bool) -> Iterator[None]:
-    """Set `set_fp32_lm_head` for a while."""
-    was_on = set_fp32_lm_head(model, is_on)
-    try:
-        yield
-    finally:
-        set_fp32_lm_head(model, was_on)
-
-
 def _whole_hidden(
     *, input: Tensor, sequence_parallel: bool, allreduce_dgrad: bool, tp_group: Any, **_: Any
 ) -> Tensor:
@@ -171,10 +160,8 @@ def _give_product_back(module: Any, args: Any, output: Any) -> None:
         processed = vars(layer).get("_forward_impl")
         if not isinstance(processed, _Processed):
             continue
-        if (
-            getattr(processed.before, "__self__", None) is layer
-        ):  # its class's method, and no attribute of its own
-            del layer._forward_impl
+        if getattr(processed.before, "__self__", None) is layer:
+            vars(layer).pop("_forward_impl")  # its class has the product
         else:
             layer._forward_impl = processed.before
         expected = processed.num_others + 1

@@ -19,7 +19,11 @@ from megatron_pg.loss.inputs import refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
 from megatron_pg.megatron.fused_head import OutputRows, head_options
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
-from megatron_pg.megatron.output_layer import OutputProcessor, fp32_lm_head, take_output_processor
+from megatron_pg.megatron.output_layer import (
+    OutputProcessor,
+    set_fp32_lm_head,
+    take_output_processor,
+)
 from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -106,11 +110,13 @@ def compute_log_probs(
 
     if config.fused_lm_head:
         take_output_processor(model)
-    with fp32_lm_head(model, config.changes_output_layer):
+    was_fp32 = set_fp32_lm_head(model, config.changes_output_layer)
+    try:
         scores = score_samples(
             model,
             samples,
             (lambda _, output: output.reshape(2, -1)) if config.fused_lm_head else read_logits,
+            output_processor=fused_scores if config.fused_lm_head else None,
             empty_scores=torch.empty(2, 0),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
@@ -118,8 +124,9 @@ def compute_log_probs(
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
             cp_partition_mode=config.cp_partition_mode,
-            output_processor=fused_scores if config.fused_lm_head else None,
         )
+    finally:
+        set_fp32_lm_head(model, was_fp32)
     log_probs, entropy = ([score[row].clone() for score in scores] for row in range(2))
     return ScoredSamples(log_probs, entropy)
 
@@ -142,13 +149,11 @@ def compute_hidden_states(
         ]
 
     The same ranks call it as `compute_log_probs`, and it leaves the model as that function does. It makes no logits: they
-    are the product of these states and the model's output weight.
+    are the product of these states and the model's output weight. Further arguments are those of `compute_log_probs`.
 
     Args:
         model: the teacher, wrapped or not, or the list of chunks of a virtual pipeline; of any size, in the groups of the
             student or others with the same data-parallel ranks.
-        samples: as for `compute_log_probs`.
-        max_tokens_per_microbatch, oversized, groups: as for `compute_log_probs`.
         cp_partition_mode: the mode of the model's attention.
 
     Returns:
@@ -166,12 +171,12 @@ def compute_hidden_states(
         model,
         samples,
         lambda _, output: output.reshape(config.hidden_size, -1),
+        output_processor=lambda batch: lambda hidden, _: hidden[batch.logit_rows, 0].T,
         empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype),
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         oversized=oversized,
         groups=groups,
         cp_partition_mode=cp_partition_mode,
-        output_processor=lambda batch: lambda hidden, _: hidden[batch.logit_rows, 0].T,
     )
     return [state.T.contiguous() for state in states]
 
@@ -182,6 +187,7 @@ def score_samples(
     samples: Sequence[Sample],
     read_scores: Callable[[PackedBatch, Tensor], Tensor],
     *,
+    output_processor: Callable[[PackedBatch], OutputProcessor] | None = None,
     empty_scores: Tensor,
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples,
@@ -189,15 +195,14 @@ def score_samples(
     cp_partition_mode: CpPartitionMode,
     vocab_size: int | None = None,
     takes_sets: bool = False,
-    output_processor: Callable[[PackedBatch], OutputProcessor] | None = None,
 ) -> list[Tensor]:
     """Score every response token of samples, forward only; see `compute_log_probs` for the other arguments.
 
     Args:
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
+        output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
-        takes_sets: whether the kept sets are read; every sample needs one then.
-        output_processor: makes a micro-batch's `output_processor=` of the model's forward.
+        takes_sets: read the kept sets, of which every sample needs one then.
 
     Returns:
         Per sample [numbers, response_length] on the host.

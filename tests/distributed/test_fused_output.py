@@ -16,8 +16,8 @@ from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
-from megatron_pg.megatron.policy_step import PolicyStep
-from megatron_pg.step.batch import pack
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests.random_steps import package_samples
@@ -57,20 +57,23 @@ LOSS_SCALE = 1024.0
 """A power of two, as loss scales are: dividing by it is exact."""
 
 
-def fused_head(chunk_tokens: int) -> Head:
-    return lambda step, batch: step.head(batch, chunk_tokens=chunk_tokens)
+def fused_head(chunk_tokens: int = 5) -> Head:
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        take_output_processor(step.model)
+        step.config = replace(step.config, fused_lm_head=True)
+        return step.head(batch, chunk_tokens=chunk_tokens)
+
+    return head
 
 
 def fused_step(chunks: list, sharding: Sharding, run: Run, chunk_tokens: int = 5) -> Outcome | None:
-    run = replace(run, fused_lm_head=True)
     return train_step(chunks, sharding, run, head=fused_head(chunk_tokens))
 
 
 def pass_through(
     chunks: list, sharding: Sharding, run: Run, *, forward_only: bool = False
 ) -> list[Any]:
-    run = replace(run, fused_lm_head=True)
-    return run_schedule(chunks, sharding, run, fused_head(5), forward_only=forward_only)[1]
+    return run_schedule(chunks, sharding, run, fused_head(), forward_only=forward_only)[1]
 
 
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
@@ -395,13 +398,13 @@ def refusal_of_a_token_outside() -> str:
     """A response token that the model's table has and its vocabulary has not; REINFORCE would train on it."""
     sharding = Sharding()
     chunks = build(sharding, DENSE)
-    sample = Sample([1, 2, 30], 1, [1], 1.0, name="the sample")
+    sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
         PolicyLossConfig(policy_loss="reinforce", fused_lm_head=True),
         totals=step_totals([sample], allow_different_group_sizes=True),
         num_microbatches=1,
         model=chunks,
-        vocab_size=30,
+        vocab_size=14,
     )
     with torch.no_grad():
         head = step.head(pack([sample]))
@@ -416,7 +419,7 @@ def refusal_of_a_token_outside() -> str:
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     (message,) = run_ranks(refusal_of_a_token_outside, 1)
-    assert message.startswith("the sample: response token id 30 is outside the vocabulary of 30")
+    assert message.startswith("the sample: response token id 14 is outside the vocabulary of 14")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     logits = 2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow)
     widths = 2 if args.fp32_lm_head else 1
     # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take four.
-    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)) == "token" else 4
+    chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 4
     fused_head = widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4
     return MemoryEstimate(
         parameters=_states(_unsharded(args)) / 18,

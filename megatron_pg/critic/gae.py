@@ -83,14 +83,14 @@ def gae(
         (bootstrap,) = _vectors("bootstrap_values", [bootstrap_values], [len(masks)])
         problem = ", expected a finite number, 0 for a response that ended"
         refuse_values("bootstrap_values", bootstrap, ~torch.isfinite(bootstrap), problem)
-    flat_mask = _joined(masks)
-    active = flat_mask.nonzero().squeeze(1)
-    active_rewards = _joined(response_rewards)[active]
-    active_values = _joined(response_values)[active]
-    advantages = _recurrence(masks, active_rewards, active_values, gamma, gamma * lam, bootstrap)
+    is_active = _joined(masks).bool()
+    active_values = _joined(response_values)[is_active]
+    advantages = _recurrence(
+        masks, _joined(response_rewards)[is_active], active_values, gamma, gamma * lam, bootstrap
+    )
     return Estimates(
-        advantages=_split(flat_mask, active, advantages, lengths),
-        returns=_split(flat_mask, active, advantages + active_values, lengths),
+        advantages=_split(is_active, advantages, lengths),
+        returns=_split(is_active, advantages + active_values, lengths),
     )
 
 
@@ -114,25 +114,24 @@ def whiten(
         ValueError: lengths differ; raised on all ranks if they differ on one.
     """
 
-    def active_advantages() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    def active_advantages() -> tuple[Tensor, Tensor, list[int]]:
         masks = _vectors("loss_mask", loss_mask)
         lengths = [mask.numel() for mask in masks]
-        flat_mask, values = _joined(masks), _joined(_vectors("advantages", advantages, lengths))
-        active = flat_mask.nonzero().squeeze(1)
-        return flat_mask, active, values[active], lengths
+        is_active = _joined(masks).bool()
+        return is_active, _joined(_vectors("advantages", advantages, lengths))[is_active], lengths
 
-    def sums(local: tuple[Tensor, Tensor, Tensor, list[int]]) -> tuple[int, float, float]:
-        values = local[2]
+    def sums(local: tuple[Tensor, Tensor, list[int]]) -> tuple[int, float, float]:
+        values = local[1]
         return values.numel(), float(values.sum()), float(values.square().sum())
 
-    (flat_mask, active, values, lengths), rank_sums = compute_and_gather(
+    (is_active, values, lengths), rank_sums = compute_and_gather(
         active_advantages, sums, data_parallel_group
     )
     count, total, total_of_squares = map(sum, zip(*rank_sums, strict=True))
     mean = total / max(count, 1)
     variance = max(total_of_squares - count * mean**2, 0.0) / max(count - 1, 1)
     scaled = (values - mean) / math.sqrt(variance + WHITEN_EPSILON)
-    return _split(flat_mask, active, scaled, lengths)
+    return _split(is_active, scaled, lengths)
 
 
 def _recurrence(
@@ -180,9 +179,7 @@ def _joined(vectors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
 
 
-def _split(
-    flat_mask: Tensor, active: Tensor, values: Tensor, lengths: Sequence[int]
-) -> list[Tensor]:
+def _split(is_active: Tensor, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Put values [active tokens] in their places, 0 elsewhere; return them per response, float32."""
-    whole = torch.zeros_like(flat_mask).index_copy_(0, active, values).float()
+    whole = torch.zeros(len(is_active)).masked_scatter_(is_active, values.float())
     return [part.clone() for part in torch.split(whole, list(lengths))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -78,16 +78,15 @@ class MicroBatchValueLoss:
         totals: StepTotals,
         step_share: float = 1.0,
     ) -> None:
-        inputs = []
         for field in CRITIC_FIELDS:
-            tokens: Tensor | None = getattr(batch, field)
-            if tokens is None:
+            if getattr(batch, field) is None:
                 raise ValueError(
                     f"{batch.samples[0].name} has no {field}, which the value loss needs: give Sample({field}=...) to every "
                     "sample of the step (compute_values, then gae)"
                 )
-            inputs.append(masked(tokens, batch.loss_mask))
-        self._old_values, self._returns = inputs
+        self._old_values, self._returns = (
+            masked(getattr(batch, field), batch.loss_mask) for field in CRITIC_FIELDS
+        )
         self.config, self.critic, self.batch, self._totals = config, critic, batch, totals
         self._counts, sample_weights = host_weights(config, batch, totals, step_share)
         self._weights = Weights.spread(
@@ -139,29 +138,24 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
-@dataclass(frozen=True, eq=False)
 class ValueReport:
-    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics."""
+    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
 
-    config: PolicyLossConfig
-    micro_batches: Sequence[Mapping[str, Tensor]]
-    """The metrics of this rank's micro-batches."""
-    sums: Tensor
-    """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
+    Arguments are those of `reduce_metrics`.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: PolicyLossConfig,
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         contributes: bool,
         device: torch.device | str,
-    ) -> ValueReport:
-        """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
-        counted = micro_batches if contributes else ()
-        names = value_metric_table(config).names
-        return cls(config, counted, add_pairs(names, counted, device))
+    ) -> None:
+        self._config, self._names = config, value_metric_table(config).names
+        self._micro_batches = micro_batches if contributes else ()
+        self.sums = add_pairs(self._names, self._micro_batches, device)
+        """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -169,12 +163,11 @@ class ValueReport:
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
-        names = value_metric_table(self.config).names
-        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
+        quotients = dict(zip(self._names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
-            report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
+            report_nan_tokens(self._micro_batches, "the critic's output, old_values and returns")
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"] = check_checksum(self.config, quotients, self.micro_batches)
+        report[f"value_{CHECKSUM}"] = check_checksum(self._config, quotients, self._micro_batches)
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report

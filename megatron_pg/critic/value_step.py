@@ -17,8 +17,7 @@ from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.critic.settings import CriticConfig
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport
 from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep, model_inputs
-from megatron_pg.megatron.scale_contract import ScheduleOutput
+from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.scoring import score_samples
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.plan import StepPlan
@@ -36,15 +35,12 @@ class ValueStep:
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
     The loss is aggregated as the config's policy loss, with the same totals, and scaled for the schedule by the same
-    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches.
+    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments are
+    those of `PolicyStep`.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
-        plan: as for `PolicyStep`.
-        totals: as for `PolicyStep`.
-        num_microbatches: as for `PolicyStep`.
-        groups: as for `PolicyStep`.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
 
     Raises:
@@ -82,25 +78,19 @@ class ValueStep:
 
         Raises:
             ValueError: the batch was packed for another context-parallel size or rank; its samples have no `old_values` or
-                `returns`; the loop would leave gradients unreduced, as for `PolicyStep.head`.
+                `returns`; the loop would leave gradients unreduced or the embedding has no row, as for `PolicyStep.head`.
         """
         step = self._step
-        step.check_loop()
-        step.check_packing(batch)
+        inputs = step.checked_inputs(batch)
         value_loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
-
-        def loss_func(output: Tensor) -> ScheduleOutput:
-            loss, metrics = value_loss(values_of_output(batch, output))
-            return step.scale.apply(
-                loss, metrics, batch.num_active_tokens, batch.window.local_tokens
-            )
-
-        return MicroBatchHead(loss_func, model_inputs(batch), {})
+        return step.scaled_head(
+            batch, inputs, lambda output: value_loss(values_of_output(batch, output))
+        )
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         step = self._step
-        return ValueReport.of(
+        return ValueReport(
             step.config, schedule_output, contributes=step.groups.contributes, device=step.device
         )
 
@@ -137,7 +127,9 @@ def compute_values(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
-    """Compute values of samples under a critic, forward only; the same ranks call it as `compute_log_probs`.
+    """Compute values of samples under a critic, forward only.
+
+    The same ranks call it as `compute_log_probs`. Further arguments are those of that function.
 
         scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
         estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)
@@ -145,9 +137,6 @@ def compute_values(
     Args:
         model: a model with a value head (`add_value_head`), wrapped or not, or the list of chunks of a virtual pipeline.
         samples: this data-parallel rank's, in any order; none at all is legal.
-        max_tokens_per_microbatch: as for `compute_log_probs`.
-        oversized: as for `compute_log_probs`.
-        groups: as for `compute_log_probs`.
         is_truncated: `[samples]`, True where generation stopped at a limit and not at an end token: the model gets one more
             token and needs a position for it. None: all ended.
         cp_partition_mode: the mode of the model's attention.

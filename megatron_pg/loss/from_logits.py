@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import log_probs_and_divergence, log_probs_and_entropy
-from megatron_pg.loss.distillation import teacher_of
-from megatron_pg.loss.inputs import check_vocabulary
+from megatron_pg.head import (
+    Divergence,
+    TopKTeacher,
+    WholeTeacher,
+    log_probs_and_divergence,
+    log_probs_and_entropy,
+)
+from megatron_pg.loss.inputs import TEACHER_CHANNELS, check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch
@@ -55,53 +62,46 @@ def policy_loss_function(
     Raises:
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
+    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
+    return loss_of_logits(
+        loss,
+        logits,
+        tensor_parallel_group=tensor_parallel_group,
+        vocab_size=vocab_size,
+        teacher_weight=teacher_weight,
+    )
+
+
+def loss_of_logits(
+    loss: MicroBatchLoss,
+    logits: Tensor,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+    teacher_weight: Tensor | None,
+) -> tuple[Tensor, MicroBatchMetrics]:
+    """Compute the loss of a micro-batch and its metrics; see `policy_loss_function`."""
+    config, batch = loss.config, loss.batch
     vocabulary: dict[str, Any] = {
         "tensor_parallel_group": tensor_parallel_group,
         "vocab_size": vocab_size,
     }
-    if config.distills and batch.samples:
-        loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-        return loss(*_with_divergence(config, batch, logits, teacher_weight, **vocabulary))
-    log_probs, entropy = log_probs_of_logits(
-        config, batch, logits, with_entropy=config.needs_entropy, **vocabulary
+
+    def of_rows(channel: Tensor) -> Tensor:
+        everywhere = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
+        return everywhere.index_copy(0, batch.logit_rows, channel)
+
+    teacher = teacher_of(loss, logits.shape[-1], of_rows, teacher_weight, **vocabulary)
+    log_probs, entropy, divergence = log_probs_of_logits(
+        config, batch, logits, with_entropy=config.needs_entropy, teacher=teacher, **vocabulary
     )
+    mass = None
     if config.kept_set_mass:
         of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, _ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
-            batch = replace(batch, kept_set_mass=(whole - log_probs).exp())
-    loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    return loss(log_probs, entropy)
-
-
-def _with_divergence(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    teacher_weight: Tensor | None,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> list[Tensor]:
-    """Log-probs, entropy and divergence from the teacher, [window] each."""
-    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
-
-    def of_rows(channel: Tensor) -> Tensor:
-        everywhere = channel.new_zeros(len(rows), *channel.shape[1:])
-        return everywhere.index_copy(0, batch.logit_rows, channel)
-
-    group = tensor_parallel_group
-    teacher = teacher_of(config, batch, rows.shape[-1], group, teacher_weight, of_rows, vocab_size)
-    found = log_probs_and_divergence(
-        rows,
-        batch.targets,
-        teacher,
-        tensor_parallel_group=group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-    )
-    return [each[batch.logit_rows] for each in found]
+            whole, *_ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
+            mass = (whole - log_probs).exp()
+    return loss(log_probs, entropy, divergence, mass)
 
 
 def log_probs_of_logits(
@@ -112,48 +112,23 @@ def log_probs_of_logits(
     tensor_parallel_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropy of the window's response tokens at the rollout temperature; 0 at masked ones.
+    teacher: WholeTeacher | TopKTeacher | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute log-probs, entropy and divergence from a teacher of the window's response tokens; 0 at masked ones.
 
-    Over the kept sets under `--replay-sampling-set`. Every rank of the tensor-parallel group must call it.
-
-    Args:
-        config: its temperature.
-        batch, logits, tensor_parallel_group, vocab_size: as for `policy_loss_function`.
-        with_entropy: also return the entropy.
+    They are at the rollout temperature, and over the kept sets under `--replay-sampling-set`. Every rank of the
+    tensor-parallel group must call it.
 
     Returns:
-        `[window]` float32 each, in nats, differentiable; None for the entropy without `with_entropy`.
+        `[window]` float32 each, in nats, differentiable; None for what is not asked for.
 
     Raises:
         ValueError: the batch does not fit the logits, or these are narrower than `--fp32-lm-head` says.
     """
-    rows = _checked_rows(config, batch, logits, tensor_parallel_group, vocab_size)
-    log_probs, entropy = log_probs_and_entropy(
-        rows,
-        batch.targets,
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        row_mask=batch.row_mask,
-        vocab_size=vocab_size,
-        with_entropy=with_entropy,
-        kept=batch.kept_tokens_of_rows if config.replay_sampling_set else None,
-    )
-    return log_probs[batch.logit_rows], None if entropy is None else entropy[batch.logit_rows]
-
-
-def _checked_rows(
-    config: PolicyLossConfig,
-    batch: PackedBatch,
-    logits: Tensor,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> Tensor:
-    """Return the logits as [local_tokens, v/tp], or refuse those that are not of this micro-batch."""
     rows = logits.reshape(-1, logits.shape[-1])
-    if rows.shape[0] != batch.window.local_tokens:
+    if len(rows) != batch.window.local_tokens:
         raise ValueError(
-            f"logits have {rows.shape[0]} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
+            f"logits have {len(rows)} rows and the micro-batch {batch.window.local_tokens} tokens on this rank: "
             "feed the model batch.tokens, and pack with the cp_rank and cp_size that the model runs with"
         )
     if config.changes_output_layer and logits.element_size() < 4:
@@ -162,7 +137,24 @@ def _checked_rows(
             "the flag"
         )
     check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
-    return rows
+    settings: dict[str, Any] = {
+        "tensor_parallel_group": tensor_parallel_group,
+        "temperature": config.rollout_temperature,
+        "row_mask": batch.row_mask,
+        "vocab_size": vocab_size,
+    }
+    found: tuple[Tensor, Tensor | None, Tensor | None]
+    if teacher is not None:
+        found = log_probs_and_divergence(rows, batch.targets, teacher, **settings)
+    else:
+        kept = batch.kept_tokens_of_rows if config.replay_sampling_set else None
+        scores = log_probs_and_entropy(
+            rows, batch.targets, with_entropy=with_entropy, kept=kept, **settings
+        )
+        found = (*scores, None)
+    log_probs, *others = found
+    entropy, divergence = (None if each is None else each[batch.logit_rows] for each in others)
+    return log_probs[batch.logit_rows], entropy, divergence
 
 
 def policy_loss_from_log_probs(
@@ -187,3 +179,51 @@ def policy_loss_from_log_probs(
     """
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
     return loss(log_probs, entropy)
+
+
+def teacher_of(
+    loss: MicroBatchLoss,
+    local_columns: int,
+    place: Callable[[Any], Tensor],
+    weight: Tensor | None,
+    *,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+) -> WholeTeacher | TopKTeacher | None:
+    """Collect the teacher on the rows of a call of the head; None where there is none, or no sample.
+
+    Args:
+        local_columns: of the student's output layer on this tensor-parallel rank.
+        place: from [window, ...] to the rows of the call.
+        weight: the teacher's output weight [v/tp, teacher's hidden], for `--distill-teacher hidden`.
+
+    Raises:
+        ValueError: the teacher's logits are of another vocabulary, or its output weight is missing.
+    """
+    config, batch, group = loss.config, loss.batch, tensor_parallel_group
+    if not config.distills or not batch.samples:
+        return None
+    divergence = Divergence(config.distill_divergence, config.distill_beta)
+    given = [
+        place(batch.side_channels[name]) for name in TEACHER_CHANNELS[str(config.distill_teacher)]
+    ]
+    if config.distill_teacher == "top_k":
+        ids, log_probs = given
+        is_double = log_probs.dtype == torch.float64
+        return TopKTeacher(divergence, ids.long(), log_probs if is_double else log_probs.float())
+    if config.distill_teacher == "hidden":
+        if weight is None:
+            raise ValueError(
+                "--distill-teacher hidden needs teacher_weight=, the teacher's output weight"
+            )
+        return WholeTeacher(divergence, hidden=given[0].to(weight.dtype), weight=weight.detach())
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    widths = (vocab_size or size * local_columns, size * local_columns)
+    if given[0].shape[1:] not in {(width,) for width in widths}:
+        raise ValueError(
+            f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of {list(given[0].shape[1:])} logits, expected the "
+            f"student's vocabulary of {widths[0]} (with padding {widths[1]}): teacher and student need one vocabulary"
+        )
+    start = rank * local_columns
+    own = given[0][:, start : start + local_columns]
+    return WholeTeacher(divergence, logits=pad(own, (0, local_columns - own.shape[1])))

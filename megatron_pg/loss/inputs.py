@@ -12,7 +12,6 @@ from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, re
 from megatron_pg.config.rows import read_off_rows
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
-from megatron_pg.step.values import refuse_values
 
 TEACHER_CHANNELS = {
     "logits": ("teacher_logits",),
@@ -102,23 +101,17 @@ def check_vocabulary(
 def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
     """Refuse, by name, the first sample with a response token, or an id of a kept set or of a teacher, outside the vocabulary."""
     for sample in samples:
-        responses = {"response token": sample.tokens[sample.prompt_length :]}
+        ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
         if sample.kept_tokens is not None:
-            responses["kept_tokens: token"] = sample.kept_tokens.values
-        for what, ids in responses.items():
+            ids_by_name["kept_tokens: token"] = sample.kept_tokens.values
+        if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
+            ids_by_name["side_channels['teacher_ids']: token"] = teacher_ids[sample.loss_mask]
+        for what, ids in ids_by_name.items():
             if ids.numel() and ids.amax() >= vocab_size:
                 raise ValueError(
                     f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
-                    "tokenizer and model do not belong together"
+                    "tokenizer, teacher and model do not belong together"
                 )
-        teacher_ids = sample.side_channels.get("teacher_ids")
-        if isinstance(teacher_ids, Tensor):
-            refuse_values(
-                f"{sample.name}: side_channels['teacher_ids']",
-                teacher_ids,
-                sample.loss_mask[:, None] & (teacher_ids >= vocab_size),
-                f", outside the vocabulary of {vocab_size}: teacher and student need one vocabulary",
-            )
 
 
 @read_off_rows

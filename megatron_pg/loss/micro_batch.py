@@ -9,33 +9,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.fields import fields_of
+from megatron_pg.config.custom import CUSTOM_FUNCTIONS
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig
 from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
 from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
-from megatron_pg.loss.policy_loss import Terms, policy_loss
-from megatron_pg.loss.reducer import custom_reduction, weighted_sum
-from megatron_pg.loss.sequence import SequenceSums, add_over_group, sequence_sum_names, sums_of_rank
+from megatron_pg.loss.pairs import PairTable
+from megatron_pg.loss.policy_loss import policy_loss
+from megatron_pg.loss.reducer import Reduction, add_over_group, custom_reduction, weighted_sum
+from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import DIFFERENTIATED, Tokens
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import StepTotals
 
 logger = logging.getLogger("megatron_pg")
 
-METRIC_FIELDS = (*LOG_PROB_FIELDS, "policy_version", "kept_set_size", "kept_set_mass")
-"""Fields that metrics read, and that samples may lack."""
-BATCH_FIELDS = ("loss_mask", "advantages", "loss_weights", *METRIC_FIELDS)
+SAMPLE_FIELDS = (*LOG_PROB_FIELDS, "policy_version", "kept_set_size")
+METRIC_FIELDS = (*SAMPLE_FIELDS, "kept_set_mass")
+"""Fields that metrics read, and that may be missing."""
+BATCH_FIELDS = ("loss_mask", "advantages", "loss_weights", *SAMPLE_FIELDS)
 """The fields of a packed micro-batch that are fields of `Tokens` by the same name."""
-CUSTOM_FIELDS = tuple(name for name in fields_of(PolicyLossConfig) if name.startswith("custom_"))
 
 Tensors = Mapping[str, Any]
 """Tensors by name; None where there is none."""
@@ -62,20 +63,22 @@ class MicroBatchLoss:
         require_inputs(config, batch)
         self.config, self.batch, self._totals = config, batch, totals
         self._group = context_parallel_group
-        self._tokens: dict[str, Tensor | None] = {
-            name: getattr(batch, name) for name in BATCH_FIELDS
-        }
-        self._tokens["sample_ids"] = batch.window_segment_ids
-        self._tokens["positions"] = position_coefficients(config, batch, totals)
         self._counts, self._sample_weights = host_weights(config, batch, totals, step_share)
+        self._tokens: dict[str, Tensor | None] = {
+            **{name: getattr(batch, name) for name in BATCH_FIELDS},
+            "sample_ids": batch.window_segment_ids,
+            "positions": position_coefficients(config, batch, totals),
+        }
         self._reduce = weighted_sum
         if config.custom_pg_loss_reducer_function_path is not None:
             self._reduce = custom_reduction(config, batch, context_parallel_group)
-        lacking = (name for name in METRIC_FIELDS if getattr(batch, name) is None)
-        self.table = metric_table(config, frozenset(lacking))
 
     def __call__(
-        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        divergence: Tensor | None = None,
+        kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
         """Compute the loss, to be differentiated, and its detached metrics.
 
@@ -85,15 +88,19 @@ class MicroBatchLoss:
             log_probs: [window] float32.
             entropy: [window] float32, or None.
             divergence: [window] float32, the divergence from the teacher, where one is distilled.
+            kept_set_mass: [window] float32, the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an
+                empty set.
 
         Raises:
             ValueError: the entropy or the divergence is needed and None.
         """
-        loss, maxima, is_nan, *parts = self._evaluated(
-            _loss_and_metrics, log_probs, entropy, divergence
+        inputs, settings = self._inputs(log_probs, entropy, divergence, kept_set_mass)
+        outputs: Any = compiled.evaluate(
+            functools.partial(_loss_and_metrics, self), settings, inputs, DIFFERENTIATED
         )
-        pairs = self.table.pairs([*parts, self._counts])
-        metrics = MicroBatchMetrics.of(self.table.names, pairs)
+        loss, maxima, is_nan, *parts = outputs
+        table = _metric_table(self.config, inputs.tokens)
+        metrics = MicroBatchMetrics.of(table.names, table.pairs([*parts, self._counts]))
         metrics.maxima, metrics.is_nan = maxima, is_nan
         metrics.batch = dataclasses.replace(self.batch, side_channels={})
         metrics.totals = self._totals
@@ -103,19 +110,45 @@ class MicroBatchLoss:
         self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> Tensor:
         """Compute the loss without metrics; arguments and errors as for a call."""
-        loss: Tensor = self._evaluated(_loss_alone, log_probs, entropy, divergence)[0]
+        inputs, settings = self._inputs(log_probs, entropy, divergence)
+        outputs: Any = compiled.evaluate(
+            functools.partial(_loss_alone, self), settings, inputs, DIFFERENTIATED
+        )
+        loss: Tensor = outputs[0]
         return loss
 
-    def _evaluated(
+    def _inputs(
         self,
-        function: Callable[[MicroBatchLoss, Tensors], compiled.Outputs],
         log_probs: Tensor,
         entropy: Tensor | None,
         divergence: Tensor | None,
-    ) -> Any:
-        """Evaluate a function of this micro-batch's tensors, after the sums over sequences that it reads."""
-        config, inputs = self.config, self._inputs(log_probs, entropy, divergence)
-        settings = None if self._runs_by_operators(log_probs) else _without_divisor(config)
+        kept_set_mass: Tensor | None = None,
+    ) -> tuple[compiled.Inputs, PolicyLossConfig | None]:
+        """Collect the tensors by name, with the sums over sequences; and the settings to compile for, None for none."""
+        config = self.config
+        if divergence is None and config.distills and not self.batch.samples:
+            divergence = 0.0 * log_probs
+        if config.needs_entropy and entropy is None:
+            raise ValueError(NO_ENTROPY)
+        if config.distills and divergence is None:
+            raise ValueError(NO_DIVERGENCE)
+        computed = {
+            "log_probs": log_probs,
+            "entropy": entropy if config.needs_entropy else None,
+            "divergence": divergence,
+            "kept_set_mass": kept_set_mass,
+        }
+        inputs = compiled.Inputs(
+            tokens=self._tokens | computed,
+            samples={"sample_weights": self._sample_weights},
+            fixed={"counts": self._counts},
+        )
+        runs_by_operators = (
+            len(log_probs) < 2  # sizes of 0 and 1 would be graphs of their own
+            or log_probs.shape != self.batch.loss_mask.shape
+            or _calls_custom_functions(config)
+        )
+        settings = None if runs_by_operators else _without_divisor(config)
         if sequence_sum_names(config):
             # The config alone decides if there is an all-reduce, and of what size: every rank of the group joins it, those
             # that have no token and those that could not compile included.
@@ -123,34 +156,16 @@ class MicroBatchLoss:
                 functools.partial(_sums_of_rank, self), settings, inputs, differentiated=()
             )[0]
             inputs.samples["sums"] = add_over_group(sums, self._group)
-        return compiled.evaluate(
-            functools.partial(function, self), settings, inputs, differentiated=DIFFERENTIATED
-        )
-
-    def _inputs(
-        self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None
-    ) -> compiled.Inputs:
-        """Collect the tensors of the micro-batch by name."""
-        config = self.config
-        if divergence is None and config.distills and not self.batch.samples:
-            divergence = 0.0 * log_probs
-        for name, values, is_needed, remedy in (
-            ("entropy", entropy, config.needs_entropy, ENTROPY_REMEDY),
-            ("divergence", divergence, config.distills, DIVERGENCE_REMEDY),
-        ):
-            if is_needed and values is None:
-                raise ValueError(f"{name} is None, and {remedy}")
-        tokens = {**self._tokens, "log_probs": log_probs, "divergence": divergence}
-        tokens["entropy"] = entropy if config.needs_entropy else None
-        samples = {"sample_weights": self._sample_weights}
-        return compiled.Inputs(tokens=tokens, samples=samples, fixed={"counts": self._counts})
+        return inputs, settings
 
     def tokens(self, tensors: Tensors) -> Tokens:
         """Build the tokens of the page from tensors by name."""
         return Tokens.masked(tensors, side_channels=self.batch.side_channels)
 
-    def terms(self, tensors: Tensors) -> tuple[Tokens, Weights, Terms]:
-        """Call the page, with the tensors by name of `_inputs`."""
+    def arguments(
+        self, tensors: Tensors
+    ) -> tuple[PolicyLossConfig, Tokens, Weights, SequenceSums, Reduction]:
+        """Build the arguments of the page from tensors by name."""
         tokens = self.tokens(tensors)
         weights = Weights.spread(
             tensors["counts"],
@@ -160,27 +175,20 @@ class MicroBatchLoss:
             loss_weights=tokens.loss_weights,
         )
         sums = SequenceSums.of_table(self.config, tokens.sample_ids, tensors.get("sums"))
-        return tokens, weights, policy_loss(self.config, tokens, weights, sums, self._reduce)
-
-    def _runs_by_operators(self, log_probs: Tensor) -> bool:
-        return (
-            len(log_probs) < 2  # sizes of 0 and 1 would be graphs of their own
-            or log_probs.shape != self.batch.loss_mask.shape
-            or _calls_custom_functions(self.config)
-        )
+        return self.config, tokens, weights, sums, self._reduce
 
 
 def _loss_and_metrics(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
-    tokens, weights, terms = micro_batch.terms(tensors)
-    parts = metric_parts(micro_batch.config, micro_batch.table, tokens, weights, terms)
+    config, tokens, weights, *_ = arguments = micro_batch.arguments(tensors)
+    terms, table = policy_loss(*arguments), _metric_table(config, tensors)
+    parts = metric_parts(config, table, tokens, weights, terms)
     # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
-    reported = torch.stack([terms.reported[name] for name in micro_batch.table.reported])
-    reported = reported.detach().double()
+    reported = torch.stack([terms.reported[name] for name in table.reported]).detach().double()
     return terms.loss, parts.maxima, parts.is_nan, parts.checksums, parts.sums, reported
 
 
 def _loss_alone(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
-    return (micro_batch.terms(tensors)[-1].loss,)
+    return (policy_loss(*micro_batch.arguments(tensors)).loss,)
 
 
 def _sums_of_rank(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
@@ -188,10 +196,19 @@ def _sums_of_rank(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Out
     return (sums_of_rank(micro_batch.config, micro_batch.tokens(tensors), num_samples),)
 
 
-ENTROPY_REMEDY = "--entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of the window's response tokens, in nats"
-DIVERGENCE_REMEDY = (
-    "--policy-loss distill and --distill-coef need the divergence from the teacher, which is made of logits or of hidden states: "
-    "use PolicyStep or policy_loss_function"
+def _metric_table(config: PolicyLossConfig, tensors: Tensors) -> PairTable:
+    """Return the metrics of a micro-batch, without those whose fields it lacks."""
+    lacking = frozenset(name for name in METRIC_FIELDS if tensors.get(name) is None)
+    return metric_table(config, lacking)
+
+
+NO_ENTROPY = (
+    "entropy is None, and --entropy-coef or --pg-metrics with_entropy needs it: give the entropy [window] of the window's "
+    "response tokens, in nats"
+)
+NO_DIVERGENCE = (
+    "divergence is None, and --policy-loss distill and --distill-coef need the divergence from the teacher, which is made of "
+    "logits or of hidden states: use PolicyStep or policy_loss_function"
 )
 
 
@@ -204,7 +221,7 @@ def _without_divisor(config: PolicyLossConfig) -> PolicyLossConfig:
 @functools.lru_cache(maxsize=64)
 def _calls_custom_functions(config: PolicyLossConfig) -> bool:
     """Say if a function of the user's own runs in the loss, and log it: nothing is known of such a function."""
-    paths = [getattr(config, name) for name in CUSTOM_FIELDS]
+    paths = [getattr(config, name) for name in CUSTOM_FUNCTIONS]
     named = [path for path in paths if path is not None]
     if named:
         logger.info(

@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
+from megatron_pg.config.custom import (
+    CUSTOM_FUNCTIONS,
+    check_returned,
+    load_custom_function,
+    named_keywords,
+)
 from megatron_pg.config.model import layout_violation
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
 from megatron_pg.loss.corrections import drops_tokens
-from megatron_pg.loss.sequence import add_over_group
 from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.token_window import Layout, TokenWindow
 from megatron_pg.step.values import check_mask, refuse_values
@@ -125,6 +129,13 @@ def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) ->
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
+def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
+
+
 def custom_reduction(
     config: PolicyLossConfig,
     batch: PackedBatch,
@@ -143,11 +154,14 @@ def custom_reduction(
     if not batch.samples:
         return lambda x, weights, loss_mask=None: x.sum()
     total_lengths, lengths = list(window.total_lengths), list(window.response_lengths)
-    place = {name: getattr(window, name) for name in ("cp_rank", "cp_size", "cp_partition_mode")}
-    place["pad_to_multiple"] = (
-        window.num_tokens
-    )  # the pack is as long as that, however it came to be
-    named = {name: place[name] for name in named_keywords(function, tuple(place))}
+    place = {
+        "cp_rank": window.cp_rank,
+        "cp_size": window.cp_size,
+        "cp_partition_mode": window.cp_partition_mode,
+        "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
+    }
+    keywords = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].keywords
+    named = {name: place[name] for name in named_keywords(function, keywords)}
     is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
     if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
         raise ValueError(

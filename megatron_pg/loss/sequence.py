@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import PolicyLossConfig
@@ -65,13 +64,6 @@ def sums_of_rank(config: PolicyLossConfig, tokens: Tokens, num_samples: int) -> 
     """Add up this rank's window by sample, [names, num_samples] float64, in the order of `sequence_sum_names`."""
     rows = torch.stack([SUMMANDS[name](config, tokens) for name in sequence_sum_names(config)])
     return rows.new_zeros(len(rows), num_samples).index_add_(1, tokens.sample_ids, rows)
-
-
-def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
 
 
 def _log_ratio(config: PolicyLossConfig, tokens: Tokens) -> Tensor:

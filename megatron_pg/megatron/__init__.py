@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from megatron_pg.megatron.cpu.layer_spec import torch_block_spec
     from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
     from megatron_pg.megatron.groups import ParallelGroups
-    from megatron_pg.megatron.hidden_states import compute_hidden_states
-    from megatron_pg.megatron.log_probs import ScoredSamples, compute_log_probs
     from megatron_pg.megatron.output_layer import set_fp32_lm_head
     from megatron_pg.megatron.policy_step import PolicyStep, packed_seq_params
+    from megatron_pg.megatron.scoring import ScoredSamples, compute_hidden_states, compute_log_probs
 
 __all__ = [
     "ParallelGroups",
@@ -36,11 +35,12 @@ __getattr__ = exports_of_megatron(
         "megatron_pg.megatron.cpu.layer_spec": ("torch_block_spec",),
         "megatron_pg.megatron.cpu.runtime": ("enable_cpu_runtime",),
         "megatron_pg.megatron.groups": ("ParallelGroups",),
-        "megatron_pg.megatron.hidden_states": ("compute_hidden_states",),
-        "megatron_pg.megatron.log_probs": ("ScoredSamples", "compute_log_probs"),
         "megatron_pg.megatron.output_layer": ("set_fp32_lm_head",),
         "megatron_pg.megatron.policy_step": ("PolicyStep", "packed_seq_params"),
-        # The room above this one, whose names stood here first.
-        "megatron_pg.critic": ("ValueHead", "ValueStep", "add_value_head", "compute_values"),
+        "megatron_pg.megatron.scoring": (
+            "ScoredSamples",
+            "compute_hidden_states",
+            "compute_log_probs",
+        ),
     }
 )

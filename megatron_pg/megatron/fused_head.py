@@ -10,105 +10,95 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
-from megatron_pg.head import (
-    HeadOptions,
-    Ragged,
-    TopKTeacher,
-    WholeTeacher,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-)
+from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import largest_chunk
-from megatron_pg.loss.distillation import teacher_of
-from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.from_logits import teacher_of
+from megatron_pg.loss.gradient_scope import GradientScope
 from megatron_pg.loss.inputs import check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
-from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, to_device
+
+
+def head_options(
+    config: PolicyLossConfig,
+    tensor_parallel_group: ProcessGroup,
+    vocab_size: int | None,
+    chunk_tokens: int | None = None,
+) -> HeadOptions:
+    """Collect the settings that the functions of `megatron_pg.head` take."""
+    return HeadOptions(
+        tensor_parallel_group=tensor_parallel_group,
+        temperature=config.rollout_temperature,
+        vocab_size=vocab_size,
+        fp32_logits=config.fp32_lm_head,
+        chunk_tokens=chunk_tokens,
+        with_entropy=config.needs_entropy,
+    )
 
 
 class OutputRows:
     """The rows of one micro-batch that enter the output layer, on one rank: those that score an active token.
 
     Args:
-        config: the temperature, the precision of the logits, and which tokens have a gradient.
         batch: the micro-batch.
-        groups: the process groups.
-        vocab_size: the vocabulary without padding; None counts every column.
-        chunk_tokens: rows of logits in memory at once; None: about 1.25 GiB of them.
+        options: see `head_options`.
+        with_sets: score over the kept sets, where a sample has one.
+        scope: see `gradient_scope`; None where there is no gradient.
     """
 
     def __init__(
         self,
-        config: PolicyLossConfig,
         batch: PackedBatch,
-        groups: ParallelGroups,
+        options: HeadOptions,
         *,
-        vocab_size: int | None = None,
-        chunk_tokens: int | None = None,
+        with_sets: bool,
+        scope: GradientScope | None = None,
     ) -> None:
-        self._batch, self._group = batch, groups.tensor
-        self.options = HeadOptions(
-            tensor_parallel_group=groups.tensor,
-            temperature=config.rollout_temperature,
-            vocab_size=vocab_size,
-            fp32_logits=config.fp32_lm_head,
-            chunk_tokens=chunk_tokens,
-            with_entropy=config.needs_entropy,
-        )
-        """Settings that the functions of `megatron_pg.head` take."""
-        active, self.gradient_rows = active_rows(config, batch)
+        self._batch, self._options = batch, options
+        active, self.gradient_rows = active_rows(batch, scope)
         self.kept: Ragged | None = None
-        """Their kept sets, on the host; None without `--replay-sampling-set`, and where no sample has one."""
-        # By the samples, which all context-parallel ranks have, and not by this rank's rows: who takes the other way calls
-        # the all-reduce of sequence sums another number of times.
-        sets = [sample.kept_tokens for sample in batch.samples if config.replay_sampling_set]
+        """Their kept sets, on the host; None where no sample has one."""
+        # Decide from the samples, which all context-parallel ranks share: if ranks chose differently by their own rows, the
+        # all-reduces of sequence sums would deadlock.
+        sets = [sample.kept_tokens for sample in batch.samples if with_sets]
         if batch.kept_tokens is not None and any(each and each.values.numel() for each in sets):
             self.kept = batch.kept_tokens.select(active)
-        self._active = to_device(active, batch.tokens.device)
+        self.active = to_device(active, batch.tokens.device)
+        """[rows] int64 into the window."""
         self._samples = batch.window.window_segment_ids[active]
 
     def __len__(self) -> int:
-        return len(self._active)
+        return len(self.active)
 
     def factors(self, hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the hidden states [rows, hidden], the weight [v/tp, hidden] and the targets [rows] int64.
 
         Args and errors are those of `FusedHead.output_processor`.
         """
-        vocab_size, tokens = self.options.vocab_size, self._batch.window.local_tokens
-        check_vocabulary(self._batch, weight.shape[0], self._group, vocab_size)
+        batch, options, tokens = self._batch, self._options, self._batch.window.local_tokens
+        check_vocabulary(batch, len(weight), options.tensor_parallel_group, options.vocab_size)
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
             raise ValueError(
                 f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
                 "feed the model batch.tokens[None]"
             )
-        rows = self._batch.logit_rows[self._active]
-        return hidden_states[:, 0].index_select(0, rows), weight, self._batch.targets[rows]
+        rows = batch.logit_rows[self.active]
+        return hidden_states[:, 0].index_select(0, rows), weight, batch.targets[rows]
 
-    def teacher(
-        self, config: PolicyLossConfig, local_columns: int, weight: Tensor | None
-    ) -> WholeTeacher | TopKTeacher | None:
-        """Collect the teacher on these rows, where one is distilled; see `teacher_of`."""
-        if not config.distills or not self._batch.samples:
-            return None
-        return teacher_of(
-            config,
-            self._batch,
-            local_columns,
-            self._group,
-            weight,
-            lambda channel: channel[self._active],
-            self.options.vocab_size,
-        )
+    def log_probs_and_entropy(self, hidden_states: Tensor, weight: Tensor) -> list[Tensor]:
+        """Compute both, [window] each; args and errors are those of `FusedHead.output_processor`."""
+        factors = self.factors(hidden_states, weight)
+        scores = linear_log_probs_and_entropy(*factors, self._options, kept=self.kept)
+        return [self.in_window(score) for score in scores]
 
     def in_window(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """Values [rows] -> [window], 0 elsewhere: the loss masks those positions."""
         window = values.new_zeros(len(self._batch.window))
-        return window.index_copy(0, self._active[rows], values)
+        return window.index_copy(0, self.active[rows], values)
 
     def of_whole_samples(self, size: int) -> list[int]:
         """Count the rows [parts] in a row that end on a border of samples, `size` or fewer unless one sample has more; maybe 0.
@@ -132,29 +122,24 @@ class FusedHead:
     that have a set, and the values are there at once.
 
     Args:
-        micro_batch_loss: the loss of the micro-batch as a function of its log-probs.
-        groups, vocab_size, chunk_tokens: see `OutputRows`.
+        loss: the loss of the micro-batch as a function of its log-probs.
+        options: see `head_options`.
+        scope: see `gradient_scope`.
         teacher_weight: see `PolicyStep`.
     """
 
     def __init__(
         self,
-        micro_batch_loss: MicroBatchLoss,
-        groups: ParallelGroups,
-        *,
-        vocab_size: int | None = None,
-        chunk_tokens: int | None = None,
+        loss: MicroBatchLoss,
+        options: HeadOptions,
+        scope: GradientScope,
         teacher_weight: Tensor | None = None,
     ) -> None:
-        self._micro_batch_loss, self._teacher_weight = micro_batch_loss, teacher_weight
+        self._loss, self._options, self._scope = loss, options, scope
+        self._teacher_weight, self._metrics = teacher_weight, MicroBatchMetrics()
         self._rows = OutputRows(
-            micro_batch_loss.config,
-            micro_batch_loss.batch,
-            groups,
-            vocab_size=vocab_size,
-            chunk_tokens=chunk_tokens,
+            loss.batch, options, with_sets=loss.config.replay_sampling_set, scope=scope
         )
-        self._metrics = MicroBatchMetrics()
 
     def output_processor(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
         """Compute the loss in the place of the output layer's product, on every tensor-parallel rank of the last stage.
@@ -170,35 +155,24 @@ class FusedHead:
             ValueError: the hidden states are not those of the micro-batch, or a response token is outside the
                 vocabulary.
         """
-        factors = self._rows.factors(hidden_states, weight)
-        if (kept := self._rows.kept) is not None:
-            found = linear_log_probs_and_entropy(*factors, self._rows.options, kept=kept)
-            loss, self._metrics = self._micro_batch_loss(*map(self._rows.in_window, found))
-            return loss
-        config = self._micro_batch_loss.config
-        teacher = self._rows.teacher(config, len(weight), self._teacher_weight)
-        return self._loss_in_one_pass(*factors, teacher)
+        if self._rows.kept is None:
+            return self._loss_in_one_pass(*self._rows.factors(hidden_states, weight))
+        scores = self._rows.log_probs_and_entropy(hidden_states, weight)
+        loss, self._metrics = self._loss(*scores)
+        return loss
 
     def loss(self, output_tensor: Tensor) -> tuple[Tensor, MicroBatchMetrics]:
         """Return the local loss and its metrics from the model's output."""
         return output_tensor.reshape(()), self._metrics
 
-    def _loss_in_one_pass(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        teacher: WholeTeacher | TopKTeacher | None,
-    ) -> Tensor:
+    def _loss_in_one_pass(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Gradients chunk by chunk; value and metrics from all log-probs together, as soon as they are there.
 
         The other tokens of a chunk's window hold zeros. They change the value of the loss and not the chunk's
         coefficients, which is what a sum over tokens, or over whole sequences of a chunk, means. Sums over sequences are
         all-reduced once for each piece, and ranks of the context-parallel group have equally many.
         """
-        metrics = self._metrics = MicroBatchMetrics.awaited(
-            self._micro_batch_loss.config, hidden.device
-        )
+        metrics = self._metrics = MicroBatchMetrics.awaited(self._loss.config, hidden.device)
         sizes = self._piece_sizes(len(weight))
         everything = slice(0, len(self._rows)) if sizes is None or len(sizes) == 1 else None
         whole: list[tuple[Tensor, MicroBatchMetrics]] = []
@@ -207,8 +181,8 @@ class FusedHead:
             *vectors, rows = given
             of_window = [self._rows.in_window(each, rows) for each in vectors]
             if rows != everything:
-                return self._micro_batch_loss.loss(*of_window)
-            whole[:] = [self._micro_batch_loss(*of_window)]
+                return self._loss.loss(*of_window)
+            whole[:] = [self._loss(*of_window)]
             return whole[0][0]
 
         total, *vectors = linear_token_loss(
@@ -216,17 +190,24 @@ class FusedHead:
             weight,
             targets,
             token_loss,
-            self._rows.options,
+            self._options,
             gradient_rows=self._rows.gradient_rows,
             piece_sizes=sizes,
             defer=True,
-            teacher=teacher,
+            teacher=teacher_of(
+                self._loss,
+                len(weight),
+                lambda channel: channel[self._rows.active],
+                self._teacher_weight,
+                tensor_parallel_group=self._options.tensor_parallel_group,
+                vocab_size=self._options.vocab_size,
+            ),
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it
 
         def fill(*_: Any) -> None:
             if not whole:  # in several pieces, or in none
-                whole.append(self._micro_batch_loss(*map(self._rows.in_window, vectors)))
+                whole.append(self._loss(*map(self._rows.in_window, vectors)))
             loss, found = whole.pop()
             value.copy_(loss.detach())
             metrics.fill(found)
@@ -239,18 +220,15 @@ class FusedHead:
 
     def _piece_sizes(self, columns: int) -> list[int] | None:
         """Count the rows whose gradients wait for one another, [pieces]; None where none waits."""
-        scope = gradient_scope(self._micro_batch_loss.config)
-        if scope == "token":
+        if self._scope.tokens == "token":
             return None
-        if scope == "micro_batch":
+        if self._scope.tokens == "micro_batch":
             return [len(self._rows)]
         # Never a size that the rank's own device decides: a rank that calls the all-reduce more often waits forever.
-        return self._rows.of_whole_samples(
-            self._rows.options.chunk_tokens or largest_chunk(columns)
-        )
+        return self._rows.of_whole_samples(self._options.chunk_tokens or largest_chunk(columns))
 
 
-def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, int]:
+def active_rows(batch: PackedBatch, scope: GradientScope | None) -> tuple[Tensor, int]:
     """List the tokens of the window that are scored, on the host: those with a gradient first.
 
     Where the policy objective is the only term of the loss, a token whose advantage is 0 has none: its log-prob is
@@ -263,7 +241,7 @@ def active_rows(config: PolicyLossConfig, batch: PackedBatch) -> tuple[Tensor, i
     nothing = [torch.zeros(0)]
     active = torch.cat(nothing + [sample.loss_mask for sample in batch.samples])[in_window].bool()
     with_gradient = active
-    if gradient_scope(config) == "token" and leaves_out_zero_advantages(config):
+    if scope is not None and scope.tokens == "token" and scope.leaves_out_zero_advantages:
         advantages = torch.cat(nothing + [s.advantages for s in batch.samples])
         with_gradient = active & (advantages[in_window] != 0)
     first = with_gradient.nonzero()[:, 0]

@@ -14,7 +14,6 @@ Up to 0.19.2 Megatron has no factor CP here. Pull request 7498 of NVIDIA/Megatro
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.step.batch import to_device
-from megatron_pg.step.token_window import TokenWindow
 
 
 @dataclass
@@ -157,17 +154,3 @@ def _measure(model_config: Any, context_group: Any, device: torch.device) -> flo
         scaler.set_loss_scale(before)
     factor: float = round(gradient[tokens:].max().item() / weight, 5)
     return factor
-
-
-def multi_token_mask(
-    window: TokenWindow, loss_masks: Sequence[Tensor], num_active_tokens: float
-) -> Tensor:
-    """Make the `loss_mask=` [1, local_tokens] float32 of the model: 1 / T at active response tokens of the input, else 0.
-
-    `loss_masks` [response_length] per sample are on the host; `num_active_tokens` is T, of the whole step.
-    """
-    masks = [torch.zeros(0)]
-    for length, loss_mask in zip(window.total_lengths, loss_masks, strict=True):
-        masks += [torch.zeros(length - len(loss_mask)), loss_mask.float()]
-    weights = torch.cat([*masks, torch.zeros(1)]) / max(num_active_tokens, 1)
-    return to_device(weights[window.token_indices], window.cu_seqlens.device)[None]

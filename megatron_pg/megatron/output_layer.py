@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,9 @@ OutputProcessor = Callable[[Tensor, Tensor], Tensor]
 """(hidden states [tokens, 1, hidden], weight [v/tp, hidden]) -> any tensor; on every tensor-parallel rank all tokens."""
 
 
-def take_output_processor(model: Any) -> None:
+def take_output_processor(
+    model: Any, user: str = "--fused-lm-head", remedy: str = "drop the flag"
+) -> None:
     """Let the model's forward take `output_processor=`, an `OutputProcessor` of one call; every rank calls this.
 
     The processor runs in the place of the output layer's product, and the model returns its result as [1, 1, elements]. A
@@ -38,18 +39,19 @@ def take_output_processor(model: Any) -> None:
 
     Args:
         model: wrapped or not, or the list of chunks of a virtual pipeline.
+        user: the flag or function that needs it, for errors.
+        remedy: the user's way out, for the same.
 
     Raises:
         NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, is more than a product with its
             weight, or a setting of the model gives its weight's gradient to others than its backward.
     """
-    flag = "--fused-lm-head"
-    for layer in _layers_for(model, flag):
+    for layer in _layers_for(model, user):
         if layer.bias is not None:
-            raise NotImplementedError(f"{flag} takes an output layer without bias: drop the flag")
+            raise NotImplementedError(f"{user} takes an output layer without bias: {remedy}")
         if layer.gather_output and layer.output_size_per_partition != layer.output_size:
             raise NotImplementedError(
-                f"{flag} of a model that gathers its logits: build it with parallel_output=True, or drop the flag"
+                f"{user} of a model that gathers its logits: build it with parallel_output=True, or {remedy}"
             )
     for module in map(unwrapped, chunks_of(model)):
         if _exchange_product not in module._forward_pre_hooks.values():
@@ -86,40 +88,6 @@ def set_fp32_lm_head(model: Any, is_on: bool = True) -> bool:
         elif has_ours:
             del layer._forward_impl
     return was_on
-
-
-@contextlib.contextmanager
-def fp32_lm_head(model: Any, is_on: bool) -> Iterator[None]:
-    """Set `set_fp32_lm_head` for a while."""
-    was_on = set_fp32_lm_head(model, is_on)
-    try:
-        yield
-    finally:
-        set_fp32_lm_head(model, was_on)
-
-
-@contextlib.contextmanager
-def without_output_layer(model: Any) -> Iterator[None]:
-    """Let the model return the output layer's input for a while: [b, s, hidden] on every tensor-parallel rank.
-
-    Raises:
-        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, or has a bias, which would be lost.
-    """
-    function = "compute_hidden_states"
-    layers = _layers_for(model, function)
-    if any(layer.bias is not None for layer in layers):
-        raise NotImplementedError(
-            f"{function} of a model whose output layer has a bias: its logits are more than a product with its weight; give "
-            "them by --distill-teacher logits or top_k"
-        )
-    products = [layer._forward_impl for layer in layers]
-    for layer in layers:
-        layer._forward_impl = _whole_hidden
-    try:
-        yield
-    finally:
-        for layer, product in zip(layers, products, strict=True):
-            _set_product(layer, product)
 
 
 def _whole_hidden(
@@ -192,21 +160,16 @@ def _give_product_back(module: Any, args: Any, output: Any) -> None:
         processed = vars(layer).get("_forward_impl")
         if not isinstance(processed, _Processed):
             continue
-        _set_product(layer, processed.before)
+        if getattr(processed.before, "__self__", None) is layer:
+            vars(layer).pop("_forward_impl")  # its class has the product
+        else:
+            layer._forward_impl = processed.before
         expected = processed.num_others + 1
         if output is not None and processed.num_calls != expected:
             raise RuntimeError(
                 f"the output layer of {type(module).__name__} was called {processed.num_calls} times in a forward and "
-                f"{expected} were expected, of which --fused-lm-head takes the last: drop the flag"
+                f"{expected} were expected, of which an output processor takes the last: drop --fused-lm-head"
             )
-
-
-def _set_product(layer: Any, product: Callable[..., Tensor]) -> None:
-    """Restore a layer's product; its own is its class's method and no attribute."""
-    if getattr(product, "__self__", None) is layer:
-        vars(layer).pop("_forward_impl", None)
-    else:
-        layer._forward_impl = product
 
 
 def _layers_for(model: Any, user: str | None) -> list[Any]:

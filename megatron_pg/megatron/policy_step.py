@@ -14,17 +14,18 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg.loss.from_logits import loss_of_logits
+from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
-from megatron_pg.megatron.fused_head import FusedHead
-from megatron_pg.megatron.groups import ParallelGroups, unwrapped
-from megatron_pg.megatron.multi_token import multi_token_mask, scale_multi_token_loss
+from megatron_pg.megatron.fused_head import FusedHead, head_options
+from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
+from megatron_pg.megatron.multi_token import scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
 from megatron_pg.megatron.scale_contract import ScheduleOutput, scale_contract
 from megatron_pg.megatron.training_loop import require_training_loop
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.step.batch import PackedBatch, to_device
 from megatron_pg.step.plan import StepPlan
 from megatron_pg.step.totals import StepTotals
 
@@ -112,21 +113,20 @@ class PolicyStep:
             raise ValueError(f"{flag} changes the model's output layer: give PolicyStep the model=")
         if groups is None:
             groups = ParallelGroups.from_model(model)
-        if config.distills and config.distill_teacher == "hidden" and teacher_weight is None:
-            if groups.is_last_pipeline_stage:
-                raise ValueError(
-                    "--distill-teacher hidden needs the teacher's output weight: give PolicyStep(teacher_weight=...), this "
-                    "tensor-parallel rank's rows of it"
-                )
+        needs_weight = config.distills and config.distill_teacher == "hidden"
+        if needs_weight and teacher_weight is None and groups.is_last_pipeline_stage:
+            raise ValueError(
+                "--distill-teacher hidden needs the teacher's output weight: give PolicyStep(teacher_weight=...), this "
+                "tensor-parallel rank's rows of it"
+            )
         if model is not None and groups.context_size > 1:
             require_partition_mode(model, config.cp_partition_mode)
-        chunk = model[0] if isinstance(model, (list, tuple)) else model
+        chunk = chunks_of(model)[0]
         # DDP and Float16Module carry the config of what they wrap.
         model_config = None if chunk is None else chunk.config
         self.config, self.totals, self.num_microbatches = config, totals, num_microbatches
         self.groups, self.vocab_size, self.teacher_weight = groups, vocab_size, teacher_weight
-        self.model, self._chunk = model, chunk
-        self._is_loop_checked = False
+        self.model, self._chunk, self._is_loop_checked = model, chunk, False
         self._table_sizes = _table_sizes(chunk)
         if plan is not None:
             _require_one_length(plan, model_config)
@@ -150,7 +150,11 @@ class PolicyStep:
         """The weight of one micro-batch on this rank, as a part of the step's report."""
 
     def head(
-        self, batch: PackedBatch, *, context_group: ProcessGroup | None = None
+        self,
+        batch: PackedBatch,
+        *,
+        context_group: ProcessGroup | None = None,
+        chunk_tokens: int | None = None,
     ) -> MicroBatchHead:
         """Make the head of one micro-batch. Call it in `forward_step`, before the model, on every rank and stage.
 
@@ -158,6 +162,7 @@ class PolicyStep:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
             context_group: the ranks that hold this micro-batch, where it has a context-parallel group of its own (case 3 of
                 `scale_contract`); the totals are then counted of all samples on every rank (`step_totals(samples)`).
+            chunk_tokens: rows of logits that the fused head has in memory at once; None: about 1.25 GiB of them.
 
         Raises:
             ValueError: the batch was packed for another context-parallel size, rank or `--cp-partition-mode` than this
@@ -166,28 +171,52 @@ class PolicyStep:
             NotImplementedError: a group of its own outside of per-token mode, or with rotary positions or a loss of experts
                 or of multi-token prediction.
         """
+        config, groups = self.config, self.groups
+        inputs = self.checked_inputs(batch, context_group)
+        if self._predicts_more:
+            inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
+        own_group = context_group or groups.context
+        loss = MicroBatchLoss(config, batch, self.totals, own_group, self.share)
+        if not config.fused_lm_head:
+            return self.scaled_head(
+                batch,
+                inputs,
+                lambda logits: loss_of_logits(
+                    loss,
+                    logits,
+                    tensor_parallel_group=groups.tensor,
+                    vocab_size=self.vocab_size,
+                    teacher_weight=self.teacher_weight,
+                ),
+            )
+        options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
+        fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
+        return self.scaled_head(batch, inputs, fused.loss, output_processor=fused.output_processor)
+
+    def checked_inputs(
+        self, batch: PackedBatch, context_group: ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Check the loop and the micro-batch, and list `model_inputs`; arguments and errors as for `head`."""
         if context_group is not None:
             require_own_group(self.scale, self.model, self.config.cp_partition_mode)
-        self.check_loop()
+        if self._chunk is not None and torch.is_grad_enabled() and not self._is_loop_checked:
+            require_training_loop(self._chunk, self.groups, self.num_microbatches)
+            self._is_loop_checked = True
         self.check_packing(batch, context_group)
         self._check_embedding(batch)
-        inputs = model_inputs(batch, context_group)
-        if self._predicts_more:
-            inputs["loss_mask"] = multi_token_mask(
-                batch.window,
-                [sample.loss_mask for sample in batch.samples],
-                self.totals.num_active_tokens,
-            )
-        if not self.config.fused_lm_head:
-            return MicroBatchHead(
-                lambda logits: self._loss_of_logits(batch, logits, context_group), inputs, {}
-            )
-        fused = self.fused_head(batch, context_group=context_group)
-        added = {"output_processor": fused.output_processor}
+        return model_inputs(batch, context_group)
+
+    def scaled_head(
+        self,
+        batch: PackedBatch,
+        inputs: dict[str, Any],
+        loss_of_output: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+        **added: Any,
+    ) -> MicroBatchHead:
+        """Make the head of a function from the model's output to the local loss and its metrics."""
+        num_tokens = batch.num_active_tokens, batch.window.local_tokens
         return MicroBatchHead(
-            lambda output: self.scale.apply(
-                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
-            ),
+            lambda output: self.scale.apply(*loss_of_output(output), *num_tokens),
             inputs | added,
             added,
         )
@@ -197,36 +226,16 @@ class PolicyStep:
 
         A GPU would only say that an index is out of bounds.
         """
-        longest = max(batch.window.total_lengths, default=0)
-        largest = {
-            "token id": (batch.largest_token, lambda sample: int(sample.tokens.max())),
-            "position": (longest - 1, lambda sample: sample.total_length - 1),
-        }
-        for (what, (found, of_sample)), size in zip(
-            largest.items(), self._table_sizes, strict=True
+        (tokens, positions), longest = self._table_sizes, max(batch.window.total_lengths, default=0)
+        for what, found, of_sample, size in (
+            ("token id", batch.largest_token, lambda sample: int(sample.tokens.max()), tokens),
+            ("position", longest - 1, lambda sample: sample.total_length - 1, positions),
         ):
             if size is not None and found >= size:
                 raise ValueError(
                     f"{max(batch.samples, key=of_sample).name} has {what} {found} and the model's embedding {size} rows: take "
                     "the tokenizer of the model, or shorten the sample (max_sequence_length, with learned positions)"
                 )
-
-    def fused_head(
-        self,
-        batch: PackedBatch,
-        *,
-        chunk_tokens: int | None = None,
-        context_group: ProcessGroup | None = None,
-    ) -> FusedHead:
-        """Make the fused head of one micro-batch; see `FusedHead` and `head` for the arguments."""
-        group = context_group or self.groups.context
-        return FusedHead(
-            MicroBatchLoss(self.config, batch, self.totals, group, self.share),
-            self.groups,
-            vocab_size=self.vocab_size,
-            chunk_tokens=chunk_tokens,
-            teacher_weight=self.teacher_weight,
-        )
 
     def metrics(
         self,
@@ -263,41 +272,18 @@ class PolicyStep:
         """Device of the model's parameters, where numbers are reduced."""
         return torch.device("cpu") if self._chunk is None else next(self._chunk.parameters()).device
 
-    def _loss_of_logits(
-        self, batch: PackedBatch, logits: Tensor, context_group: ProcessGroup | None
-    ) -> ScheduleOutput:
-        loss, metrics = policy_loss_function(
-            self.config,
-            batch,
-            logits,
-            totals=self.totals,
-            tensor_parallel_group=self.groups.tensor,
-            context_parallel_group=context_group or self.groups.context,
-            vocab_size=self.vocab_size,
-            step_share=self.share,
-            teacher_weight=self.teacher_weight,
-        )
-        return self.scale.apply(loss, metrics, batch.num_active_tokens, batch.window.local_tokens)
-
-    def check_loop(self) -> None:
-        """Refuses a loop that would leave gradients unreduced, at the first micro-batch that has a backward pass."""
-        if self._chunk is None or self._is_loop_checked or not torch.is_grad_enabled():
-            return
-        require_training_loop(self._chunk, self.groups, self.num_microbatches)
-        self._is_loop_checked = True
-
     def check_packing(self, batch: PackedBatch, context_group: ProcessGroup | None = None) -> None:
-        """Refuses a micro-batch that is packed for another context-parallel rank than this one."""
+        """Refuse a micro-batch that is packed for another context-parallel rank than this one."""
         window, groups = batch.window, self.groups
+        rank, size = groups.context_rank, groups.context_size
         if context_group is not None:
-            groups = dataclasses.replace(groups, context=context_group)
-        if (window.cp_rank, window.cp_size) != (groups.context_rank, groups.context_size):
+            rank, size = context_group.rank(), context_group.size()
+        if (window.cp_rank, window.cp_size) != (rank, size):
             raise ValueError(
                 f"the micro-batch is packed for context-parallel rank {window.cp_rank} of {window.cp_size} and this is "
-                f"rank {groups.context_rank} of {groups.context_size}: call pack(samples, cp_rank=..., cp_size=...) with "
-                "the rank's own"
+                f"rank {rank} of {size}: call pack(samples, cp_rank=..., cp_size=...) with the rank's own"
             )
-        if groups.context_size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
+        if size > 1 and window.cp_partition_mode != self.config.cp_partition_mode:
             raise ValueError(
                 f"the micro-batch is packed as {window.cp_partition_mode} and --cp-partition-mode is "
                 f"{self.config.cp_partition_mode}: call pack(samples, cp_partition_mode=config.cp_partition_mode, ...)"
@@ -356,3 +342,15 @@ def packed_seq_params(
     if context_group is not None:
         params.local_cp_size, params.cp_group = window.cp_size, context_group
     return params
+
+
+def multi_token_mask(batch: PackedBatch, num_active_tokens: float) -> Tensor:
+    """Make the `loss_mask=` [1, local_tokens] float32 of multi-token prediction: 1 / T at active tokens of the input, else 0.
+
+    T are the active tokens of the whole step.
+    """
+    masks = [torch.zeros(0)]
+    for sample in batch.samples:
+        masks += [torch.zeros(sample.prompt_length), sample.loss_mask.float()]
+    weights = torch.cat([*masks, torch.zeros(1)]) / max(num_active_tokens, 1)
+    return to_device(weights[batch.window.token_indices], batch.tokens.device)[None]

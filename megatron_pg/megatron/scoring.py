@@ -1,24 +1,29 @@
-"""Scores of samples' response tokens under a model, forward only, at any sharding.
-
-`compute_log_probs`, `compute_hidden_states` and the critic's `compute_values` are made of it.
-"""
+"""Scores of samples' response tokens under a model, forward only, at any sharding: log-probs, hidden states, critic's values."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.loss.from_logits import log_probs_of_logits
 from megatron_pg.loss.inputs import refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
+from megatron_pg.megatron.fused_head import OutputRows, head_options
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
-from megatron_pg.megatron.output_layer import OutputProcessor
+from megatron_pg.megatron.output_layer import (
+    OutputProcessor,
+    set_fp32_lm_head,
+    take_output_processor,
+)
 from megatron_pg.megatron.policy_step import MicroBatchHead, model_inputs
 from megatron_pg.megatron.scale_contract import ScheduleOutput
 from megatron_pg.megatron.schedule import run_micro_batches
@@ -28,12 +33,161 @@ from megatron_pg.step.plan import StepPlan, plan_step
 from megatron_pg.step.sample import Sample
 
 
+@dataclass(frozen=True, eq=False)
+class ScoredSamples:
+    """Log-probs and entropy of samples under a model, in the samples' order."""
+
+    log_probs: list[Tensor]
+    """Per sample the log-probs of its response tokens, [response_length] float32 on the host, in nats; 0 at masked tokens."""
+    entropy: list[Tensor]
+    """Per sample the entropy of the distributions that its response tokens were drawn from, likewise."""
+
+
+def compute_log_probs(
+    model: Any,
+    samples: Sequence[Sample],
+    config: PolicyLossConfig,
+    *,
+    max_tokens_per_microbatch: int,
+    oversized: OversizedSamples = "error",
+    groups: ParallelGroups | None = None,
+    vocab_size: int | None = None,
+) -> ScoredSamples:
+    """Compute log-probs and entropy of samples under a model, such as the old policy or the reference.
+
+        old = compute_log_probs(model, samples, config, max_tokens_per_microbatch=16384).log_probs
+        samples = [replace(sample, old_log_probs=values) for sample, values in zip(samples, old, strict=True)]
+
+    Every rank of the model calls it with all samples of its data-parallel rank, outside of a step: after the optimizer's
+    step and before the next forward and backward. Samples are packed as `plan_step` packs a step, with equally many
+    micro-batches on every data-parallel rank, and scored as `PolicyStep` scores them under the same config: with the
+    same budget and the same parameters the ratio of the next step is 1.
+
+    The model runs under `torch.no_grad()` in eval mode, without dropout; every module gets its own mode back. No
+    gradient, buffer of DDP or state of a random generator changes, and no activation is kept. The model draws no random
+    numbers, unless it does in eval mode (`--moe-input-jitter-eps`).
+
+    Args:
+        model: on this rank's device, wrapped (DDP, Float16Module) or not, or the list of chunks of a virtual pipeline.
+        samples: this data-parallel rank's, in any order; none at all is legal. Their tokens, response lengths, loss masks
+            and kept sets are read; log-probs are not, and may be missing from some samples.
+        config: the policy loss: temperature, fused head, precision of the logits, whether over the samples' kept sets.
+        max_tokens_per_microbatch: see `plan_step`. Without a backward pass it may be several times that of training.
+        oversized: see `plan_step`.
+        groups: the process groups; None takes the model's.
+        vocab_size: the vocabulary without padding; None counts every column of the logits.
+
+    Returns:
+        The same on every tensor-, context- and pipeline-parallel rank of a data-parallel rank: two all-reduces of two
+        numbers a response token, over context parallelism and over the pipeline, and one copy to the host.
+
+    Raises:
+        ValueError: on all data-parallel ranks, where one has it: the model is not on the rank's device; a sample, which
+            is named, is longer than the budget, has a response token outside the vocabulary, or lacks the kept sets that
+            `--replay-sampling-set` needs.
+        NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
+            `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
+    """
+    model_groups = ParallelGroups.from_model(model) if groups is None else groups
+
+    def read_logits(batch: PackedBatch, logits: Tensor) -> Tensor:
+        log_probs, entropy, _ = log_probs_of_logits(
+            config,
+            batch,
+            logits,
+            tensor_parallel_group=model_groups.tensor,
+            vocab_size=vocab_size,
+            with_entropy=True,
+        )
+        return torch.stack([log_probs, entropy])  # type: ignore[list-item]
+
+    def fused_scores(batch: PackedBatch) -> OutputProcessor:
+        options = head_options(config, model_groups.tensor, vocab_size)
+        rows = OutputRows(batch, options, with_sets=config.replay_sampling_set)
+        return lambda *hidden_and_weight: torch.stack(
+            rows.log_probs_and_entropy(*hidden_and_weight)
+        )
+
+    if config.fused_lm_head:
+        take_output_processor(model)
+    was_fp32 = set_fp32_lm_head(model, config.changes_output_layer)
+    try:
+        scores = score_samples(
+            model,
+            samples,
+            (lambda _, output: output.reshape(2, -1)) if config.fused_lm_head else read_logits,
+            output_processor=fused_scores if config.fused_lm_head else None,
+            empty_scores=torch.empty(2, 0),
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            oversized=oversized,
+            groups=model_groups,
+            vocab_size=vocab_size,
+            takes_sets=config.replay_sampling_set,
+            cp_partition_mode=config.cp_partition_mode,
+        )
+    finally:
+        set_fp32_lm_head(model, was_fp32)
+    log_probs, entropy = ([score[row].clone() for score in scores] for row in range(2))
+    return ScoredSamples(log_probs, entropy)
+
+
+def compute_hidden_states(
+    model: Any,
+    samples: Sequence[Sample],
+    *,
+    max_tokens_per_microbatch: int,
+    oversized: OversizedSamples = "error",
+    groups: ParallelGroups | None = None,
+    cp_partition_mode: CpPartitionMode = "zigzag",
+) -> list[Tensor]:
+    """Compute the hidden states that predict response tokens: `teacher_hidden` of `--distill-teacher hidden`.
+
+        states = compute_hidden_states(teacher, samples, max_tokens_per_microbatch=16384)
+        samples = [
+            replace(sample, side_channels={**sample.side_channels, "teacher_hidden": hidden})
+            for sample, hidden in zip(samples, states, strict=True)
+        ]
+
+    The same ranks call it as `compute_log_probs`, and it leaves the model as that function does. It makes no logits: they
+    are the product of these states and the model's output weight. Further arguments are those of `compute_log_probs`.
+
+    Args:
+        model: the teacher, wrapped or not, or the list of chunks of a virtual pipeline; of any size, in the groups of the
+            student or others with the same data-parallel ranks.
+        cp_partition_mode: the mode of the model's attention.
+
+    Returns:
+        Per sample `[response_length, hidden]` on the host, in the dtype of the model's parameters; the same on every
+        tensor-, context- and pipeline-parallel rank. Until the last sample is through, the device holds the states of all.
+
+    Raises:
+        ValueError: as for `compute_log_probs`.
+        NotImplementedError: the output layer is none that `take_output_processor` takes.
+    """
+    config = chunks_of(model)[0].config
+    remedy = "give the teacher by --distill-teacher logits or top_k"
+    take_output_processor(model, "compute_hidden_states", remedy)
+    states = score_samples(
+        model,
+        samples,
+        lambda _, output: output.reshape(config.hidden_size, -1),
+        output_processor=lambda batch: lambda hidden, _: hidden[batch.logit_rows, 0].T,
+        empty_scores=torch.empty(config.hidden_size, 0, dtype=config.params_dtype),
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        oversized=oversized,
+        groups=groups,
+        cp_partition_mode=cp_partition_mode,
+    )
+    return [state.T.contiguous() for state in states]
+
+
 @torch.no_grad()
 def score_samples(
     model: Any,
     samples: Sequence[Sample],
     read_scores: Callable[[PackedBatch, Tensor], Tensor],
     *,
+    output_processor: Callable[[PackedBatch], OutputProcessor] | None = None,
     empty_scores: Tensor,
     max_tokens_per_microbatch: int,
     oversized: OversizedSamples,
@@ -41,15 +195,14 @@ def score_samples(
     cp_partition_mode: CpPartitionMode,
     vocab_size: int | None = None,
     takes_sets: bool = False,
-    output_processor: Callable[[PackedBatch], OutputProcessor] | None = None,
 ) -> list[Tensor]:
     """Score every response token of samples, forward only; see `compute_log_probs` for the other arguments.
 
     Args:
         read_scores: (micro-batch, the model's output) -> scores [numbers, window].
+        output_processor: makes a micro-batch's `output_processor=` of the model's forward; None: the model returns logits.
         empty_scores: [numbers, 0] in the dtype of the scores that are returned.
-        takes_sets: whether the kept sets are read; every sample needs one then.
-        output_processor: makes a micro-batch's `output_processor=` of the model's forward.
+        takes_sets: read the kept sets, of which every sample needs one then.
 
     Returns:
         Per sample [numbers, response_length] on the host.
@@ -85,15 +238,14 @@ def score_samples(
     ]
 
     def head(batch: PackedBatch) -> MicroBatchHead:
+        added = {} if output_processor is None else {"output_processor": output_processor(batch)}
+
         def report(output: Tensor) -> ScheduleOutput:
             scores = read_scores(batch, output)
             # Right in either loss mode, as nothing goes backward; the schedule scales the zero in place.
             return scores.new_zeros(()), {"scores": scores}
 
-        processor = (
-            {} if output_processor is None else {"output_processor": output_processor(batch)}
-        )
-        return MicroBatchHead(report, model_inputs(batch) | processor, processor)
+        return MicroBatchHead(report, model_inputs(batch) | added, added)
 
     with _evaluating(chunks):
         outputs = run_micro_batches(head, batches, chunks, forward_only=True)

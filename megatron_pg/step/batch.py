@@ -82,10 +82,6 @@ class PackedBatch:
     None where the samples carry none."""
     kept_set_size: Tensor | None = None
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
-    kept_set_mass: Tensor | None = None
-    """The probability [window] float32 that the policy in training gives the set, where it was asked for; 1 for an empty row."""
-    divergence: Tensor | None = None
-    """The divergence [window] from a teacher, with gradient, once the head has computed it; None without distillation."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
     """The side channels of the samples by name: [window, ...] of those of response tokens, [local_tokens, ...] of those of all
     tokens."""

@@ -423,7 +423,7 @@ def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
         assert told.startswith("data-parallel rank 1: ") and part in told
     for rank in (first, second):
         assert rank[3].startswith("the model's parameters are on meta and this rank works on cpu")
-        assert rank[4].startswith("compute_hidden_states of a model whose output layer has a bias")
+        assert rank[4].startswith("compute_hidden_states takes an output layer without bias")
 
 
 def entropy_of_nothing() -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pg import Sample
 from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg.loss.gradient_scope import GradientScope
 from megatron_pg.megatron import ParallelGroups
 from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
@@ -145,9 +146,9 @@ def steps(
 ) -> list[Outcome | None]:
     if head == "one piece":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        from megatron_pg.megatron import fused_head
+        from megatron_pg.megatron import policy_step
 
-        fused_head.gradient_scope = lambda config: "micro_batch"
+        policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
     chunks = build(sharding, options)
     rank = ParallelGroups.from_model(chunks).tensor.rank()
     columns = VOCAB_SIZE // sharding.tensor

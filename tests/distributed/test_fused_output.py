@@ -12,7 +12,7 @@ import torch
 from megatron_pg.check import model as builder
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import derives_multi_token_labels
-from megatron_pg.loss.gradient_scope import gradient_scope
+from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
@@ -60,15 +60,8 @@ LOSS_SCALE = 1024.0
 def fused_head(chunk_tokens: int = 5) -> Head:
     def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
         take_output_processor(step.model)
-        fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
-        added = {"output_processor": fused.output_processor}
-        return MicroBatchHead(
-            lambda output: step.scale.apply(
-                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
-            ),
-            step.head(batch).model_inputs | added,
-            added,
-        )
+        step.config = replace(step.config, fused_lm_head=True)
+        return step.head(batch, chunk_tokens=chunk_tokens)
 
     return head
 
@@ -86,9 +79,9 @@ def pass_through(
 def steps(sharding: Sharding, options: ModelOptions, mode: str) -> list[Outcome | None]:
     if mode != "one pass":
         # The losses of this file are sums over tokens: have them treated as if they were not.
-        from megatron_pg.megatron import fused_head
+        from megatron_pg.megatron import policy_step
 
-        fused_head.gradient_scope = lambda config: "micro_batch"
+        policy_step.gradient_scope = lambda config: GradientScope("micro_batch", False)
     chunks = build(sharding, options)
     return [fused_step(chunks, sharding, run, MODES[mode]) for run in RUNS]
 
@@ -405,19 +398,20 @@ def refusal_of_a_token_outside() -> str:
     """A response token that the model's table has and its vocabulary has not; REINFORCE would train on it."""
     sharding = Sharding()
     chunks = build(sharding, DENSE)
-    sample = Sample([1, 2, 30], 1, [1], 1.0, name="the sample")
+    sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
-        PolicyLossConfig(policy_loss="reinforce"),
+        PolicyLossConfig(policy_loss="reinforce", fused_lm_head=True),
         totals=step_totals([sample], allow_different_group_sizes=True),
         num_microbatches=1,
         model=chunks,
-        vocab_size=30,
+        vocab_size=14,
     )
-    fused = step.fused_head(pack([sample]))
+    with torch.no_grad():
+        head = step.head(pack([sample]))
     layer = chunks[0].module.output_layer
     hidden = torch.zeros(3, 1, layer.weight.shape[1], dtype=layer.weight.dtype)
     try:
-        fused.output_processor(hidden, layer.weight)
+        head.model_arguments["output_processor"](hidden, layer.weight)
     except ValueError as error:
         return str(error)
     return "taken"
@@ -425,7 +419,7 @@ def refusal_of_a_token_outside() -> str:
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     (message,) = run_ranks(refusal_of_a_token_outside, 1)
-    assert message.startswith("the sample: response token id 30 is outside the vocabulary of 30")
+    assert message.startswith("the sample: response token id 14 is outside the vocabulary of 14")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +443,7 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
     ],
 )
 def test_what_a_gradient_waits_for(setting: dict[str, Any], expected: str) -> None:
-    assert gradient_scope(PolicyLossConfig(**setting)) == expected
+    assert gradient_scope(PolicyLossConfig(**setting)).tokens == expected
 
 
 def test_tokens_without_advantage_come_last() -> None:
@@ -464,16 +458,16 @@ def test_tokens_without_advantage_come_last() -> None:
         )
 
     batch = pack([sample([0.0, 1.0, 2.0], [1, 0, 1]), sample([-1.0, 0.0], [1, 1])])
-    rows, count = active_rows(PolicyLossConfig(), batch)
+    rows, count = active_rows(batch, gradient_scope(PolicyLossConfig()))
     assert (rows.tolist(), count) == ([2, 3, 0, 4], 2)
     for setting in ({"entropy_coef": 0.1}, {"kl_loss_coef": 0.1}, {"policy_loss": "sft"}):
-        rows, count = active_rows(PolicyLossConfig(**setting), batch)
+        rows, count = active_rows(batch, gradient_scope(PolicyLossConfig(**setting)))
         assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
     # A token without gradient may still have a part in its sequence's.
     for setting in ({"use_opsm": True}, {"use_tis": True, "tis_level": "geometric"}):
-        rows, count = active_rows(PolicyLossConfig(**setting), batch)
+        rows, count = active_rows(batch, gradient_scope(PolicyLossConfig(**setting)))
         assert (rows.tolist(), count) == ([0, 2, 3, 4], 4)
-    rows, count = active_rows(PolicyLossConfig(), pack([]))
+    rows, count = active_rows(pack([]), gradient_scope(PolicyLossConfig()))
     assert (rows.tolist(), count) == ([], 0)
 
 

@@ -140,18 +140,7 @@ def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | 
     """From logits, and through the fused head in small pieces."""
 
     def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        if not step.config.fused_lm_head:
-            return step.head(batch)
-        fused = step.fused_head(batch, chunk_tokens=4)
-        added = {"output_processor": fused.output_processor}
-        inputs = step.head(batch).model_inputs | added
-        return MicroBatchHead(
-            lambda output: step.scale.apply(
-                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
-            ),
-            inputs,
-            added,
-        )
+        return step.head(batch, chunk_tokens=4)
 
     choose("sparse")
     chunks = build(sharding, options)

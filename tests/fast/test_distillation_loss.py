@@ -16,7 +16,7 @@ from megatron_pg import (
     policy_loss_function,
     step_totals,
 )
-from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.gradient_scope import gradient_scope
 from tests.fast import distillation_oracle as oracle
 
 DISTILL = {"policy_loss": "distill", "distill_teacher": "top_k"}
@@ -70,7 +70,7 @@ def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
 
 
 WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 1] is 8, outside the vocabulary of 8"),
+    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids']: token id 8 is outside the vocabulary of 8"),
     "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 0] is -1, expected an id"),
     "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1, 2] is 5 a second time"),
     "more_than_1": (
@@ -238,10 +238,10 @@ def test_logits_of_another_micro_batch_are_refused() -> None:
 
 
 def test_what_follows_from_the_settings() -> None:
-    assert gradient_scope(PolicyLossConfig(**DISTILL)) == "token"
+    assert gradient_scope(PolicyLossConfig(**DISTILL)).tokens == "token"
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")
-    assert gradient_scope(term) == "token" and not leaves_out_zero_advantages(term)
-    assert leaves_out_zero_advantages(PolicyLossConfig())
+    assert gradient_scope(term) == ("token", False)
+    assert gradient_scope(PolicyLossConfig()) == ("token", True)
 
 
 def test_the_token_whose_teacher_is_nan_is_told() -> None:

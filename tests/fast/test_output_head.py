@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
-from megatron_pg.head import linear_token_loss
+from megatron_pg.head import HeadOptions, linear_token_loss
 from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
+from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.megatron import output_layer
+from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.policy_step import PolicyStep
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -128,19 +131,22 @@ def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int)
     torch.testing.assert_close(weight.main_grad, of_the_head + of_prediction)
 
 
-def step_of_one_micro_batch(
-    config: PolicyLossConfig, samples: list[Sample]
-) -> tuple[PolicyStep, PackedBatch, torch.Tensor, torch.Tensor]:
-    """A step on one rank, its batch, and random hidden states and weights of an output layer, float64."""
-    batch = pack(samples)
-    groups = SimpleNamespace(
-        tensor=None, context=None, tensor_size=1, data_size=1, context_size=1, context_rank=0
-    )
-    step = PolicyStep(config, totals=step_totals(samples), num_microbatches=1, groups=groups)
-    generator = torch.Generator().manual_seed(3)
+def micro_batch(samples: list[Sample]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
+    """A micro-batch, and random hidden states and weights of an output layer, float64."""
+    batch, generator = pack(samples), torch.Generator().manual_seed(3)
     hidden = torch.randn(len(batch.tokens), 1, 4, generator=generator).double().requires_grad_()
     weight = torch.randn(8, 4, generator=generator).double().requires_grad_()
-    return step, batch, hidden, weight
+    return batch, hidden, weight
+
+
+def fused_head(config: PolicyLossConfig, batch: PackedBatch, chunk_tokens: int | None) -> FusedHead:
+    loss = MicroBatchLoss(config, batch, step_totals(batch.samples))
+    options = HeadOptions(
+        chunk_tokens=chunk_tokens,
+        temperature=config.rollout_temperature,
+        with_entropy=config.needs_entropy,
+    )
+    return FusedHead(loss, options, gradient_scope(config))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
@@ -157,13 +163,15 @@ def test_metrics_are_filled_in_by_backward(
     config = PolicyLossConfig(
         policy_loss=policy_loss, pg_metrics=pg_metrics, check_aggregation=True
     )
-    step, batch, hidden, weight = step_of_one_micro_batch(config, samples)
+    batch, hidden, weight = micro_batch(samples)
     layer = SimpleNamespace(weight=weight)
     logits = torch.nn.functional.linear(hidden[:, 0], layer.weight)
-    expected_loss, expected = policy_loss_function(config, batch, logits, totals=step.totals)
+    expected_loss, expected = policy_loss_function(
+        config, batch, logits, totals=step_totals(samples)
+    )
 
     def run() -> tuple[torch.Tensor, MicroBatchMetrics]:
-        fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
+        fused = fused_head(config, batch, chunk_tokens)
         output = fused.output_processor(hidden, layer.weight)
         loss, metrics = fused.loss(output)
         assert metrics.keys() == expected.keys()
@@ -240,14 +248,14 @@ def test_settings_through_the_fused_head_equal_plain_logits(
         sample([5, 6, 7], [-2.0, -1.5], -0.5, [3.0, 0.25]),
     ]
     config = PolicyLossConfig(**FUSED[name])
-    step, batch, hidden, weight = step_of_one_micro_batch(config, samples)
+    batch, hidden, weight = micro_batch(samples)
     logits = torch.nn.functional.linear(hidden[:, 0], weight)
-    expected, metrics = policy_loss_function(config, batch, logits, totals=step.totals)
+    expected, metrics = policy_loss_function(config, batch, logits, totals=step_totals(samples))
     if "rejected_fraction" in metrics and name != "tis_geometric":
         numerator, denominator = metrics["rejected_fraction"].tolist()
         assert 0 < numerator < denominator
     gradients = torch.autograd.grad(expected, (hidden, weight))
-    fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
+    fused = fused_head(config, batch, chunk_tokens)
     loss, _ = fused.loss(fused.output_processor(hidden, weight))
     found = torch.autograd.grad(loss, (hidden, weight))
     torch.testing.assert_close(loss.detach(), expected.detach())

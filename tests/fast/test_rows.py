@@ -20,7 +20,7 @@ from megatron_pg import (
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss import CORRECTIONS, OBJECTIVES
 from megatron_pg.loss.corrections import Corrected, Correction
-from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
+from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, Outcome
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
@@ -97,9 +97,8 @@ def everything_follows() -> None:
     accepted = refusal(line + " --rejection-denominator accepted")
     assert "cannot count what --opsm-delta 7 rejects" in accepted
     assert "ppo and gspo and sequence_score" in refusal("--policy-loss sft --eps-clip-c 3")
-    assert gradient_scope(config) == "micro_batch"
-    assert gradient_scope(PolicyLossConfig()) == "token"
-    assert leaves_out_zero_advantages(config)
+    assert gradient_scope(config) == ("micro_batch", True)
+    assert gradient_scope(PolicyLossConfig()).tokens == "token"
 
     names = {"ratio_new_old", "clipped_ratio_fraction", "mismatch_sum", "rejected_fraction"}
     assert names <= set(metric_names(config))

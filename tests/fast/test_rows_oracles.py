@@ -397,11 +397,11 @@ def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[s
         teachers = [torch.zeros(len(s.loss_mask), 2) for s in SEQUENCES]
         fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
     batch = pack(samples_of(SEQUENCES, **fields))
-    batch = dataclasses.replace(batch, kept_set_size=SET_SIZE, kept_set_mass=SET_MASS)
+    batch = dataclasses.replace(batch, kept_set_size=SET_SIZE)
     loss = MicroBatchLoss(
         config, batch, step_totals(batch.samples, allow_different_group_sizes=True)
     )
-    _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE)
+    _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE, SET_MASS)
     reported = reduce_metrics(
         config, [pairs], contributes=True, device="cpu", policy_version=TOLD_VERSION
     )

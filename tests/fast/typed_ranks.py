@@ -174,13 +174,13 @@ def say_by_hand(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     # The rows that score a response token are indices of the rank's own, as those of samples are.
     of_logits = from_logits.log_probs_of_logits
 
-    def of_logits_typed(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+    def of_logits_typed(*args: Any, **keywords: Any) -> tuple[Tensor, Tensor | None, None]:
         with spmd.local():
-            log_probs, entropy = of_logits(*args, **keywords)
+            log_probs, entropy, _ = of_logits(*args, **keywords)
         seen["log_probs"] = types_of(log_probs)
         if entropy is not None:
             seen["entropy"] = types_of(of_tokens(entropy, I))
-        return of_tokens(log_probs, I), entropy
+        return of_tokens(log_probs, I), entropy, None
 
     sums_of = SequenceSums.of_table
 

@@ -32,7 +32,7 @@ CEILINGS = {
     "config": 1830,
     "head": 3346,
     "step": 3132,
-    "loss": 3251,
+    "loss": 3252,
     "rollout_files": 878,
     "__init__": 61,
     "megatron": 2043,

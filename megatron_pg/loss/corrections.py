@@ -124,7 +124,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     tokens = Tokens.masked({**given, "sample_ids": ids, "log_probs": unread, "advantages": unread})
     table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
     sums = SequenceSums.of_table(config, ids, table)
-    kept = apply_corrections(config, tokens, unread, sums).loss_mask.split(lengths)
+    kept = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
     return [
         dataclasses.replace(sample, loss_mask=mask)
         for sample, mask in zip(samples, kept, strict=True)

@@ -14,6 +14,7 @@ by the number of micro-batches needs that factor too (see docs/migrating.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,7 @@ def reduce_padded(
             f"data_parallel_size is {data_parallel_size!r}: expected a whole number, 1 or more"
         )
     if totals is None:
-        ids = {"group_index": group_index, "rollout_id": rollout_id}
+        ids: dict[str, Any] = {"group_index": group_index, "rollout_id": rollout_id}
         totals = padded_totals(mask, **ids, allow_different_group_sizes=True)
     if totals.rollout_active_tokens and len(mask) and rollout_id is None:
         raise ValueError(

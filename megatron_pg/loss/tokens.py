@@ -56,7 +56,7 @@ class Tokens:
         cls, tensors: Mapping[str, Any], side_channels: Mapping[str, object] | None = None
     ) -> Tokens:
         """Build the tokens from raw tensors by field name, with the inputs masked before anything is computed from them."""
-        fields = {each.name: tensors.get(each.name) for each in dataclasses.fields(cls)}
+        fields: dict[str, Any] = {f.name: tensors.get(f.name) for f in dataclasses.fields(cls)}
         fields["side_channels"] = side_channels or {}
         for name in (*DIFFERENTIATED, "advantages", *LOG_PROB_FIELDS):
             if (values := fields[name]) is not None:

@@ -91,6 +91,10 @@ class CheckOptions:
         return {name: getattr(sizes, name) for name in PARALLEL_SIZES}
 
     @property
+    def has_custom(self) -> bool:
+        return any(getattr(self, path) for path in CUSTOM_PATHS)
+
+    @property
     def model_parallel_size(self) -> int:
         """The number of processes of one copy of the model. The rest of the world is data parallel."""
         model_size = self.tensor_model_parallel_size * self.pipeline_model_parallel_size

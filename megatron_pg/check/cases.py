@@ -133,30 +133,27 @@ def _has_both_modes(case: Case, options: CheckOptions) -> bool:
 
 def not_checked(options: CheckOptions) -> dict[str, str]:
     """Return the features that this check leaves out, each with the reason."""
-    has_context = options.context_parallel_size > 1
     has_engine = options.transformer_impl == "transformer_engine"
+    is_one_rank = options.context_parallel_size == 1
+    is_contiguous = options.cp_partition_mode == "contiguous"
+    has_both_modes = any(_has_both_modes(case, options) for case in CASES)
     engine, not_asked = "needs Transformer Engine, --device cuda --dtype bf16", "not asked for"
     apex = "needs a GPU and Transformer Engine or Apex"
+    fusion = not_asked if has_gradient_accumulation_fusion(options) else apex
     auxiliary = _auxiliary_lacks(options)
+    per_token = "needs megatron-core 0.19 under context or sequence parallelism"
+    cancelled = "their gradients cancel to more digits than float32 has"
     exchanges = {
-        kind: case.lacks(options) for case in CASES if (kind := case.builds.get("cp_comm_type"))
+        case.builds["cp_comm_type"]: "" if is_one_rank else case.lacks(options)
+        for case in CASES
+        if case.builds and case.builds["cp_comm_type"] != options.cp_comm_type
     }
     table = {
         "Transformer Engine's attention": (has_engine, engine),
         "--dtype bf16": (options.dtype == "bf16", not_asked),
-        **{
-            f"--cp-comm-type {kind}": (not has_context or not why, why)
-            for kind, why in exchanges.items()
-            if options.cp_comm_type != kind
-        },
-        "--cp-partition-mode contiguous": (
-            not has_context or options.cp_partition_mode == "contiguous",
-            not_asked,
-        ),
-        "--gradient-accumulation-fusion": (
-            options.gradient_accumulation_fusion,
-            not_asked if has_gradient_accumulation_fusion(options) else apex,
-        ),
+        **{f"--cp-comm-type {kind}": (not why, why) for kind, why in exchanges.items()},
+        "--cp-partition-mode contiguous": (is_one_rank or is_contiguous, not_asked),
+        "--gradient-accumulation-fusion": (options.gradient_accumulation_fusion, fusion),
         "--overlap-grad-reduce": (options.overlap_grad_reduce, not_asked),
         "--use-distributed-optimizer": (options.use_distributed_optimizer, not_asked),
         "--fused-lm-head": (options.fused_lm_head, not_asked),
@@ -164,16 +161,10 @@ def not_checked(options: CheckOptions) -> dict[str, str]:
         "HybridModel": (options.hybrid_model, "needs --hybrid-model"),
         "multi-token prediction": (options.mtp_num_layers is not None, "needs --mtp-num-layers"),
         "auxiliary loss": (not auxiliary, auxiliary),
-        "auxiliary loss, per token": (
-            bool(auxiliary) or any(_has_both_modes(case, options) for case in CASES),
-            "needs megatron-core 0.19 under context or sequence parallelism",
-        ),
+        "auxiliary loss, per token": (bool(auxiliary) or has_both_modes, per_token),
         "per-token rows": (not options.average_in_collective, "--average-in-collective"),
         "loss-only rows": (not options.fused_lm_head, "--fused-lm-head"),
         "the last token of a sequence": (not options.fused_lm_head, "--fused-lm-head"),
-        "norms of queries and keys": (
-            False,
-            "their gradients cancel to more digits than float32 has",
-        ),
+        "norms of queries and keys": (False, cancelled),
     }
     return {name: why for name, (is_checked, why) in table.items() if not is_checked}

@@ -107,7 +107,7 @@ class _Slice(NamedTuple):
     """One rank's slice of one gradient, compared with the reference's."""
 
     name: str
-    index: int
+    part: int
     """The `Shard`'s index."""
     rank: int
     place: tuple[int, ...]
@@ -191,8 +191,9 @@ def _compare_slice(
     numbers = torch.arange(found.numel(), device=found.device, dtype=torch.float64)
     prints = [float(found.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3)]
     products = (found * expected, expected.square(), found.square())
-    sums = (float(product.sum()) for product in products)
-    return _Slice(shard.name, shard.index, dist.get_rank(), place, error, *sums, tuple(prints))
+    product, square, own_square = (float(each.sum()) for each in products)
+    of_place = (shard.name, shard.index, dist.get_rank(), place)
+    return _Slice(*of_place, error, product, square, own_square, tuple(prints))
 
 
 def _quotient(error: float, scale: float) -> float:
@@ -238,7 +239,7 @@ def _grouped(slices: Sequence[_Slice], *ignored: str) -> Iterator[list[_Slice]]:
 
     def key(each: _Slice) -> tuple[Any, ...]:
         place = zip(AXES, each.place, strict=True)
-        return each.name, each.index, *(c for axis, c in place if axis not in ignored)
+        return each.name, each.part, *(c for axis, c in place if axis not in ignored)
 
     for _, copies in itertools.groupby(sorted(slices, key=key), key):
         yield list(copies)

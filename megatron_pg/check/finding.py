@@ -44,14 +44,6 @@ class Finding:
         return any((row.model, row.what) == kind and not row.passed for row in self.rows)
 
     @property
-    def is_of_norm(self) -> bool:
-        """Return whether a wrong gradient norm explains the optimizer step's error."""
-        found, expected = self.row.gradient_norm or 0.0, self.row.reference_norm or 1.0
-        by_norm = max(abs(found / expected - 1.0), abs(expected / (found or expected) - 1.0))
-        # Where no rank sums the norm, each clips by its own: one rank's norm says little of the others' steps.
-        return by_norm > 1e-3 or not self.row.gradient_error > 2.0 * by_norm + self.row.tolerance
-
-    @property
     def slack(self) -> float:
         """The tolerance of a ratio's match with a number."""
         return min(10 * self.row.tolerance, 0.05)

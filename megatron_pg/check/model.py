@@ -243,13 +243,10 @@ def build_chunks(
     same_parameters: bool = True,
     **changes: Any,
 ) -> list[torch.nn.Module]:
-    """Build this rank's chunks of a model, without DDP.
+    """Build this rank's chunks of a model, without DDP, from a result of `model_config`.
 
-    Args:
-        options: the device and the layers' implementation.
-        config: a result of `model_config`, with the sharding and the dtype.
-        new_model: makes a chunk from GPTModel's keyword arguments, which `changes` override.
-        same_parameters: takes the parameters of `set_parameters` in place of Megatron's random ones.
+    `new_model` makes a chunk from GPTModel's keyword arguments, which `changes` override. With `same_parameters` it has the
+    parameters of `set_parameters` in place of Megatron's random ones.
     """
     num_stages = config.virtual_pipeline_model_parallel_size
     longest = 2 * options.context_parallel_size * options.tokens_per_chunk

@@ -28,15 +28,6 @@ CUSTOM = "custom"
 
 CUSTOM_PATHS = ("custom_pg_loss_reducer_function_path", "custom_policy_loss_path")
 
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
 
 @dataclass(frozen=True)
 class CheckOptions(Settings):
@@ -86,8 +77,12 @@ class CheckOptions(Settings):
 
     def parallel_sizes(self, sharded: bool = True) -> dict[str, int | None]:
         """Return the sizes by Megatron's names, or those of a whole model on every rank."""
-        sizes = self if sharded else CheckOptions()
-        return {name: getattr(sizes, name) for name in PARALLEL_SIZES}
+        values = vars(self if sharded else CheckOptions())
+        return {name: size for name, size in values.items() if name.endswith("_parallel_size")}
+
+    @property
+    def has_custom(self) -> bool:
+        return any(getattr(self, path) for path in CUSTOM_PATHS)
 
     @property
     def model_parallel_size(self) -> int:

@@ -118,14 +118,10 @@ class WholeModel:
         case: Case,
         micro_batches: Sequence[tuple[Sequence[int], float]] = (),
     ) -> Expected:
-        """Compute the loss and the gradients of a step. Every rank calls it.
+        """Compute the loss and the gradients of a step from a result of `score`. Every rank calls it.
 
-        Args:
-            step: a result of this model's `score`.
-            aggregation: a built-in name or, for the user's own functions, `CUSTOM`.
-            case: the per-token loss, and the losses beside it.
-            micro_batches: for each pack, its samples' indices and the weight of its losses beside the policy's. Without
-                any, each sample is a pack.
+        `micro_batches` has, for each pack, its samples' indices and the weight of its losses beside the policy's. Without
+        any, each sample is a pack.
         """
         samples, scores = step
         leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in scores]

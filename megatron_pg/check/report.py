@@ -38,7 +38,7 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
         "versions": versions(),
         "accelerations": accelerations(options),
         "not_checked": not_checked(options),
-        "known_mistakes": [str(mistake) for mistake in mistakes_in(megatron_core_version())],
+        "known_mistakes": [*mistakes_in(megatron_core_version())],
         "rows": [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

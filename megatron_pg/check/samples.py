@@ -21,6 +21,14 @@ LONG_RESPONSE, LONG_PROMPT = 1, 7
 SAMPLES_PER_RANK, MANY_RANKS = 20, 16
 
 
+def samples_of(
+    options: CheckOptions, data_size: int, is_even: bool, has_sets: bool
+) -> list[Sample]:
+    """Make the samples of a kind of step (`cases.Case`)."""
+    samples = (make_even_samples if is_even else make_samples)(options, data_size)
+    return with_kept_sets(options, samples) if has_sets else samples
+
+
 def make_samples(options: CheckOptions, data_size: int) -> list[Sample]:
     """Make all samples of the step. A data-parallel rank has `[rank::data_size]`.
 

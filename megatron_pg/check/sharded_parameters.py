@@ -155,12 +155,6 @@ def gradient_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
             yield shard, torch.zeros_like(parameter) if gradient is None else gradient.detach()
 
 
-def parameter_slices(chunks: Sequence[Any]) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield this rank's parameter slices."""
-    for chunk in chunks:
-        yield from ((shard, parameter.detach()) for shard, parameter in shards(unwrapped(chunk)))
-
-
 @torch.no_grad()
 def owned_elements(chunks: Sequence[Any]) -> list[Tensor]:
     """Return masks of the `gradient_slices` elements that this rank's distributed optimizer updates; none without it."""

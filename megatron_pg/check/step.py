@@ -16,33 +16,15 @@ from torch import Tensor
 from megatron_pg.check.cases import Case, Run, cases_of
 from megatron_pg.check.compare import Row, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
-from megatron_pg.check.options import (
-    ADAM_EPSILON,
-    CUSTOM,
-    CUSTOM_PATHS,
-    CheckOptions,
-    config_of,
-    shardings,
-)
+from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
 from megatron_pg.check.reference import Expected, Scored, WholeModel
 from megatron_pg.check.report import Checked
-from megatron_pg.check.samples import (
-    cut,
-    cut_evenly,
-    make_even_samples,
-    make_samples,
-    with_kept_sets,
-)
-from megatron_pg.check.sharded_parameters import (
-    Shard,
-    gradient_slices,
-    owned_elements,
-    parameter_slices,
-)
+from megatron_pg.check.samples import cut, cut_evenly, samples_of
+from megatron_pg.check.sharded_parameters import Shard, gradient_slices, owned_elements, shards
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.checksum import CHECKSUM
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.groups import ParallelGroups, unwrapped
 from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.batch import PackedBatch, pack
@@ -52,13 +34,9 @@ from megatron_pg.step.totals import step_totals
 
 def run_check(options: CheckOptions) -> list[Row]:
     """Make all rows. Every rank of the world calls it and gets the same."""
-    options_of = {
-        name: replace(options, **model.changes)
-        for name, model in MODELS.items()
-        if model.is_run(options)
-    }
-    is_custom = any(getattr(options, path) for path in CUSTOM_PATHS)
-    aggregations = [*AGGREGATIONS, CUSTOM] if is_custom else [*AGGREGATIONS]
+    models = {name: model for name, model in MODELS.items() if model.is_run(options)}
+    options_of = {name: replace(options, **model.changes) for name, model in models.items()}
+    aggregations = [*AGGREGATIONS, CUSTOM] if options.has_custom else [*AGGREGATIONS]
     modes = [False] if options.average_in_collective else [False, True]
     runs = {
         name: [run for mode in modes for run in cases_of(name, options, aggregations, mode)]
@@ -103,9 +81,7 @@ def _references(
         case = run.case
         kind = case.is_even, case.has_sets
         if kind not in steps:
-            samples = (make_even_samples if case.is_even else make_samples)(options, data_size)
-            samples = with_kept_sets(options, samples) if case.has_sets else samples
-            steps[kind] = model.score(samples)
+            steps[kind] = model.score(samples_of(options, data_size, *kind))
         step = steps[kind]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
         of_tokens = (case.name, run.per_token) if case.is_even else ()
@@ -241,11 +217,11 @@ def update(
     The parameters start at minus half their expected updates. A weight decay of 1 makes zero of every
     parameter before Adam's update, so that the sum is right to the last digit.
     """
-    before = []
+    slices = [each for chunk in chunks for each in shards(unwrapped(chunk))]
     with torch.no_grad():
-        for shard, parameter in parameter_slices(chunks):
+        for shard, parameter in slices:
             parameter.copy_(-0.5 * shard.cut(expected.gradients[shard.name]))
-            before.append(parameter.double())
+    before = [parameter.detach().double() for _, parameter in slices]
     config = OptimizerConfig(
         optimizer="adam",
         lr=1.0,
@@ -257,5 +233,5 @@ def update(
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
     _, norm, _ = get_megatron_optimizer(config, list(chunks)).step()
-    slices = zip(parameter_slices(chunks), before, strict=True)
-    return float(norm), [(shard, after.double() - start) for (shard, after), start in slices]
+    pairs = zip(slices, before, strict=True)
+    return float(norm), [(s, after.detach().double() - start) for (s, after), start in pairs]

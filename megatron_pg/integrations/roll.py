@@ -17,8 +17,11 @@ micro-batches, V the samples of the step with an active token, m the mask after 
    (sum m)`, exact up to float32. `token-mean` never multiplies by the mask it is given, so tokens that a filter took out
    stay in. `seq-mean-token-sum-norm` divides by the padded length and by no number of samples.
 
-So with `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, with w_i from the totals before the filters. KL and
-entropy are sample means over V. A prompt group is the samples with the same prompt tokens.
+The classes weigh the policy loss alone: by the sample mean (GRPO), the mean over prompt groups (DAPO's paper, ScaleRL),
+the token mean over the whole step, or Dr.GRPO's constant, with L from the worker's environment
+(MEGATRON_PG_LOSS_AGGREGATION_DIVISOR). With `f_i = w_i * V * sum m` the policy loss is `sum of w_i m x`, with w_i from the
+totals before the filters. KL and entropy are sample means over V. A prompt group is the samples with the same prompt
+tokens.
 """
 
 from __future__ import annotations
@@ -88,24 +91,16 @@ class _AggregationActorWorker(ActorWorker):  # type: ignore[misc]
 
 
 class SampleMeanActorWorker(_AggregationActorWorker):
-    """The sample mean (GRPO) of the policy loss."""
-
     aggregation = "sample_mean"
 
 
 class PromptMeanActorWorker(_AggregationActorWorker):
-    """The mean over prompt groups (DAPO's paper, ScaleRL) of the policy loss."""
-
     aggregation = "prompt_mean"
 
 
 class TokenMeanActorWorker(_AggregationActorWorker):
-    """The token mean over the whole step of the policy loss."""
-
     aggregation = "token_mean"
 
 
 class ConstantActorWorker(_AggregationActorWorker):
-    """Dr.GRPO's constant; L by the environment variable MEGATRON_PG_LOSS_AGGREGATION_DIVISOR of the worker."""
-
     aggregation = "constant"

@@ -18,6 +18,7 @@ from typing import Any
 Sources = Mapping[str, Mapping[str, str]]
 """Fingerprints by file of the trainer's package, by function (`Class.method`)."""
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _accepted: set[str] = set()
 """The packages that this process has accepted: an edit of the checkout is not to stop a run half-way."""
 
@@ -30,8 +31,7 @@ def fingerprint(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
-        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_definition and ast.get_docstring(node):
+        if isinstance(node, Definition) and ast.get_docstring(node):
             first, last = node.body[0].lineno, node.body[0].end_lineno or 0
             lines[first - 1 : last] = [""] * (last - first + 1)
     return _digits("\n".join(line.rstrip() for line in lines if line.strip()))

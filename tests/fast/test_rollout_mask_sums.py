@@ -68,59 +68,41 @@ def assert_is(aggregation: str, step: list[PlainSample], sums: Tensor, tolerance
         torch.testing.assert_close(ours, right, rtol=tolerance, atol=0)
 
 
-def bare(step: Sequence[PlainSample], **others: Any) -> list[BareSample]:
+def bare(step: Sequence[PlainSample]) -> list[BareSample]:
     return [
-        BareSample(
-            sum(sample.loss_mask),
-            sample.group_index,
-            sample.rollout_id,
-            f"sample {number}",
-            **others,
-        )
-        for number, sample in enumerate(step)
+        BareSample(sum(each.loss_mask), each.group_index, each.rollout_id, f"sample {number}")
+        for number, each in enumerate(step)
     ]
 
 
-def one_step(step: Sequence[PlainSample]) -> Rollout:
-    return Rollout(bare(step), [range(len(step))], [len(oracle.rollouts(step))])
+def sums_of(
+    aggregation: str,
+    *steps: list[BareSample],
+    rollouts: int,
+    divisor: float | None = None,
+    **others: Any,
+) -> Tensor:
+    ends = [0, *itertools.accumulate(map(len, steps))]
+    indices = [range(*pair) for pair in itertools.pairwise(ends)]
+    cut = Rollout([*itertools.chain(*steps)], indices, [rollouts] * len(steps))
+    row = AGGREGATIONS[aggregation]
+    return rollout_mask_sums(row, divisor, lambda: cut, trainer="slime", **others)
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
     step = ragged(1)
-    sums = rollout_mask_sums(
-        AGGREGATIONS[aggregation],
-        DIVISOR if aggregation == "constant" else None,
-        lambda: one_step(step),
-        trainer="slime",
-    )
+    divisor = DIVISOR if aggregation == "constant" else None
+    rollouts = len(oracle.rollouts(step))
+    sums = sums_of(aggregation, bare(step), rollouts=rollouts, divisor=divisor)
     assert_is(aggregation, step, sums, 1e-12)
 
 
 def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
     step = ragged(1)
-    row = AGGREGATIONS["prompt_mean"]
-    sums = rollout_mask_sums(row, None, lambda: one_step(step), trainer="slime")
+    sums = sums_of("prompt_mean", bare(step), rollouts=len(oracle.rollouts(step)))
     with pytest.raises(AssertionError):
         assert_is("prompt_mean", step, sums * 1.0005, 1e-5)
-
-
-def sums_of(
-    aggregation: str, *steps: list[BareSample], rollouts: int, allow_different_prompts: bool = False
-) -> Tensor:
-    ends = [0, *itertools.accumulate(len(step) for step in steps)]
-    cut = Rollout(
-        [sample for step in steps for sample in step],
-        [range(*ends) for ends in itertools.pairwise(ends)],
-        [rollouts] * len(steps),
-    )
-    return rollout_mask_sums(
-        AGGREGATIONS[aggregation],
-        None,
-        lambda: cut,
-        trainer="slime",
-        allow_different_prompts=allow_different_prompts,
-    )
 
 
 def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -133,26 +133,32 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
     return PairTable(("value_loss",), (*means, *sums) if config.pg_metrics != "none" else ())
 
 
+@dataclass(frozen=True, eq=False)
 class ValueReport:
-    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
+    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics."""
 
-    Arguments are those of `reduce_metrics`.
-    """
+    config: PolicyLossConfig
+    micro_batches: Sequence[Mapping[str, Tensor]]
+    """The metrics of this rank's micro-batches."""
+    sums: Tensor
+    """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         config: PolicyLossConfig,
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         contributes: bool,
         device: torch.device | str,
-    ) -> None:
-        self._config, self._names = config, value_metric_table(config).names
-        self._micro_batches = micro_batches if contributes else ()
-        self.sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=device)
-        """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
-        for metrics in self._micro_batches:
-            self.sums += torch.stack([metrics[name] for name in self._names])
+    ) -> ValueReport:
+        """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
+        names = value_metric_table(config).names
+        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+        counted = micro_batches if contributes else ()
+        for metrics in counted:
+            sums += torch.stack([metrics[name] for name in names])
+        return cls(config, counted, sums)
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -160,10 +166,11 @@ class ValueReport:
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
-        quotients = dict(zip(self._names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
+        names = value_metric_table(self.config).names
+        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
-            report_nan_tokens(self._micro_batches, "the critic's output, old_values and returns")
-        check_checksum(self._config, quotients, self._micro_batches)
+            report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
+        check_checksum(self.config, quotients, self.micro_batches)
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
         report[f"value_{CHECKSUM}"], _ = checksum_of(quotients)
         if "error_sum" in quotients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -138,24 +138,29 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
 
+@dataclass(frozen=True, eq=False)
 class ValueReport:
-    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
+    """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics."""
 
-    Arguments are those of `reduce_metrics`.
-    """
+    config: PolicyLossConfig
+    micro_batches: Sequence[Mapping[str, Tensor]]
+    """The metrics of this rank's micro-batches."""
+    sums: Tensor
+    """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         config: PolicyLossConfig,
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         contributes: bool,
         device: torch.device | str,
-    ) -> None:
-        self._config, self._names = config, value_metric_table(config).names
-        self._micro_batches = micro_batches if contributes else ()
-        self.sums = add_pairs(self._names, self._micro_batches, device)
-        """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
+    ) -> ValueReport:
+        """Add up one rank's micro-batches; arguments as for `reduce_metrics`."""
+        counted = micro_batches if contributes else ()
+        names = value_metric_table(config).names
+        return cls(config, counted, add_pairs(names, counted, device))
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -163,11 +168,12 @@ class ValueReport:
         Raises:
             RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
         """
-        quotients = dict(zip(self._names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
+        names = value_metric_table(self.config).names
+        quotients = dict(zip(names, (reduced[:, 0] / reduced[:, 1]).tolist(), strict=True))
         if math.isnan(quotients["value_loss"]):
-            report_nan_tokens(self._micro_batches, "the critic's output, old_values and returns")
+            report_nan_tokens(self.micro_batches, "the critic's output, old_values and returns")
         report = {name: quotients[name] for name in ("value_loss", *MEANS) if name in quotients}
-        report[f"value_{CHECKSUM}"] = check_checksum(self._config, quotients, self._micro_batches)
+        report[f"value_{CHECKSUM}"] = check_checksum(self.config, quotients, self.micro_batches)
         if "error_sum" in quotients:
             report["explained_variance"] = _explained_variance([quotients[name] for name in SUMS])
         return report

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.head import (
     Divergence,
+    HeadOptions,
     TopKTeacher,
     WholeTeacher,
     log_probs_and_divergence,
@@ -63,43 +64,45 @@ def policy_loss_function(
         ValueError: the batch lacks an input of the objective, or does not fit the logits.
     """
     loss = MicroBatchLoss(config, batch, totals, context_parallel_group, step_share)
-    return loss_of_logits(
-        loss,
-        logits,
+    options = head_options(config, tensor_parallel_group, vocab_size)
+    return loss_of_logits(loss, logits, options, teacher_weight)
+
+
+def head_options(
+    config: PolicyLossConfig,
+    tensor_parallel_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+    chunk_tokens: int | None = None,
+) -> HeadOptions:
+    """Collect the settings of a head over logits or hidden states."""
+    return HeadOptions(
         tensor_parallel_group=tensor_parallel_group,
+        temperature=config.rollout_temperature,
         vocab_size=vocab_size,
-        teacher_weight=teacher_weight,
+        fp32_logits=config.fp32_lm_head,
+        chunk_tokens=chunk_tokens,
+        with_entropy=config.needs_entropy,
     )
 
 
 def loss_of_logits(
-    loss: MicroBatchLoss,
-    logits: Tensor,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    teacher_weight: Tensor | None,
+    loss: MicroBatchLoss, logits: Tensor, options: HeadOptions, teacher_weight: Tensor | None
 ) -> tuple[Tensor, MicroBatchMetrics]:
     """Compute the loss of a micro-batch and its metrics; see `policy_loss_function`."""
     config, batch = loss.config, loss.batch
-    vocabulary: dict[str, Any] = {
-        "tensor_parallel_group": tensor_parallel_group,
-        "vocab_size": vocab_size,
-    }
 
     def of_rows(channel: Tensor) -> Tensor:
         everywhere = channel.new_zeros(batch.window.local_tokens, *channel.shape[1:])
         return everywhere.index_copy(0, batch.logit_rows, channel)
 
-    teacher = teacher_of(loss, logits.shape[-1], of_rows, teacher_weight, **vocabulary)
-    log_probs, entropy, divergence = log_probs_of_logits(
-        config, batch, logits, with_entropy=config.needs_entropy, teacher=teacher, **vocabulary
-    )
+    teacher = teacher_of(loss, logits.shape[-1], of_rows, options, teacher_weight)
+    log_probs, entropy, divergence = log_probs_of_logits(config, batch, logits, options, teacher)
     mass = None
     if config.kept_set_mass:
         of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
+        alone = replace(options, with_entropy=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, *_ = log_probs_of_logits(of_vocabulary, batch, logits, **vocabulary)
+            whole, *_ = log_probs_of_logits(of_vocabulary, batch, logits, alone)
             mass = (whole - log_probs).exp()
     return loss(log_probs, entropy, divergence, mass)
 
@@ -108,10 +111,7 @@ def log_probs_of_logits(
     config: PolicyLossConfig,
     batch: PackedBatch,
     logits: Tensor,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    with_entropy: bool = False,
+    options: HeadOptions,
     teacher: WholeTeacher | TopKTeacher | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs, entropy and divergence from a teacher of the window's response tokens; 0 at masked ones.
@@ -136,12 +136,12 @@ def log_probs_of_logits(
             f"--fp32-lm-head, and logits are {logits.dtype}: call megatron_pg.megatron.set_fp32_lm_head(model), or drop "
             "the flag"
         )
-    check_vocabulary(batch, rows.shape[-1], tensor_parallel_group, vocab_size)
+    check_vocabulary(batch, rows.shape[-1], options)
     settings: dict[str, Any] = {
-        "tensor_parallel_group": tensor_parallel_group,
-        "temperature": config.rollout_temperature,
+        "tensor_parallel_group": options.tensor_parallel_group,
+        "temperature": options.temperature,
         "row_mask": batch.row_mask,
-        "vocab_size": vocab_size,
+        "vocab_size": options.vocab_size,
     }
     found: tuple[Tensor, Tensor | None, Tensor | None]
     if teacher is not None:
@@ -149,7 +149,7 @@ def log_probs_of_logits(
     else:
         kept = batch.kept_tokens_of_rows if config.replay_sampling_set else None
         scores = log_probs_and_entropy(
-            rows, batch.targets, with_entropy=with_entropy, kept=kept, **settings
+            rows, batch.targets, with_entropy=options.with_entropy, kept=kept, **settings
         )
         found = (*scores, None)
     log_probs, *others = found
@@ -185,10 +185,8 @@ def teacher_of(
     loss: MicroBatchLoss,
     local_columns: int,
     place: Callable[[Any], Tensor],
+    options: HeadOptions,
     weight: Tensor | None,
-    *,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
 ) -> WholeTeacher | TopKTeacher | None:
     """Collect the teacher on the rows of a call of the head; None where there is none, or no sample.
 
@@ -200,7 +198,7 @@ def teacher_of(
     Raises:
         ValueError: the teacher's logits are of another vocabulary, or its output weight is missing.
     """
-    config, batch, group = loss.config, loss.batch, tensor_parallel_group
+    config, batch, group = loss.config, loss.batch, options.tensor_parallel_group
     if not config.distills or not batch.samples:
         return None
     divergence = Divergence(config.distill_divergence, config.distill_beta)
@@ -218,7 +216,7 @@ def teacher_of(
             )
         return WholeTeacher(divergence, hidden=given[0].to(weight.dtype), weight=weight.detach())
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    widths = (vocab_size or size * local_columns, size * local_columns)
+    widths = (options.vocab_size or size * local_columns, size * local_columns)
     if given[0].shape[1:] not in {(width,) for width in widths}:
         raise ValueError(
             f"{batch.samples[0].name}: side_channels['teacher_logits'] has rows of {list(given[0].shape[1:])} logits, expected the "

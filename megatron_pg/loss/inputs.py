@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, required_inputs
 from megatron_pg.config.rows import read_off_rows
+from megatron_pg.head import HeadOptions
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
 
@@ -82,18 +83,11 @@ def _refuse_without_teacher(config: PolicyLossConfig, batch: PackedBatch) -> Non
             )
 
 
-def check_vocabulary(
-    batch: PackedBatch,
-    local_columns: int,
-    tensor_parallel_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-) -> None:
+def check_vocabulary(batch: PackedBatch, local_columns: int, options: HeadOptions) -> None:
     """Refuse a response token that the logits have no column for. Reads no device tensor."""
+    group, vocab_size = options.tensor_parallel_group, options.vocab_size
     if vocab_size is None:
-        has_group = tensor_parallel_group is not None
-        vocab_size = local_columns * (
-            dist.get_world_size(tensor_parallel_group) if has_group else 1
-        )
+        vocab_size = local_columns * (1 if group is None else dist.get_world_size(group))
     if batch.largest_target >= vocab_size:
         refuse_tokens_outside(batch.samples, vocab_size)
 

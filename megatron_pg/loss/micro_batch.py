@@ -22,7 +22,6 @@ from megatron_pg.loss import compiled
 from megatron_pg.loss.aggregation import Weights, host_weights, position_coefficients
 from megatron_pg.loss.inputs import require_inputs
 from megatron_pg.loss.metrics import MicroBatchMetrics, metric_parts, metric_table
-from megatron_pg.loss.pairs import PairTable
 from megatron_pg.loss.policy_loss import policy_loss
 from megatron_pg.loss.reducer import Reduction, add_over_group, custom_reduction, weighted_sum
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
@@ -99,7 +98,7 @@ class MicroBatchLoss:
             functools.partial(_loss_and_metrics, self), settings, inputs, DIFFERENTIATED
         )
         loss, maxima, is_nan, *parts = outputs
-        table = _metric_table(self.config, inputs.tokens)
+        table = metric_table(self.config, _lacking(inputs.tokens))
         metrics = MicroBatchMetrics.of(table.names, table.pairs([*parts, self._counts]))
         metrics.maxima, metrics.is_nan = maxima, is_nan
         metrics.batch = dataclasses.replace(self.batch, side_channels={})
@@ -180,7 +179,7 @@ class MicroBatchLoss:
 
 def _loss_and_metrics(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Outputs:
     config, tokens, weights, *_ = arguments = micro_batch.arguments(tensors)
-    terms, table = policy_loss(*arguments), _metric_table(config, tensors)
+    terms, table = policy_loss(*arguments), metric_table(config, _lacking(tensors))
     parts = metric_parts(config, table, tokens, weights, terms)
     # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
     reported = torch.stack([terms.reported[name] for name in table.reported]).detach().double()
@@ -196,10 +195,9 @@ def _sums_of_rank(micro_batch: MicroBatchLoss, tensors: Tensors) -> compiled.Out
     return (sums_of_rank(micro_batch.config, micro_batch.tokens(tensors), num_samples),)
 
 
-def _metric_table(config: PolicyLossConfig, tensors: Tensors) -> PairTable:
-    """Return the metrics of a micro-batch, without those whose fields it lacks."""
-    lacking = frozenset(name for name in METRIC_FIELDS if tensors.get(name) is None)
-    return metric_table(config, lacking)
+def _lacking(tensors: Tensors) -> frozenset[str]:
+    """List the fields of metrics that are missing."""
+    return frozenset(name for name in METRIC_FIELDS if tensors.get(name) is None)
 
 
 NO_ENTROPY = (

@@ -129,13 +129,6 @@ def weighted_sum(x: Tensor, weights: Tensor, loss_mask: Tensor | None = None) ->
     return (x.to(dtype).masked_fill(weights == 0, 0.0) * weights).sum()
 
 
-def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
-
-
 def custom_reduction(
     config: PolicyLossConfig,
     batch: PackedBatch,
@@ -196,6 +189,13 @@ def custom_reduction(
         return result
 
     return inner_sum
+
+
+def add_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Add up the sums of every context-parallel rank, in place. Every rank of the group must call it, empty windows included."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
 
 
 def _checked_denominators(

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_pg.config import PolicyLossConfig
 from megatron_pg.head import HeadOptions, Ragged, linear_log_probs_and_entropy, linear_token_loss
 from megatron_pg.head.output_layer import largest_chunk
 from megatron_pg.loss.from_logits import teacher_of
@@ -21,23 +19,6 @@ from megatron_pg.loss.inputs import check_vocabulary
 from megatron_pg.loss.metrics import MicroBatchMetrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.step.batch import PackedBatch, to_device
-
-
-def head_options(
-    config: PolicyLossConfig,
-    tensor_parallel_group: ProcessGroup,
-    vocab_size: int | None,
-    chunk_tokens: int | None = None,
-) -> HeadOptions:
-    """Collect the settings that the functions of `megatron_pg.head` take."""
-    return HeadOptions(
-        tensor_parallel_group=tensor_parallel_group,
-        temperature=config.rollout_temperature,
-        vocab_size=vocab_size,
-        fp32_logits=config.fp32_lm_head,
-        chunk_tokens=chunk_tokens,
-        with_entropy=config.needs_entropy,
-    )
 
 
 class OutputRows:
@@ -79,8 +60,8 @@ class OutputRows:
 
         Args and errors are those of `FusedHead.output_processor`.
         """
-        batch, options, tokens = self._batch, self._options, self._batch.window.local_tokens
-        check_vocabulary(batch, len(weight), options.tensor_parallel_group, options.vocab_size)
+        batch, tokens = self._batch, self._batch.window.local_tokens
+        check_vocabulary(batch, len(weight), self._options)
         if tuple(hidden_states.shape[:2]) != (tokens, 1):
             raise ValueError(
                 f"hidden states are {tuple(hidden_states.shape)} and the micro-batch has {tokens} tokens on this rank: "
@@ -198,9 +179,8 @@ class FusedHead:
                 self._loss,
                 len(weight),
                 lambda channel: channel[self._rows.active],
+                self._options,
                 self._teacher_weight,
-                tensor_parallel_group=self._options.tensor_parallel_group,
-                vocab_size=self._options.vocab_size,
             ),
         )
         value = total.detach()  # `total` would hold its node, which holds what is called after it

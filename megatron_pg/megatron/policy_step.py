@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.from_logits import loss_of_logits
+from megatron_pg.loss.from_logits import head_options, loss_of_logits
 from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import HasSums, reduce_metrics
 from megatron_pg.loss.micro_batch import MicroBatchLoss
 from megatron_pg.megatron.context_layout import require_own_group, require_partition_mode
-from megatron_pg.megatron.fused_head import FusedHead, head_options
+from megatron_pg.megatron.fused_head import FusedHead
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.multi_token import scale_multi_token_loss
 from megatron_pg.megatron.output_layer import set_fp32_lm_head, take_output_processor
@@ -177,19 +177,13 @@ class PolicyStep:
             inputs["loss_mask"] = multi_token_mask(batch, self.totals.num_active_tokens)
         own_group = context_group or groups.context
         loss = MicroBatchLoss(config, batch, self.totals, own_group, self.share)
+        options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
         if not config.fused_lm_head:
             return self.scaled_head(
                 batch,
                 inputs,
-                lambda logits: loss_of_logits(
-                    loss,
-                    logits,
-                    tensor_parallel_group=groups.tensor,
-                    vocab_size=self.vocab_size,
-                    teacher_weight=self.teacher_weight,
-                ),
+                lambda logits: loss_of_logits(loss, logits, options, self.teacher_weight),
             )
-        options = head_options(config, groups.tensor, self.vocab_size, chunk_tokens)
         fused = FusedHead(loss, options, gradient_scope(config), self.teacher_weight)
         return self.scaled_head(batch, inputs, fused.loss, output_processor=fused.output_processor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.config.planning import OversizedSamples
 from megatron_pg.config.policy_loss import CpPartitionMode
-from megatron_pg.loss.from_logits import log_probs_of_logits
+from megatron_pg.loss.from_logits import head_options, log_probs_of_logits
 from megatron_pg.loss.inputs import refuse_tokens_outside
 from megatron_pg.megatron.context_layout import require_partition_mode
-from megatron_pg.megatron.fused_head import OutputRows, head_options
+from megatron_pg.megatron.fused_head import OutputRows
 from megatron_pg.megatron.groups import ParallelGroups, chunks_of, unwrapped
 from megatron_pg.megatron.output_layer import (
     OutputProcessor,
@@ -88,21 +88,14 @@ def compute_log_probs(
         NotImplementedError: `--fused-lm-head` or `--fp32-lm-head` with another output layer than `take_output_processor` or
             `set_fp32_lm_head` takes, or a `--cp-partition-mode` that the model's attention does not have.
     """
-    model_groups = ParallelGroups.from_model(model) if groups is None else groups
+    groups = ParallelGroups.from_model(model) if groups is None else groups
+    options = replace(head_options(config, groups.tensor, vocab_size), with_entropy=True)
 
     def read_logits(batch: PackedBatch, logits: Tensor) -> Tensor:
-        log_probs, entropy, _ = log_probs_of_logits(
-            config,
-            batch,
-            logits,
-            tensor_parallel_group=model_groups.tensor,
-            vocab_size=vocab_size,
-            with_entropy=True,
-        )
+        log_probs, entropy, _ = log_probs_of_logits(config, batch, logits, options)
         return torch.stack([log_probs, entropy])  # type: ignore[list-item]
 
     def fused_scores(batch: PackedBatch) -> OutputProcessor:
-        options = head_options(config, model_groups.tensor, vocab_size)
         rows = OutputRows(batch, options, with_sets=config.replay_sampling_set)
         return lambda *hidden_and_weight: torch.stack(
             rows.log_probs_and_entropy(*hidden_and_weight)
@@ -120,7 +113,7 @@ def compute_log_probs(
             empty_scores=torch.empty(2, 0),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             oversized=oversized,
-            groups=model_groups,
+            groups=groups,
             vocab_size=vocab_size,
             takes_sets=config.replay_sampling_set,
             cp_partition_mode=config.cp_partition_mode,

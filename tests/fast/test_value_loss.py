@@ -76,7 +76,7 @@ class CutCritic:
                     of_batch = MicroBatchValueLoss(config, critic, batch, totals, share)
                     loss, metrics = of_batch(flat[self.scored(rows, flat.numel() - 1)])
                     losses.append(self.of_rank(loss, cut.cp_size))
-                    report = ValueReport(config, [metrics], contributes=True, device="cpu")
+                    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
                     parts.append(report.sums)
         return torch.stack(losses).sum(), self.reduced(report, parts)
 
@@ -192,7 +192,7 @@ def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> 
         1.0,
     )
     _, metrics = of_batch(torch.tensor([0.0, float("nan")]))
-    report = ValueReport(config, [metrics], contributes=True, device="cpu")
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     assert report.metrics(report.sums)["value_loss"] != report.metrics(report.sums)["value_loss"]
     assert "response token 1 of sample 0 (the one)" in caplog.text
 
@@ -210,7 +210,7 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
     values = torch.zeros(2, requires_grad=True)
     loss, metrics = of_batch(values)
     loss.backward()
-    report = ValueReport(config, [metrics], contributes=True, device="cpu")
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     found = report.metrics(report.sums)
     assert found["value_loss"] == 0.0 and found["value_aggregation_checksum"] == pytest.approx(
         1, abs=1e-12
@@ -228,7 +228,7 @@ def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int)
     config = config_of("sample_mean")
     of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
     _, metrics = of_batch(torch.linspace(0.0, 1.0, tokens))
-    report = ValueReport(config, [metrics], contributes=True, device="cpu")
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding
@@ -243,7 +243,7 @@ def test_a_small_variance_of_large_returns_is_explained() -> None:
     of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
     values = samples[0].returns + torch.tensor([0.005, -0.005, 0.005, -0.005])
     _, metrics = of_batch(values)
-    report = ValueReport(config, [metrics], contributes=True, device="cpu")
+    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     errors = [r - v for r, v in zip(samples[0].returns.tolist(), values.tolist(), strict=True)]
     unexplained = critic_oracle.variance(errors) / critic_oracle.variance(
         samples[0].returns.tolist()
@@ -260,7 +260,7 @@ def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregatio
         totals = step_totals(samples)
         of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(seen), totals, 1.0)
         _, metrics = of_batch(torch.zeros(2 * len(seen)))
-        report = ValueReport(config, [metrics], contributes=True, device="cpu")
+        report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
         if not said:
             assert report.metrics(report.sums)["value_aggregation_checksum"] == pytest.approx(
                 1, abs=1e-12

@@ -88,7 +88,7 @@ def add_planning_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
     """
-    about = "What a step holds, and its micro-batches."
+    about = "Contents of a step, and its micro-batches."
     return add_args(parser, PlanningConfig, title="planning", description=about)
 
 

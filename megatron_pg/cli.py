@@ -25,8 +25,6 @@ examples:
       --pipeline-model-parallel-size 2
   megatron-pg explain --help
 """
-
-
 COMMANDS = {
     "explain": explain.main,
     "check": check.main,
@@ -36,14 +34,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: the command line; None takes that of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command of a command line, of the process's own if None, and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])

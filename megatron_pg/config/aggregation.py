@@ -20,45 +20,37 @@ class AggregationSettings(Settings):
     """Aggregation of the per-token losses x of a step to one number; all totals are of the whole step."""
 
     loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
-    """L of the constant aggregation 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2).
-    Above 0. Needed by constant."""
+    """L of constant, 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2). Above 0."""
 
     loss_weight_denominator: Literal["mask", "weights"] = "mask"
-    """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every
-    term of the loss is multiplied token by token. mask: active tokens, as without weights. weights:
-    sum m u, so that a weight of 0 is as good as a masked token; needs samples with weights (1 where
-    others have none)."""
+    """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every term of the loss is
+    multiplied token by token. mask: active tokens, as without weights. weights: sum m u, so that a weight of 0 is as
+    good as a masked token; needs samples with weights (1 where others have none)."""
 
     calculate_per_token_loss: bool = False
-    """Megatron's per-token mode: gradients are summed over tokens and divided once by the token
-    count of the step. The mode is a scale and no objective: token_mean turns it on by itself,
-    sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
+    """Megatron's per-token mode: gradients are summed over tokens and divided by the token count of the step. token_mean
+    turns it on by itself, sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
 
     custom_pg_loss_reducer_function_path: str | None = None
-    """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) ->
-    reducer, where reducer(x) is the inner sum over this rank's window; f is given cp_rank,
-    cp_size, cp_partition_mode and pad_to_multiple too where its signature names them. The masks
-    are those that corrections leave. Takes the place of loss_aggregation; the outer count is N
-    rollouts, T active tokens in per-token mode."""
+    """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer, where
+    reducer(x) is the inner sum over this rank's window; f is given cp_rank, cp_size, cp_partition_mode and
+    pad_to_multiple too where its signature names them. The masks are those that corrections leave. Takes the place of
+    loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
 
     divide_gradient_twice: bool = False
-    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity
-    with a script that returns the mean over M documents to an engine that divides by M again
-    (DeepSpeed). Not with grad_divisor."""
+    """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity with a script that
+    returns the mean over M documents to an engine that divides by M again (DeepSpeed). Not with grad_divisor."""
 
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
-    """Python API only. The reported policy loss is inner sum / outer count, the differentiated one
-    inner sum / grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its
-    step. The same of the whole loss under regularizer_aggregation loss. Above 0. None: the outer
-    count for both."""
+    """Python API only. The reported policy loss is inner sum / outer count, the differentiated one inner sum /
+    grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step. The same of the whole
+    loss under regularizer_aggregation loss. Above 0. None: the outer count for both."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield a reduction by two, and a gradient divided by two."""
         divisor = self.loss_aggregation_divisor
         if self.custom_pg_loss_reducer_function_path is not None:
-            ignores = (
-                "--custom-pg-loss-reducer-function-path replaces the reduction and would ignore"
-            )
+            ignores = "--custom-pg-loss-reducer-function-path is a reduction and would ignore"
             if divisor is not None or self.loss_aggregation == "constant":
                 constant = f"--loss-aggregation constant --loss-aggregation-divisor {divisor}"
                 yield f"{ignores} {constant}: drop these or the path"
@@ -87,9 +79,7 @@ def settle_divisor(values: dict[str, Any], divisor: Any) -> list[str]:
         f"--loss-aggregation-divisor {other}": other not in (None, divisor),
         f"--custom-pg-loss-reducer-function-path {path}": path is not None,
     }
-    short = (
-        f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant with that divisor"
-    )
+    short = f"--pg-loss-divisor {divisor:g} is short for --loss-aggregation constant with it"
     found = [setting for setting, is_given in contradictions.items() if is_given]
     return [f"{short}; found {setting}: drop one of the two" for setting in found]
 
@@ -107,21 +97,17 @@ def settle_per_token_mode(
     exclusive = ("use_torch_fsdp2", "ddp_average_in_collective")
     obstacle = next((name for name in exclusive if trainer.get(name)), None)
     if not config.calculate_per_token_loss:
-        # Per-token mode is how Megatron runs a token mean, but the gradient is the same without it and the losses inside
-        # the model keep their scale.
+        # Megatron runs a token mean in per-token mode; without it the losses inside the model keep their scale.
         is_token_mean = counterpart == chosen and not is_custom
         return is_token_mean and not (obstacle or _scales_inner_losses(trainer)), chosen, []
     violations = []
     if counterpart is None:
-        violations.append(
-            f"--calculate-per-token-loss is the token mean, --loss-aggregation {chosen} another objective: drop the former, "
-            "or choose --loss-aggregation token_mean"
-        )
+        other = f"the token mean, --loss-aggregation {chosen} another objective"
+        violations.append(f"--calculate-per-token-loss is {other}: drop one of the two")
     if obstacle:
-        violations.append(
-            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose --loss-aggregation "
-            "token_mean, whose gradient is the same without it"
-        )
+        remedy = "choose --loss-aggregation token_mean, whose gradient is the same without it"
+        found = f"does not work with {flag_of(obstacle)}"
+        violations.append(f"--calculate-per-token-loss {found}: drop it and {remedy}")
     return True, chosen if is_custom else counterpart, violations
 
 

@@ -6,32 +6,24 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_pg.config.fields import flag_of
 
-
-class CustomFunction(NamedTuple):
-    """Arguments that a function of the user's own is called with."""
-
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...] = ()
-    """Arguments by keyword, each only if the signature names it."""
-
-
 # A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
 # are those of loss/sequence.py. Advantages and log-probs [window] of the tokens are 0 where masked.
-CUSTOM_FUNCTIONS = {
-    "custom_policy_loss_path": CustomFunction(("config", "tokens", "log_probs")),
-    "custom_tis_function_path": CustomFunction(("config", "tokens", "log_probs", "pg_loss")),
-    "custom_pg_loss_reducer_function_path": CustomFunction(
+CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "custom_policy_loss_path": (("config", "tokens", "log_probs"), ()),
+    "custom_tis_function_path": (("config", "tokens", "log_probs", "pg_loss"), ()),
+    "custom_pg_loss_reducer_function_path": (
         ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
-        keywords=("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
+        ("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
     ),
 }
-"""Functions by the setting that has the import path, whose docstring in `PolicyLossConfig` says what they return."""
+"""Arguments by position, and by keyword where the signature names them, of the function whose import path a setting has;
+the setting's docstring says what it returns."""
 
 
 def custom_function_violations(settings: Any) -> Iterator[str]:

@@ -14,24 +14,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from megatron_pg.config.rows import TABLES, did_you_mean
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The finite numbers above `lower` (or equal to it, if closed) and up to `upper`; whole ones for an int field."""
+    """The finite numbers above `lower` (from it on, if closed) and up to `upper`; whole ones for an int field."""
 
     lower: float
     upper: float = math.inf
@@ -98,7 +88,8 @@ class Field:
 
     def violation(self, value: Any) -> str | None:
         """Return what is wrong with a value by itself, None where nothing is."""
-        if value is None and self.is_optional:
+        is_checked = self.has_flag and self.parsed is None or self.interval is not None
+        if not is_checked or (value is None and self.is_optional):
             return None
         if self.choices is not None:
             valid, expected = value in self.choices, "one of " + ", ".join(self.choices)
@@ -108,7 +99,7 @@ class Field:
             valid = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
             expected = "a sequence of words"
         elif self.interval is None:
-            valid, expected = isinstance(value, str) and bool(value), "pkg.mod.fn or pkg.mod:fn"
+            valid, expected = isinstance(value, str) and bool(value), "a path, such as pkg.mod.fn"
         else:
             valid = self.interval.contains(value)
             kind = "a number or inf" if self.interval.or_infinite else "a finite number"
@@ -161,9 +152,8 @@ def flag_of(name: str) -> str:
 def fields_of(settings: type[Any]) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
-    An annotation says what a field may be: bool, `Literal` words, a word of the table of that name (`TABLES`),
-    `Annotated[float, Interval(...)]` or `Annotated[int, COUNT]`, a tuple of words, or an import path (str); `| None`
-    allows None.
+    The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
+    or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
     hints = get_type_hints(settings, include_extras=True)
     fields = [field for field in dataclasses.fields(settings) if field.init]
@@ -203,11 +193,11 @@ class Settings:
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
-        """Check values by field name, a field without one at its default.
+        """Check values by field name.
 
         Returns:
-            The violations, and the dataclass with a default for each value that is wrong: made without
-            `__post_init__`, so that one look finds what is wrong with the others too.
+            The violations, and the dataclass with a default for each value that is wrong or absent, made without
+            `__post_init__`.
         """
         violations, sound = [], object.__new__(cls)
         for field in fields_of(cls).values():
@@ -224,25 +214,13 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
-        """Make the dataclass from parsed arguments; a field whose flag the parser did not define keeps its default.
-
-        Raises:
-            ValueError: a value is out of range, or a flag that must be given is missing.
-        """
-        return read_args(cls, args)
-
-
-SettingsType = TypeVar("SettingsType")
-
-
-def read_args(settings: type[SettingsType], args: argparse.Namespace) -> SettingsType:
-    """Make a dataclass with flags from parsed arguments, as `Settings.from_args`."""
-    arguments, values = vars(args), {}
-    for field in fields_of(settings).values():
-        if field.name in arguments or field.default is MISSING:
-            value = arguments.get(field.name)
-            values[field.name] = tuple(value or ()) if field.type is tuple else value
-    return settings(**values)
+        """Make the dataclass from parsed arguments; a field whose flag the parser did not define keeps its default."""
+        arguments, values = vars(args), {}
+        for field in fields_of(cls).values():
+            if field.name in arguments or field.default is MISSING:
+                value = arguments.get(field.name)
+                values[field.name] = tuple(value or ()) if field.type is tuple else value
+        return cls(**values)
 
 
 def add_args(
@@ -253,17 +231,10 @@ def add_args(
     description: str = "",
     unset: tuple[str, ...] = (),
 ) -> argparse.ArgumentParser:
-    """Add one flag for each field of a settings dataclass, in a group of their own, and change nothing else.
+    """Add one flag for each field of a settings dataclass to a parser, in a group of their own.
 
     A flag that the parser has already (Megatron's `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it
-    is: its value lands in the same attribute.
-
-    Args:
-        parser: any parser; Megatron's, as an `extra_args_provider` gets it.
-        settings: the dataclass; see `fields_of` for what its annotations say.
-        title: the group's.
-        description: the group's.
-        unset: fields whose flags have no default, so that it is seen whether they were given.
+    is: its value lands in the same attribute. Flags of `unset` have no default, which shows if they were given.
 
     Raises:
         ValueError: the parser has a flag of the same name that stores to another attribute.
@@ -285,32 +256,23 @@ def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
     flag = flag_of(name)
     action = parser._option_string_actions.get(flag)
     if action is not None and action.dest != name:
-        raise ValueError(
-            f"{flag} is already a flag of this parser and stores to {action.dest!r}; expected {name!r}: give that flag "
-            f"another name, or dest={name!r}"
-        )
+        found = f"stores to {action.dest!r}; expected {name!r}"
+        remedy = f"give that flag another name, or dest={name!r}"
+        raise ValueError(f"{flag} is already a flag of this parser and {found}: {remedy}")
     return action is not None
 
 
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """Return the docstring under each field, on one line.
-
-    Python does not keep these, so they are read from the source. A package of compiled files only has none, and its
-    flags have no help text.
-    """
+    """Return the docstring under each field, on one line; none where there is no source."""
     texts = {}
     for base in settings.__mro__[:-1]:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except OSError:
             continue
-        for pair in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
-            match pair:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    texts[name] = " ".join(text.split())
+        for field, text in itertools.pairwise(tree.body[0].body):  # type: ignore[attr-defined]
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return texts
 
 

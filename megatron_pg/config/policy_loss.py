@@ -20,9 +20,7 @@ from megatron_pg.config.aggregation import (
     settle_per_token_mode,
 )
 from megatron_pg.config.custom import custom_function_violations
-from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, read_args, refuse
-from megatron_pg.config.mismatch import MAX_LOG_RATIO as MAX_LOG_RATIO
-from megatron_pg.config.mismatch import MismatchSettings
+from megatron_pg.config.fields import add_args, fields_of, flag_of, is_defined, refuse
 from megatron_pg.config.model import CpPartitionMode as CpPartitionMode
 from megatron_pg.config.model import (
     ModelSettings,
@@ -30,8 +28,10 @@ from megatron_pg.config.model import (
     layout_violation,
     output_layer_violations,
 )
+from megatron_pg.config.objective import MAX_LOG_RATIO as MAX_LOG_RATIO
 from megatron_pg.config.objective import (
     DistillationSettings,
+    MismatchSettings,
     ObjectiveSettings,
     RegularizerSettings,
 )
@@ -63,19 +63,12 @@ class PolicyLossConfig(
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> PolicyLossConfig:
-        """Make the config from args that `validate_policy_loss_args` has returned.
-
-        A field whose flag the parser did not define keeps its default.
-
-        Raises:
-            ValueError: the args were not validated, or a value is out of range.
-        """
+        """Make the config from args that `validate_policy_loss_args` has returned; see `Settings.from_args`."""
         if vars(args).get("loss_aggregation", "") is None:
             raise ValueError(
-                "args.loss_aggregation is None: call validate_policy_loss_args(args) before "
-                "PolicyLossConfig.from_args(args)"
+                "args.loss_aggregation is None: call validate_policy_loss_args(args) first"
             )
-        return read_args(cls, args)
+        return super().from_args(args)
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the faults of the rows that are on, and of options beside them."""
@@ -146,15 +139,9 @@ def _option_violations(
         setting = flag_of(option) if value is True else f"{flag_of(option)} {value}"
         owners = [row for row in table.values() if option in row.options]
         if owners[0].flag:
-            # A row's flags are left out where fewer flags of another row do.
-            switches = {
-                table.switch_of_row(row): set(table.switch_of_row(row).split()) for row in owners
-            }
-            least = [
-                flag
-                for flag, words in switches.items()
-                if not any(w < words for w in switches.values())
-            ]
+            # The flags of a row are left out where some of them turn on another row.
+            switches = dict.fromkeys(map(table.switch_of_row, owners))
+            least = [s for s in switches if not any({*o.split()} < {*s.split()} for o in switches)]
             yield f"{setting} is about {' or '.join(least)}: add what is missing, or drop it"
         else:
             flag, names = flag_of(table.field), " and ".join(row.name for row in owners)

@@ -1,8 +1,8 @@
 """Tables of rows: everything that a setting chooses by name, each row with its properties beside it.
 
-An aggregation, an objective, a correction is one row, defined beside its formula in `megatron_pg/loss`. Whatever depends
-on a property reads the row: the flag's words and help text, required inputs, refusals, metric names, the way through the
-fused head, the tables of the docs. This file declares the tables, and importing `megatron_pg` fills them.
+An aggregation, an objective, a correction is one row beside its formula in `megatron_pg/loss`. Flags, help texts, required
+inputs, refusals, metric names, the way through the fused head and the tables of the docs read the row. Importing
+`megatron_pg` fills the tables.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Row:
     about: str = ""
     """Meaning of the formula's letters, and its source."""
     inputs: tuple[str, ...] = ()
-    """Optional fields of `Sample` that every sample must fill; `ANCHOR` stands for the one that the ratio is taken against."""
+    """Optional fields of `Sample` that every sample must fill; `ANCHOR` is the one in the ratio's denominator."""
     options: tuple[str, ...] = ()
-    """Settings that only rows which name them read: given with another row, they are refused."""
+    """Settings that only rows which name them read: with another row they are refused."""
     needs: tuple[str, ...] = ()
     """The options that must be given."""
     flag: str = ""
@@ -37,8 +37,7 @@ class Row:
     """Sums over whole sequences that it needs, of "policy" (log r), "clipped_policy" (log r clipped as its token's
     advantage says) and "mismatch" (old_log_prob - rollout_log_prob)."""
     is_sum_over_tokens: bool = False
-    """A token's gradient depends on that token and on `sequence_sums` only, which lets the fused head work chunk by
-    chunk. Read of objectives and corrections."""
+    """A token's gradient depends on that token and `sequence_sums` only: the fused head may work chunk by chunk."""
 
     @property
     def help(self) -> str:
@@ -55,7 +54,7 @@ class Row:
 
 
 ANCHOR = "anchor_log_probs"
-"""Name in `Row.inputs` of the log-probs in the denominator of the ratio, which `--ratio-anchor` chooses."""
+"""Name in `Row.inputs` of the log-probs that `--ratio-anchor` chooses."""
 
 RowType = TypeVar("RowType", bound=Row)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,9 +64,9 @@ class Table(dict[str, RowType]):
     """Rows by name, in the order in which they were added.
 
     Args:
-        field: the setting that chooses a row, or a name for the rows where each has a flag of its own.
+        field: the setting that chooses a row, or a name for rows that each have a flag of their own.
         replaced_by: the setting that, where given, takes the place of any row.
-        also_known_as: other names that people give. An error leads from them to a row's name; they choose nothing.
+        also_known_as: a row's name by a name that people give it, for hints in errors.
     """
 
     def __init__(
@@ -77,9 +76,7 @@ class Table(dict[str, RowType]):
         replaced_by: str | None = None,
         also_known_as: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.field = field
-        self.replaced_by = replaced_by
-        self.also_known_as = also_known_as
+        self.field, self.replaced_by, self.also_known_as = field, replaced_by, also_known_as
         TABLES[field] = self
 
     def __setitem__(self, name: str, row: RowType) -> None:
@@ -91,11 +88,7 @@ class Table(dict[str, RowType]):
         _forget()
 
     def add(self, *rows: RowType) -> None:
-        """Add rows.
-
-        Raises:
-            ValueError: a name is taken.
-        """
+        """Add rows; refuse a name that is taken."""
         for row in rows:
             if row.name in self:
                 raise ValueError(f"there is a row {row.name!r} already: give this one another name")
@@ -106,8 +99,8 @@ class Table(dict[str, RowType]):
 
         def row(formula: str, **properties: Any) -> Callable[[F], F]:
             def enter(function: F) -> F:
-                name = function.__name__
-                self.add(row_type(name=name, formula=formula, function=function, **properties))
+                properties.update(name=function.__name__, formula=formula, function=function)
+                self.add(row_type(**properties))
                 return function
 
             return enter
@@ -131,7 +124,7 @@ class Table(dict[str, RowType]):
         return row.flag.format(config=config) or f"--{self.field.replace('_', '-')} {row.name}"
 
     def switch_of_row(self, row: Row) -> str:
-        """Return the flags that turn a row on, without the value that a config would fill in."""
+        """Return the flags that turn a row on, without a config's value."""
         return row.flag.partition(" {")[0]
 
 

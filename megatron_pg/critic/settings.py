@@ -11,7 +11,11 @@ from megatron_pg.config.fields import Interval, Settings, add_args
 
 @dataclass(frozen=True)
 class CriticConfig(Settings):
-    """Settings of a critic's training and of the advantages made of its values; see `Settings` for the errors."""
+    """Settings of a critic's training and of the advantages made of its values.
+
+    Raises:
+        ValueError: values out of range, all of them in one error that names their flags.
+    """
 
     value_clip: Annotated[float, Interval(0, metavar="C")] = 0.2
     """c of the value loss 1/2 max((v - R)^2, (v_clip - R)^2), v_clip = v_old + clamp(v - v_old, +-c): a

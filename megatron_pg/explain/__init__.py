@@ -15,7 +15,7 @@ from megatron_pg.config import (
     validate_planning_args,
     validate_policy_loss_args,
 )
-from megatron_pg.config.fields import add_args, fields_of, read_args, refuse
+from megatron_pg.config.fields import add_args, refuse
 from megatron_pg.config.program import ProgramParser
 from megatron_pg.explain.report import explain_step
 from megatron_pg.explain.show import plot, print_report
@@ -62,15 +62,10 @@ def parse_options(arguments: Sequence[str]) -> ExplainOptions:
     """Parse the options of a command line; raise as `validate_policy_loss_args`, exit as argparse."""
     parser = build_parser()
     args, unused = parser.parse_known_args(list(arguments))
-    numbers = [field for field in fields_of(ExplainOptions).values() if field.interval]
-    violations = [field.violation(getattr(args, field.name)) for field in numbers]
-    if sum(given is not None for given in (args.lengths, args.log_normal, args.rollout_files)) != 1:
-        sources = "--lengths, --log-normal and --rollout-files, such as --lengths 200,4000,12000"
-        violations.append(f"expected one source of lengths: give one of {sources}")
-    refuse([*filter(None, violations), *_misspelled(unused, parser)])
+    refuse(list(_misspelled(unused, parser)))
     args.unused_flags, args.planning = unused, validate_planning_args(args)
     args.config = PolicyLossConfig.from_args(validate_policy_loss_args(args))
-    return read_args(ExplainOptions, args)
+    return ExplainOptions.from_args(args)
 
 
 def _misspelled(unused: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,10 +106,10 @@ def _aggregation_report(
     total = mode.expected_sums(totals, divisor)[0]
     sizes = torch.tensor(weighed, dtype=torch.float64)
     shares: list[float] = (weights * sizes / (total or 1)).tolist()
-    group_shares: dict[int, float] = {}
+    group_shares: defaultdict[int, float] = defaultdict(float)
     for sample, share in zip(step.samples, shares, strict=True):
         if sample.group_index is not None:
-            group_shares[sample.group_index] = group_shares.get(sample.group_index, 0.0) + share
+            group_shares[sample.group_index] += share
     reference = sample_mean.expected_sums(totals)[0] / sample_mean.outer_count(totals)
     return {
         "formula": mode.formula,

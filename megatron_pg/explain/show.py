@@ -85,10 +85,9 @@ def _objectives(report: Report, options: ExplainOptions) -> TextTable:
         size = (f"{each['total_weight']:.4g}", "-" if ratio is None else f"{ratio:.4g}")
         rows.append((f"{star} {name}", objective, str(each["outer_count"]), *size))
     groups = "?" if step["num_prompt_groups"] is None else step["num_prompt_groups"]
-    return (
-        f"Objectives (* of the flags): N = {step['num_rollouts']} rollouts, P = {groups} prompt groups, "
-        f"T = {step['num_active_tokens']} active tokens"
-    ), rows
+    counts = f"N = {step['num_rollouts']} rollouts, P = {groups} prompt groups"
+    title = f"Objectives (* of the flags): {counts}, T = {step['num_active_tokens']} active tokens"
+    return title, rows
 
 
 def _shares(step: ExplainedStep, report: Report) -> Iterator[TextTable]:

@@ -9,12 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
-from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed
+from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed, Settings
 from megatron_pg.rollout_files import IteratorSource, StepCollector
 from megatron_pg.rollout_files.sources import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
@@ -54,7 +54,7 @@ def _median_and_sigma(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class ExplainOptions:
+class ExplainOptions(Settings):
     """Options of the step and of its display. The docstring under a field is its flag's help text."""
 
     config: Annotated[PolicyLossConfig, PYTHON_ONLY]
@@ -85,6 +85,14 @@ class ExplainOptions:
     """Print one JSON object, every sample in it."""
     plot: str | None = None
     """Draw the coefficient of a token against length."""
+
+    def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a number of sources of lengths other than one."""
+        if [self.lengths, self.log_normal, self.planning.rollout_files].count(()) != 2:
+            sources = (
+                "--lengths, --log-normal and --rollout-files, such as --lengths 200,4000,12000"
+            )
+            yield f"expected one source of lengths: give one of {sources}"
 
 
 class ExplainedSample(BareSample):

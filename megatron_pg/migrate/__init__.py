@@ -1,4 +1,4 @@
-"""`megatron-pg migrate`: what a launch line of another trainer computes, where it is off, and what makes it exact."""
+"""`megatron-pg migrate`: the objective of another trainer's launch line, its errors, and the lines that make it exact."""
 
 from __future__ import annotations
 
@@ -26,13 +26,10 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the objective of a launch line.
-
-    Args:
-        arguments: the command line after `megatron-pg migrate`.
+    """Print the objective of a launch line; `arguments` are the words after `megatron-pg migrate`.
 
     Returns:
-        The exit status: 0, or 2 where a key is not known or a value is none (the reason is on stderr).
+        The exit status: 0, or 2 where a key or a value is not known (the reason is on stderr).
     """
     given, launch = list(arguments), []
     if "--" in given:
@@ -45,9 +42,8 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"--group-size is {options.group_size}: expected 1 or more")
         divisor = options.loss_aggregation_divisor
         if divisor is not None and not 0 < divisor < math.inf:
-            raise ValueError(
-                f"--loss-aggregation-divisor is {divisor:g}: expected a finite number above 0"
-            )
+            found = f"--loss-aggregation-divisor is {divisor:g}"
+            raise ValueError(f"{found}: expected a finite number above 0")
         keys = read_line(launch) if launch else read_file(options.file)
         trainer = TRAINERS[options.trainer] if options.trainer else trainer_of(keys, launch)
         print("\n".join(lines(trainer, trainer.read(keys), options)))
@@ -66,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ProgramParser(
         prog="megatron-pg migrate",
         usage="megatron-pg migrate [flags] (FILE | -- LAUNCH LINE)",
-        description="What a launch line of slime, miles, verl or NeMo-RL computes, where that is off and by how much, and the "
-        "lines that make it exact. Nothing of it is run.",
+        description="The objective that a launch line of slime, miles, verl or NeMo-RL computes, its errors and their size, and "
+        "the lines that make it exact. Nothing is run.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -84,25 +80,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
-    """Find the trainer that has these keys.
-
-    Raises:
-        ValueError: they look like none's.
-    """
+    """Find the trainer whose mark the keys, values and words have; raise ValueError where none has."""
     seen = [*words, *given, *map(str, given.values())]
     for trainer in TRAINERS.values():
         if trainer.is_marked_by(seen):
             return trainer
-    raise ValueError(
-        f"no key of {', '.join(sorted(TRAINERS))} among {', '.join(sorted(given)) or 'nothing'} tells whose it is: give the trainer's "
-        "launch line or YAML, and --trainer with its name where its keys do not tell"
-    )
+    names, keys = ", ".join(sorted(TRAINERS)), ", ".join(sorted(given)) or "nothing"
+    remedy = "give its launch line or YAML, and --trainer with its name"
+    raise ValueError(f"no key of {names} among {keys} tells whose it is: {remedy}")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
     lengths = text.split(",")
-    if not all(each.isdecimal() and int(each) for each in lengths):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected whole numbers of active tokens above 0, such as 200,4000"
-        )
+    if not all(length.isdecimal() and int(length) for length in lengths):
+        expected = "expected whole numbers of active tokens above 0, such as 200,4000"
+        raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
     return tuple(map(int, lengths))

@@ -1,4 +1,4 @@
-"""A launch line, a shell script or a YAML, read into the trainer's own keys. Nothing of it is ever run."""
+"""Reader of a launch line, a shell script or a YAML, by the trainer's own keys. Nothing is run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ MAX_DEPTH = 8
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the keys of a YAML (by its suffix) or of the launch line in a shell script.
-
-    Raises:
-        ValueError: the file is not there, or is neither.
-        ImportError: a YAML, without PyYAML.
-    """
+    """Read the keys of a YAML (by its suffix; needs PyYAML) or of the launch line in a shell script."""
     if not path.is_file():
-        raise ValueError(
-            f"{path}: no such file; give a YAML, a shell script, or `--` and the launch line"
-        )
+        kinds = "give a YAML, a shell script, or `--` and the launch line"
+        raise ValueError(f"{path}: no such file; {kinds}")
     if path.suffix in YAML:
         return _read_yaml(path)
     try:
@@ -60,7 +54,7 @@ def read_line(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _words_of_script(text: str) -> list[str]:
-    """List the words of every command and array, comments left out, with the variables that the script itself sets."""
+    """List the words of every command and array, without comments, with the variables that the script itself sets."""
     text = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " "))
     text = ARITHMETIC.sub(lambda match: re.sub(r"\s", "", match[0]), text)
     # The words of an array, NAME=( ... ), are the line's.
@@ -82,7 +76,7 @@ def _filled_in(word: str, variables: Mapping[str, str]) -> str:
 
     def number(match: re.Match[str]) -> str:
         terms = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-        # Sums and products of numbers: an expression with anything else stays as it is.
+        # `SUMS` lets only numbers, +, - and * pass; another expression stays as it is.
         return str(eval(terms)) if SUMS.fullmatch(terms) else match[0]
 
     for _ in range(MAX_DEPTH):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,24 +12,31 @@ from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.migrate.rows import Settings, Term, Trainer, holds, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
-FORMULAS = {name: row.formula for name, row in AGGREGATIONS.items()}
-FORMULAS |= {"token_sum": "sum m x", "unknown": "not known here"}
-PER_ROLLOUT = {
-    "sample_mean": "D_i",
-    "prompt_mean": "(P G_g / N)",
-    "token_mean": "(T / N)",
-    "constant": "L",
-    "token_sum": "(1 / N)",
-}
-"""Divisor of a token, times 1 / N."""
+OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
+"""Formulas of a term's aggregations that are none of this package."""
+
+
+def formula_of(aggregation: str) -> str:
+    """Return the formula of a term's aggregation."""
+    return OTHERS.get(aggregation) or AGGREGATIONS[aggregation].formula
+
+
+def divisor_per_rollout(aggregation: str) -> str:
+    """Read N times the divisor of a token off the formula of its aggregation, such as D_i or (P G_g / N)."""
+    formula = re.sub(r"max\((\w+), 1\)", r"\1", formula_of(aggregation))
+    outer, inner = re.match(r"1/\(?([\w ]+)\)? sum", formula), re.search(r"m x / (.+)\)$", formula)
+    factors = [*(outer[1].split() if outer else ()), *([inner[1]] if inner else ())]
+    if "N" in factors:
+        return " ".join(factor for factor in factors if factor != "N")
+    return f"({' '.join(factors) or 1} / N)"
 
 
 def weights(term: Term, lengths: Sequence[int], group_size: int) -> list[float]:
-    """Return the weight of a token of each rollout in a term, without the coefficient; rollouts of a prompt stand together.
+    """Return the weight of a token of each rollout in a term, without the coefficient.
 
     Args:
         term: with a known aggregation, and a divisor where that needs one.
-        lengths: active tokens of each rollout of the step.
+        lengths: active tokens of each rollout of the step; rollouts of a prompt stand together.
         group_size: rollouts of a prompt.
     """
     if term.aggregation == "token_sum":
@@ -47,18 +55,15 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
         return "not known"
     if term.weighing == policy.weighing:
         return f"{coefficient:g} on every token"
-    above, below = (
-        f"{t.divisor:g}" if t.divisor else PER_ROLLOUT[t.aggregation] for t in (policy, term)
-    )
-    text = f"{coefficient:g} * {above} / {below}"
-    if any(each.aggregation == "constant" and not each.divisor for each in (term, policy)):
+    both = (policy, term)
+    divisors = [f"{t.divisor:g}" if t.divisor else divisor_per_rollout(t.aggregation) for t in both]
+    text = f"{coefficient:g} * {' / '.join(divisors)}"
+    if any(t.aggregation == "constant" and not t.divisor for t in both):
         return text
     if not lengths:
         return text + " (in numbers with --lengths)"
-    ratios = zip(
-        weights(term, lengths, group_size), weights(policy, lengths, group_size), strict=True
-    )
-    numbers = ", ".join(f"{coefficient * own / other:.3g}" for own, other in ratios)
+    ratios = zip(*(weights(t, lengths, group_size) for t in both), strict=True)
+    numbers = ", ".join(f"{coefficient * own / other:.3g}" for other, own in ratios)
     return f"{text} = {numbers} for {', '.join(map(str, lengths))} tokens"
 
 
@@ -75,7 +80,7 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
     for term in terms:
         shown = "" if term is policy else f"{term.coefficient:+g} * "
         shown += term.aggregation + (f" with L = {term.divisor:g}" if term.divisor else "")
-        shown += f": {FORMULAS[term.aggregation]}"
+        shown += f": {formula_of(term.aggregation)}"
         found.append(f"  {term.name:<12} {shown if term.coefficient else 'none'}")
     for term in active:
         ratio = effective(term, policy, options.lengths, options.group_size)
@@ -86,31 +91,22 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
             two = f"{term.name} is {term.aggregation}, the policy loss {policy.aggregation}"
             limits.append(f"{two}: their ratio is not the coefficient (see above).")
     limits = limits or ["nowhere that is known"]
-    found += ["", "Where it is off", *(f"  - {each}" for each in limits)]
-    exact = trainer.exact[mode].replace("<L>", f"{divisor:g}" if divisor else "<L>").strip()
-    found += ["", f"{mode} exactly, in {trainer.name}"]
-    found += [f"  {line}" for line in exact.splitlines()]
+    found += ["", "Where it is off", *(f"  - {limit}" for limit in limits)]
+    exact = trainer.exact.get(mode, "no lines are known").strip()
+    exact = exact.replace("<L>", f"{divisor:g}" if divisor else "<L>")
+    found += ["", f"{mode} exactly, in {trainer.name}", *(f"  {s}" for s in exact.splitlines())]
     flags, missing = here(trainer, given, terms, mode, divisor)
     if policy.aggregation not in AGGREGATIONS and not options.loss_aggregation:
         missing.append(f"aggregation={policy.aggregation}")
     is_same = "nearest" if missing else "same"
-    found += [
-        "",
-        f"The {is_same} per-token loss in a training script of this package",
-        f"  {flags}",
-    ]
-    found += [f"  no counterpart here: {each}" for each in missing]
-    return found
+    found += ["", f"The {is_same} per-token loss in a training script of this package"]
+    return [*found, f"  {flags}", *(f"  no counterpart here: {setting}" for setting in missing)]
 
 
 def here(
     trainer: Trainer, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
 ) -> tuple[str, list[str]]:
-    """Return the flags of this package for the trainer's settings, with the aggregation that was asked for.
-
-    Returns:
-        The flags, and as `key=value` every setting that has no counterpart among them.
-    """
+    """Return the flags of this package for the trainer's settings, and each setting without a counterpart as `key=value`."""
     flags = [f"--loss-aggregation {mode}"]
     if mode == "constant":
         flags.append(f"--loss-aggregation-divisor {f'{divisor:g}' if divisor else '<L>'}")
@@ -131,7 +127,7 @@ def here(
 
 
 def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
-    """Return this package's words for a setting's value, "" where none are needed; None without any."""
+    """Return this package's words for a setting's value, "" where none are needed, None where there are none."""
     own = row.get("here")
     if isinstance(own, list):
         own = next((words for condition, words in own if holds(condition, known)), None)
@@ -146,7 +142,7 @@ def _words(row: Mapping[str, Any], value: Any, known: Settings) -> str | None:
 
 
 def _flag(flag: str, value: Any) -> str:
-    """Return the flag with its value, or nothing where the value is the flag's default here."""
+    """Return the flag with its value, "" where that is the flag's default here."""
     default = getattr(PolicyLossConfig(), flag.removeprefix("--").replace("-", "_"), None)
     if not flag or value is None or value == default:
         return ""

@@ -1,11 +1,11 @@
-"""Read the tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
+"""The tables of trainers, `*.toml` beside this file: one row for each setting that bears on the loss.
 
-    settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, what they
-                 mean, and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
-                 [condition, one of these two]; "" for what is no setting of the per-token loss, or not read. Without it
-                 a value that is not the default has no counterpart here, with `false` no value has, and the report says so
-    terms        of the loss: coefficient, whether it is on, how it is aggregated, and by which divisor, a key or a number
-    limits       where that is not what the setting is named for, and by which factor
+    settings     the trainer's own keys: kind (flag, number, text, or bound: a number or words), default, choices, meaning,
+                 and `here`, the flag of this package that means the same, its words by the trainer's word, or cases
+                 [condition, one of these two]; "" for a setting that is not read or not of the per-token loss. Without it
+                 a value that is not the default has no counterpart here; with `false` no value has
+    terms        of the loss: coefficient, the condition for it to be on, aggregation, and divisor, a key or a number
+    limits       the cases where a setting does not do what its name says, and the factor
     exact        the lines that make an aggregation exact in this trainer; <L> is the divisor
 
 Conditions are settings, or names of terms, joined by `&`: `key`, `!key`, `key=a|b`, `key!=a`, `key>1`.
@@ -22,6 +22,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_pg.config.fields import flag_of
+from megatron_pg.config.rows import did_you_mean
 
 Settings = Mapping[str, Any]
 """Settings of a launch line, by the trainer's own keys, with defaults for the rest."""
@@ -65,26 +68,22 @@ class Trainer:
         self._table = base | table
 
     def is_marked_by(self, words: Iterable[str]) -> bool:
-        """Return whether these keys, values and words have a mark of this trainer's launch lines."""
+        """Return whether keys, values and words have a mark of this trainer's launch lines."""
         return self._mark.search(" ".join(words)) is not None
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Spell the keys as the trainer does: a YAML names a flag by its attribute."""
         if not next(iter(self.settings)).startswith("--"):
             return dict(given)
-
-        def spelt(key: str) -> str:
-            as_it_is = key.startswith("--") or key in self.settings
-            return key if as_it_is else "--" + key.replace("_", "-")
-
-        return {spelt(key): value for key, value in given.items() if "." not in key}
+        attributes = {key for key in given if not key.startswith("--")} - self.settings.keys()
+        return {
+            flag_of(key) if key in attributes else key: value
+            for key, value in given.items()
+            if "." not in key
+        }
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """Read the value of every setting.
-
-        Raises:
-            ValueError: keys that the trainer has not, or values that are not of their kind: all of them, by name.
-        """
+        """Read the value of every setting; raise ValueError with all unknown keys and bad values by name."""
         named, settings = self.named(given), {}
         wrong = [error for key in named if (error := self.unknown(key))]
         for key, row in self.settings.items():
@@ -97,11 +96,11 @@ class Trainer:
         return settings
 
     def is_elsewhere(self, key: str) -> bool:
-        """Return whether a key is known to be about something else."""
+        """Return whether a key is known not to bear on the loss."""
         return any(fnmatch.fnmatchcase(key, each) for each in self._table["elsewhere"].split())
 
     def unknown(self, key: str) -> str | None:
-        """Describe an unknown key, with the nearest right one; None for a known key, or one not about the loss."""
+        """Describe an unknown key, with the nearest right one; None for a key that is known or not about the loss."""
         if key in self.settings or self.is_elsewhere(key):
             return None
         near = difflib.get_close_matches(key, self.settings, n=1, cutoff=0.0)[0]
@@ -112,23 +111,22 @@ class Trainer:
 
     def terms(self, given: Settings) -> list[Term]:
         """List the terms of the loss, the policy loss first; a term that is off has coefficient 0."""
+
+        def first(what: str, row: Mapping[str, Any]) -> Any:
+            """Return the first case whose condition holds, of the term's own and then of the table's."""
+            cases = [*row.get(what, ()), *self._table[what]]
+            return next(case for condition, case in cases if holds(condition, given))
+
         found = []
         for row in self._table["terms"]:
-            name = self._first("aggregation", row, given)
-            coefficient = given[row["coefficient"]] if "coefficient" in row else 1.0
-            is_on = holds(row.get("when", ""), given)
-            divisor = None
+            name, divisor = first("aggregation", row), None
             if name == "constant":
-                key = self._first("divisor", row, given)
+                key = first("divisor", row)
                 divisor = (given[key] or None) if isinstance(key, str) else key
-            sign = row.get("sign", 1)
-            found.append(Term(row["name"], name, sign * coefficient if is_on else 0.0, divisor))
+            coefficient = given[row["coefficient"]] if "coefficient" in row else 1.0
+            signed = row.get("sign", 1) * coefficient if holds(row.get("when", ""), given) else 0.0
+            found.append(Term(row["name"], name, signed, divisor))
         return found
-
-    def _first(self, what: str, term: Mapping[str, Any], given: Settings) -> Any:
-        """Return the first case whose condition holds, of a term's own and then of the table's."""
-        cases = [*term.get(what, ()), *self._table[what]]
-        return next(found for condition, found in cases if holds(condition, given))
 
     def limits(self, given: Settings, terms: Iterable[Term]) -> list[str]:
         """List the limits that apply to the line, with its values filled in."""
@@ -141,11 +139,8 @@ class Trainer:
 
 
 def with_terms(given: Settings, terms: Iterable[Term]) -> Settings:
-    """Add to the settings the aggregation of each term, None for one that is off, by the term's name."""
-    return {
-        **given,
-        **{each.name: each.aggregation if each.coefficient else None for each in terms},
-    }
+    """Add to the settings the aggregation of each term by its name, None for a term that is off."""
+    return {**given, **{t.name: t.aggregation if t.coefficient else None for t in terms}}
 
 
 def holds(condition: str, given: Settings) -> bool:
@@ -173,7 +168,7 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
     if row["kind"] == "flag":
         if not key.startswith("--") and word not in ("true", "false", "1", "0"):
             raise ValueError(f"{key} is {given!r}: expected true or false")
-        # A flag takes no value: what follows it on the line is another word.
+        # A flag takes no value: the word after it on the line is not its own.
         return word not in ("false", "0")
     if word in ("none", "null", "~", ""):
         return row.get("default")
@@ -190,14 +185,13 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
         return number
     choices = row.get("choices", [given])
     if given not in choices:
-        near = difflib.get_close_matches(str(given), choices, n=1)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        raise ValueError(f"{key} is {given!r}: expected {' '.join(choices)}{hint}")
+        expected = f"expected {' '.join(choices)}{did_you_mean(given, choices)}"
+        raise ValueError(f"{key} is {given!r}: {expected}")
     return given
 
 
-_TABLES = [
+_TABLES = (
     Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
-]
+)
 TRAINERS = {trainer.name: trainer for trainer in map(Trainer, _TABLES)}
 """By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

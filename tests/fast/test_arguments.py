@@ -458,16 +458,10 @@ def test_numbers_that_leave_nothing_of_the_loss_are_refused(line, message):
 
 
 def test_bounds_that_one_ratio_meets_are_kept():
-    PolicyLossConfig(
-        use_sequence_rejection=True,
-        sequence_rejection_low=0.0,
-        sequence_rejection_high=math.exp(-20),
-    )
-    PolicyLossConfig(
-        use_sequence_rejection=True,
-        sequence_rejection_low=math.exp(20),
-        sequence_rejection_high=math.inf,
-    )
+    for low, high in ((0.0, math.exp(-20)), (math.exp(20), math.inf)):
+        PolicyLossConfig(
+            use_sequence_rejection=True, sequence_rejection_low=low, sequence_rejection_high=high
+        )
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)

@@ -18,6 +18,9 @@ from megatron_pg.explain import main as explain
 from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
+from megatron_pg.migrate import main as migrate
+from megatron_pg.migrate.report import effective
+from megatron_pg.migrate.rows import Term
 from megatron_pg.step import plan_step
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.totals import sample_counts, totals_of_counts
@@ -119,6 +122,16 @@ def test_explain_shows_its_coefficients(capsys: pytest.CaptureFixture[str]) -> N
     assert report["token_coefficient"] == pytest.approx([1 / 3, 1 / 6, 1 / 9], rel=1e-12)
     assert report["total_weight"] == pytest.approx((1 + 2 + 3) / 3, rel=1e-12)
     assert report["sample_share"] == pytest.approx([1 / 6, 2 / 6, 3 / 6], rel=1e-12)
+
+
+def test_migrate_reads_its_divisor_off_its_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    kl, policy = Term("KL", "sample_mean", 0.1), Term("policy loss", ROW.name)
+    assert (
+        effective(kl, policy, [4, 9], 1) == "0.1 * sqrt(D_i) / D_i = 0.05, 0.0333 for 4, 9 tokens"
+    )
+    line = ["--trainer", "slime", "--loss-aggregation", ROW.name, "--", "--eps-clip", "0.2"]
+    assert migrate(line) == 0
+    assert "root_mean exactly, in slime\n  no lines are known" in capsys.readouterr().out
 
 
 def test_the_reference_of_check_is_that_of_loops() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,8 @@ from megatron_pg.head.vocabulary_shard import Incoming, LogitRows, RowStatistics
 TeacherGradient = Callable[[Tensor, torch.dtype], Tensor]
 """A function of a gradient [rows] to the divergence and a dtype: the gradient [rows, v/tp] to the student's logits, which
 must still be there."""
+SetGradient = Callable[[RowStatistics, Incoming, Tensor], None]
+"""A function that adds the gradient of the logits of kept sets to that of all columns [tokens, v/tp], which is 0 there."""
 _TEACHER_ROWS = 2048
 """The rows for which a teacher's logits, or a gradient beside the one in place, are made at a time."""
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -29,21 +30,6 @@ class Teacher(Protocol):
         self, student: LogitRows, statistics: RowStatistics, rows: slice
     ) -> tuple[Tensor, TeacherGradient]:
         """Return the divergence [rows] from the student's logits of `rows`; every tensor-parallel rank must call."""
-
-
-class RowSets(Protocol):
-    """The kept sets of rows of logits."""
-
-    def logits_in(self, logits: Tensor) -> Tensor:
-        """Return the logits of the sets [elements] out of all of them, [tokens, v/tp]."""
-
-    def local_statistics(self, logits: Tensor) -> Tensor:
-        """Return the statistics [tokens, 4] of this shard's part of each set."""
-
-    def add_gradient(
-        self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
-    ) -> None:
-        """Add the gradient of the sets' logits to `out` [tokens, v/tp], which is 0 there."""
 
 
 def logit_rows(
@@ -85,18 +71,6 @@ def refuse_second_derivative(name: str) -> None:
         )
 
 
-def _write_with_teacher(
-    teacher: Teacher, rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
-) -> None:
-    """Write the gradient of all three outputs to the logits into `out`, which may be the logits, some rows at a time."""
-    for part in chunk_slices(0, len(out), _TEACHER_ROWS):
-        student, own = rows.part(part), statistics.rows(part)
-        *to_row, to_divergence = (None if vector is None else vector[part] for vector in incoming)
-        more = teacher.on(student, own, part)[1](to_divergence, out.dtype)
-        row_passes(student.logits).write_gradient(student, own, to_row, out[part])
-        out[part] += more
-
-
 class LogProbsAndEntropy(torch.autograd.Function):
     """The op behind the functions of `log_probs` that take logits; keeps the logits and three numbers a row for backward.
 
@@ -110,16 +84,13 @@ class LogProbsAndEntropy(torch.autograd.Function):
         logits: Tensor,
         rows: LogitRows,
         with_entropy: bool,
-        sets: RowSets | None,
+        add_set_gradient: SetGradient | None,
         teacher: Teacher | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        set_logits = divergence = None
-        if sets is not None:
-            set_logits = sets.logits_in(logits)
-            rows = replace(rows, set_statistics=sets.local_statistics(set_logits))
-        statistics = row_passes(logits).row_statistics(rows)
-        ctx.shard, ctx.sets, ctx.has_set, ctx.teacher = rows.shard, sets, rows.has_set, teacher
+        statistics, divergence = row_passes(logits).row_statistics(rows), None
+        ctx.shard, ctx.has_set, ctx.teacher = rows.shard, rows.has_set, teacher
+        ctx.add_set_gradient = add_set_gradient
         if teacher is not None:
             parts = chunk_slices(0, len(logits), _TEACHER_ROWS)
             values = [teacher.on(rows.part(p), statistics.rows(p), p)[0] for p in parts]
@@ -127,7 +98,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
         # On a GPU, where memory is short, unless the caller owns the values or rows share memory.
         ctx.in_place = logits.is_cuda and not logits.is_leaf and logits.stride(0) >= logits.shape[1]
         ctx.save_for_backward(
-            logits, rows.targets, rows.row_mask, rows.temperature, set_logits, *statistics.kept()
+            logits, rows.targets, rows.row_mask, rows.temperature, *statistics.kept()
         )
         return statistics.log_probs, statistics.entropy if with_entropy else None, divergence
 
@@ -136,20 +107,24 @@ class LogProbsAndEntropy(torch.autograd.Function):
         refuse_second_derivative("log_probs_and_entropy")
         if all(gradient is None for gradient in incoming):
             return (None,) * 5
-        logits, targets, row_mask, temperature, set_logits, *saved = ctx.saved_tensors
-        statistics = RowStatistics(*saved)
+        logits, targets, row_mask, temperature, *saved = ctx.saved_tensors
+        statistics, (*to_rows, to_divergence) = RowStatistics(*saved), incoming
         logits = logits.detach()
         out = logits if ctx.in_place else torch.empty_like(logits)
         rows = LogitRows(logits, targets, ctx.shard, temperature, row_mask, ctx.has_set)
-        if ctx.teacher is None or incoming[2] is None:
-            row_passes(logits).write_gradient(rows, statistics, incoming[:2], out)
+        if to_divergence is None:
+            row_passes(logits).write_gradient(rows, statistics, to_rows, out)
         else:
-            _write_with_teacher(ctx.teacher, rows, statistics, incoming, out)
-        if ctx.sets is not None:
-            of_sets = incoming[:2]
+            for part in chunk_slices(0, len(out), _TEACHER_ROWS):
+                student, own = rows.part(part), statistics.rows(part)
+                more = ctx.teacher.on(student, own, part)[1](to_divergence[part], out.dtype)
+                to_part = [None if vector is None else vector[part] for vector in to_rows]
+                row_passes(logits).write_gradient(student, own, to_part, out[part])
+                out[part] += more
+        if ctx.add_set_gradient is not None:
             if row_mask is not None:
-                of_sets = tuple(x if x is None else torch.where(row_mask, x, 0.0) for x in of_sets)
-            ctx.sets.add_gradient(set_logits, statistics, of_sets, out)
+                to_rows = [x if x is None else torch.where(row_mask, x, 0.0) for x in to_rows]
+            ctx.add_set_gradient(statistics, to_rows, out)
         if ctx.in_place:
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -29,24 +30,22 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probability of each target token, and the entropy, of `softmax(logits / temperature)`.
 
-    Statistics are float32 whatever the logits are; no float32 copy of the logits is kept. Tensor-parallel
-    ranks exchange one all-gather of `[tokens, 4]` statistics in forward and nothing in backward. As
-    in Megatron's own cross-entropy, the incoming gradients must be equal on those ranks, and each
-    rank gets the gradient of its own columns.
+    No float32 copy of the logits is kept. Tensor-parallel ranks exchange one all-gather of `[tokens, 4]` statistics in
+    forward and nothing in backward. As in Megatron's own cross-entropy, the incoming gradients must be equal on those
+    ranks, and each rank gets the gradient of its own columns.
 
-    On CUDA, Triton kernels do the work, and **backward overwrites the logits with their gradient**
-    unless they are a leaf. Autograd raises where their old values would be needed again (a second
-    backward, another loss on the same logits); pass `logits.clone()` then.
+    On CUDA, Triton kernels do the work, and **backward overwrites the logits with their gradient** unless they are a leaf.
+    Autograd raises where their old values would be needed again (a second backward, another loss on the same logits); pass
+    `logits.clone()` then.
 
     Args:
-        logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's
-            columns; rank r holds the global ids from `r * v/tp` on.
+        logits: [tokens, v/tp] bfloat16, float16 or float32 (or float64, for tests): this rank's columns; rank r holds the
+            global ids from `r * v/tp` on.
         targets: [tokens] int64 global token ids. One outside the vocabulary gives NaN.
-        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks
-            must call, with equal targets. None: not split, torch.distributed is not touched.
+        tensor_parallel_group: the group over which the vocabulary is split; every one of its ranks must call, with equal
+            targets. None: not split, torch.distributed is not touched.
         temperature: a positive number, or a tensor of one element (no gradient, never read on the host).
-        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of exactly 0, even
-            where their logits are NaN or inf.
+        row_mask: [tokens] bool. Rows that are False give 0 and 0, and a gradient of 0, even where logits are NaN or inf.
         vocab_size: true size of the vocabulary; columns from it on are padding and take no part.
         with_entropy: also return the entropy.
         kept: the global ids that each token was sampled from, [tokens] rows of distinct ids below `vocab_size`, the target
@@ -54,20 +53,25 @@ def log_probs_and_entropy(
             not read. An empty row is the whole vocabulary.
 
     Returns:
-        log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32
-        (float64 for float64 logits), both differentiable.
+        log_probs [tokens] and entropy [tokens] in nats (None without `with_entropy`), float32 (float64 for float64 logits),
+        both differentiable.
 
     Raises:
-        ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a
-            `vocab_size` that the logits cannot hold.
+        ValueError: a wrong shape or dtype, a temperature that is not positive and finite, or a `vocab_size` that the
+            logits cannot hold.
     """
     rows = logit_rows(logits, targets, tensor_parallel_group, temperature, row_mask, vocab_size)
-    pairs = None
+    add_set_gradient = None
     if kept is not None:
         check_rows(kept, logits)
         pairs = KeptPairs.build(kept.to(logits.device), targets, rows.shard, rows.temperature)
-        rows = replace(rows, has_set=to_device(kept.sizes > 0, logits.device))
-    return LogProbsAndEntropy.apply(logits, rows, with_entropy, pairs, None)[:2]  # type: ignore
+        set_logits, has_set = (
+            pairs.logits_in(logits.detach()),
+            to_device(kept.sizes > 0, logits.device),
+        )
+        rows = replace(rows, has_set=has_set, set_statistics=pairs.local_statistics(set_logits))
+        add_set_gradient = functools.partial(pairs.add_gradient, set_logits)
+    return LogProbsAndEntropy.apply(logits, rows, with_entropy, add_set_gradient, None)[:2]  # type: ignore
 
 
 def log_probs_and_divergence(
@@ -97,15 +101,15 @@ def linear_log_probs_and_entropy(
     the columns in it alone (`kept.sparse_layer`), or, where the sets are so large that it costs less, by all columns.
 
     Args:
-        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank.
-            Its gradient, in its own dtype, is the part of this rank's columns: the caller sums it over the
-            group (Megatron's copy to, or gather from, the tensor-parallel region does).
-        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into
-            `weight.main_grad` where Megatron's DistributedDataParallel made one.
+        hidden: [tokens, hidden] bfloat16, float16 or float32, the same on every tensor-parallel rank. Its gradient, in its
+            own dtype, is the part of this rank's columns: the caller sums it over the group (Megatron's copy to, or gather
+            from, the tensor-parallel region does).
+        weight: [v/tp, hidden], the same dtype. Its gradient is accumulated in float32, into `weight.main_grad` where
+            Megatron's DistributedDataParallel made one.
         targets: [tokens] int64 global token ids.
         options: see `HeadOptions`.
-        keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix
-            products instead of four. None: only where they fit one chunk.
+        keep_logits: hold the logits of all tokens until backward, which overwrites them: three matrix products instead of
+            four. None: only where they fit one chunk.
         kept: as for `log_probs_and_entropy`; values on the device of `hidden` or the host.
 
     Returns:

@@ -32,11 +32,8 @@ class Ragged:
 
     def row_of_element(self) -> Tensor:
         """Return the row of each element, [elements] int64 on the device of the values."""
-        device, count = self.values.device, self.values.numel()
-        sizes = to_device(self.sizes, device)
-        return torch.repeat_interleave(
-            torch.arange(len(self), device=device), sizes, output_size=count
-        )
+        sizes = to_device(self.sizes, self.values.device)
+        return torch.repeat_interleave(sizes, output_size=self.values.numel())
 
     def select(self, rows: Tensor) -> Ragged:
         """Take some rows, int64 on the host, in their order."""
@@ -54,8 +51,7 @@ class Ragged:
     def slice(self, rows: slice) -> Ragged:
         """Take consecutive rows, as views."""
         offsets = self.offsets[rows.start : rows.stop + 1]
-        begin, end = int(offsets[0]), int(offsets[-1])
-        return Ragged(self.values[begin:end], offsets - begin)
+        return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
     def to(self, device: torch.device | str) -> Ragged:
         """Move the values to a device; the offsets stay on the host."""

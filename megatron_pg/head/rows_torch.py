@@ -25,10 +25,8 @@ def temperature_tensor(temperature: float | Tensor, logits: Tensor) -> Tensor:
     dtype = wide_dtype(logits.dtype)
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
-            raise ValueError(
-                f"temperature must be a number or a tensor of one element, found "
-                f"{tuple(temperature.shape)}"
-            )
+            shape = tuple(temperature.shape)
+            raise ValueError(f"temperature must be a number or one element, found shape {shape}")
         return temperature.detach().to(device=logits.device, dtype=dtype).reshape(())
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be positive and finite, found {temperature}")
@@ -56,9 +54,9 @@ def row_statistics(rows: LogitRows) -> RowStatistics:
 def _local_statistics(rows: LogitRows) -> Tensor:
     """Compute the statistics [tokens, 4] of this shard's columns.
 
-    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those
-    exponentials with their exponents, and the logit of the target token (-inf where another shard holds
-    it). A shard of padding columns alone has (-inf, 0, 0, -inf).
+    They are the largest logit, the sum of `exp((logit - largest) / temperature)`, the dot product of those exponentials with
+    their exponents, and the logit of the target: -inf where another shard holds it, NaN where the vocabulary lacks it.
+    A shard of padding columns alone has (-inf, 0, 0, -inf).
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)
@@ -76,18 +74,12 @@ def _local_statistics(rows: LogitRows) -> Tensor:
         statistics[part, 0] = maximum[:, 0]
         statistics[part, 1] = exponentials.sum(1)
         statistics[part, 2] = torch.where(exponentials == 0, 0.0, exponentials * exponents).sum(1)
-    statistics[:, 3] = _target_logits(rows).to(dtype)
-    return statistics
-
-
-def _target_logits(rows: LogitRows) -> Tensor:
-    """Return the target's logit [tokens]: -inf where another shard holds the target, NaN where the vocabulary lacks it."""
     column, is_here = rows.shard.columns_of(rows.targets)
     known = (rows.targets >= 0) & (rows.targets < rows.shard.vocab_size)
-    picked = rows.logits.gather(1, column[:, None])[:, 0]
-    picked = torch.where(is_here, picked, torch.where(known, -math.inf, math.nan).to(picked.dtype))
-    mask = rows.pass_mask
-    return picked if mask is None else torch.where(mask, picked, 0.0)
+    picked = logits.gather(1, column[:, None])[:, 0].to(dtype)
+    picked = torch.where(is_here, picked, torch.where(known, -math.inf, math.nan).to(dtype))
+    statistics[:, 3] = picked if mask is None else torch.where(mask, picked, 0.0)
+    return statistics
 
 
 def combine_statistics(
@@ -115,17 +107,12 @@ def combine_statistics(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Write the gradient to this shard's logits into `out`, which may be the logits themselves.
+    """Write the gradient to this shard's logits into `out` [tokens, v/tp], rounded once, which may be the logits themselves.
 
     With p_j the probability of column j, y the target and H the entropy,
     `temperature * gradient_j = grad_log_prob * (1[j = y] - p_j) - grad_entropy * p_j * (log p_j + H)`.
     A row whose two incoming gradients are 0 gets exactly 0, whatever its logits are, and so does one with a kept set.
-
-    Args:
-        rows: the rows that `row_statistics` took.
-        statistics: over the whole vocabulary; the log-probabilities are not read.
-        incoming: see `Incoming`.
-        out: [tokens, v/tp]; its dtype is that of the gradient, rounded once, at this store.
+    The log-probabilities of `statistics` are not read.
     """
     logits, columns, mask = rows.logits, rows.shard.columns, rows.pass_mask
     dtype = wide_dtype(logits.dtype)

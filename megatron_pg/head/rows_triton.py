@@ -41,11 +41,7 @@ def _finite(maximum):
 
 @triton.jit
 def _online_update(logits, maximum, total, dot, scale):
-    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], one set a vector.
-
-    A vector lies in one thread, so the running maximum is kept without communication and rescaling
-    costs one exponential a vector.
-    """
+    """Fold a tile [VECTORS, VECTOR] into running statistics [VECTORS], without communication: a vector lies in one thread."""
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
     safe = _finite(largest)
     exponents = (logits - safe[:, None]) * scale
@@ -230,9 +226,8 @@ def gradient_kernel(
     Programs begin with the last row, which the statistics kernel read last and the cache still holds.
     LINE: where rows do not begin at cache lines, the columns of a line. Tiles then begin at lines, the first one before
     its row: with tiles that share lines, in-place gradients of such rows took a quarter longer on an H200.
-    ORDERED: `out` is a narrower view of the very memory of `logits` (a bfloat16 gradient at the
-    front of each float32 row), and the segment is the whole row. A tile's stores then land on columns
-    of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
+    ORDERED: `out` is a narrower view of the memory of `logits`, and the segment is the whole row. A tile's stores land on
+    columns of this tile or of earlier ones, so a barrier between the loads and the stores of each tile is enough.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // segments).to(tl.int64)
@@ -339,10 +334,7 @@ def combine(
 def write_gradient(
     rows: LogitRows, statistics: RowStatistics, incoming: Incoming, out: Tensor
 ) -> None:
-    """Read once and write once; see `rows_torch.write_gradient`.
-
-    `out` may be the logits, or a view of the front of each of their rows in a narrower dtype.
-    """
+    """Read once and write once, also over the logits or, in a narrower dtype, over the front of each of their rows."""
     logits = rows.logits
     tokens, width = logits.shape
     if tokens == 0:

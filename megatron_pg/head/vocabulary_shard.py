@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Incoming = tuple[Tensor | None, ...]
+Incoming = Sequence[Tensor | None]
 """The gradients [tokens] that reach log-probabilities and entropy, None for none."""
 
 
@@ -69,7 +69,6 @@ class LogitRows:
     targets: Tensor
     """The global token ids [tokens] int64; one outside the vocabulary gives NaN."""
     shard: VocabularyShard
-    """This rank's part of the vocabulary."""
     temperature: Tensor
     """The temperature, one element in the dtype of the statistics."""
     row_mask: Tensor | None = None

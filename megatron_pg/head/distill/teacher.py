@@ -102,10 +102,11 @@ class TopKTeacher:
         columns, is_here = shard.columns_of(self.ids[rows])
         logits = student.logits.gather(1, columns).to(statistics.maximum.dtype)
         log_p = statistics.log_softmax(logits, temperature).where(is_here, -math.inf)
-        log_q = self.log_probs[rows].to(log_p.dtype)
-        terms = self.divergence.terms(log_p, log_q.where(is_here, -math.inf))
+        log_q = self.log_probs[rows]
+        own_log_q = log_q.to(log_p.dtype).where(is_here, -math.inf)
+        terms = self.divergence.terms(log_p, own_log_q)
         value, weighted = (term.where(is_here, 0.0) for term in terms)
-        # In float64: of a rest of 1e-5, 1 minus a float32 sum leaves two digits.
+        # In float64, of the given log-probs: of a rest of 1e-5, 1 minus a float32 sum leaves two digits.
         parts = log_p.double().exp(), value, weighted
         sums = torch.stack([part.double().sum(1) for part in parts], 1)
         if shard.group is not None and len(sums):

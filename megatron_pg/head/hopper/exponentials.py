@@ -62,10 +62,7 @@ def tile_statistics_kernel(
     tiles, vocab_size,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots` their place is NaN.
-
-    `target_logits` is -inf where another shard holds the target. A target outside the vocabulary gives NaN.
-    """
+    """Write the statistics of one row's local columns to `shard_out` [rows, 4]; without `dots` their place is NaN."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
     inside = lanes < tiles

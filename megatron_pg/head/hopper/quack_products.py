@@ -114,24 +114,17 @@ def write_exponentials(
     dots: Tensor | None,
     target_logits: Tensor,
 ) -> None:
-    """Compute the first product.
+    """Write the first product of hidden states [rows, hidden] and weight [columns, hidden], bfloat16.
 
-    Args:
-        hidden, weight: [rows, hidden] and [columns, hidden] bfloat16.
-        targets: [rows] int64 columns; for one outside [0, columns) nothing is written to `target_logits`.
-        temperature: a kernel is compiled for each.
-        out: [rows, columns] bfloat16, 2 ** (log2(e) z / temperature - offset of the tile), at most sqrt(2).
-        offsets, sums: [rows, tiles] float32: whole numbers, and the sum of the tile's exponentials.
-        dots: [rows, tiles] float32, the sum of the exponentials times their exponents; None: not wanted.
-        target_logits: [rows] float32.
+    `out` [rows, columns] bfloat16 is 2 ** (log2(e) z / temperature - offset of the tile), at most sqrt(2). `offsets`, whole
+    numbers, `sums` of a tile's exponentials and `dots` of them and their exponents are [rows, tiles] float32. For a column of
+    `targets` [rows] int64 outside [0, columns) nothing is written to `target_logits` [rows] float32.
     """
     tile = len(weight) // offsets.shape[1]
     arguments = {
         "offset": tile, "offsets": offsets, "sums": sums, "targets": targets,
-        "target_logits": target_logits,
+        "target_logits": target_logits, **({} if dots is None else {"dots": dots}),
     }  # fmt: skip
-    if dots is not None:
-        arguments["dots"] = dots
     _epilogue(temperature, dots is not None).gemm(
         hidden, weight, out, epi_args=arguments,
         tile_M=MULTIPLE, tile_N=tile, cluster_M=2, cluster_N=1, pingpong=True,
@@ -155,16 +148,12 @@ def write_hidden_gradient(
 def add_weight_gradient(
     exponentials: Tensor, strips: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool
 ) -> None:
-    """Write the third product into `out` [columns, hidden] float32, or add it there.
-
-    It is (exponentials times the strips' factors).T @ scaled hidden states [rows, hidden].
-    """
+    """Write, or add, (exponentials times the strips' factors).T @ scaled hidden states to `out` [columns, hidden] float32."""
     left = transform_a_operand(
         _times_strip_of_column, exponentials.t(), {"strips": strips}, MULTIPLE, _K
     )
     identity_epi.gemm(
-        left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column,
-        add_to_output=add,
+        left, scaled_hidden.mT, out, epi_args={}, transform_a=_times_strip_of_column, add_to_output=add,
         tile_M=MULTIPLE, tile_N=_tile_of_hidden(out), tile_K=_K, cluster_M=1, cluster_N=2,
     )  # fmt: skip
 

@@ -45,9 +45,9 @@ def _product(
     coefficients, order, begin, end, source, stride, index, lanes, lanes_inside,
     PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sum coefficient times a tile of a row of `source` over the places [begin, end); rows of coefficient 0 are not read.
+    """Sum coefficient times a tile of a row of `source` over the pairs, in `order`, of the places [begin, end).
 
-    `order` has the pair at each place; None: the pairs themselves.
+    Rows of coefficient 0 are not read.
     """
     total = tl.zeros([TILE], tl.float32)
     for first in range(begin, end, PAIRS):

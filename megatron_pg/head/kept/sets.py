@@ -34,7 +34,7 @@ def check_rows(kept: Ragged, matrix: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """The pairs of a call, on its device, as `RowSets`."""
+    """The pairs of a call, on its device."""
 
     rows: Tensor
     """The row of each pair, [pairs] int64, ascending."""
@@ -77,6 +77,7 @@ class KeptPairs:
     def add_gradient(
         self, logits: Tensor, statistics: RowStatistics, incoming: Incoming, out: Tensor
     ) -> None:
+        """Add the gradient of the logits [pairs] to that of all columns, `out` [tokens, v/tp], which is 0 there."""
         gradient = kept_gradient(logits, self, statistics, incoming)
         out.index_put_((self.rows, self.columns), gradient.to(out.dtype), accumulate=True)
 
@@ -88,10 +89,7 @@ class KeptPairs:
 def kept_gradient(
     logits: Tensor, pairs: KeptPairs, statistics: RowStatistics, incoming: Incoming
 ) -> Tensor:
-    """Compute the gradient [pairs] of the pairs' logits, by the formula of `rows_torch.write_gradient` over the set.
-
-    It is 0 where another rank holds the column, and in rows whose incoming gradients are 0.
-    """
+    """Compute the gradient [pairs] of the pairs' logits, by the formula of `rows_torch.write_gradient` over the set."""
     exponents = (logits - statistics.maximum[pairs.rows]) / pairs.temperature
     log_p = exponents - statistics.log_sum[pairs.rows]
     p = log_p.exp()
@@ -108,10 +106,7 @@ def kept_gradient(
 
 
 def keep_only(sets: Ragged, logits: Tensor, rows: slice, shard: VocabularyShard) -> None:
-    """Fill the logits [rows, v/tp] of some rows with minus infinity outside of their sets, in place.
-
-    Rows without a set stay.
-    """
+    """Fill the logits [rows, v/tp] of rows with a set with minus infinity outside of it, in place."""
     kept = sets.slice(rows)
     if not kept.values.numel():
         return

@@ -17,12 +17,8 @@ from megatron_pg.rollout_files.reader import (
     is_json_lines,
     open_rows,
 )
-from megatron_pg.rollout_files.schema import (
-    OPTIONAL_FIELDS,
-    RowError,
-    sample_of_row,
-    with_distinct_ids_of_file,
-)
+from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, RowError, sample_of_row
+from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
@@ -168,17 +164,18 @@ class RolloutFiles:
     def _sample(self, parse: ParseRow) -> Sample:
         """Make the sample of the row that was passed last."""
         path, row = self._paths[self._file], self._row - 1
+        name = f"{path.name} row {row}"
+        # Not the path: a checkpoint may hold samples of files that have been moved since.
+        id_source = f"file {self._file + 1} of --rollout-files"
         try:
-            values = parse()
-            if self._makes_ids_distinct:
-                values = with_distinct_ids_of_file(values, self._file)
-            name = f"{path.name} row {row}"
-            # Not the path: a checkpoint may hold samples of files that have been moved since.
-            id_source = f"file {self._file + 1} of --rollout-files"
-            return sample_of_row(values, name, self._required_columns, self._vocab_size, id_source)
-        except RowError as error:
-            error.file, error.row = str(path), row
-            raise
+            sample = sample_of_row(
+                parse(), name, self._required_columns, self._vocab_size, id_source
+            )
+            return with_distinct_ids(sample, self._file) if self._makes_ids_distinct else sample
+        except ValueError as error:
+            problem = str(error).removeprefix(f"{name}: ")
+            # The column `log_probs` fills `old_log_probs`.
+            raise RowError(str(path), row, problem.removeprefix("old_")) from None
 
     def _check_files(self, position: RolloutPosition) -> None:
         """Refuse other files than the position's, except for rows added after the last."""

@@ -13,14 +13,13 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
-from megatron_pg.step.identity import coefficients_of_positions
-from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample, check_samples
+from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
+from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
-    **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
-    "loss_weights": torch.float32,
+    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.float32),
     "policy_version": torch.int64,
 }
 """The fields of a sample that have one value per response token, or one for all of them."""

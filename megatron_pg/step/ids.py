@@ -7,11 +7,13 @@ and the samples of one rollout come from one rank or one file.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from megatron_pg.step.sample import Sample, checked_integer
+
+AnyWholeSample = TypeVar("AnyWholeSample", bound=Sample)
 
 NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
@@ -186,32 +188,23 @@ def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: st
     )
 
 
-def distinct_id(where: str, number: int, identifier: int) -> int:
-    """Make an id of rank or file `number` distinct from those of any other.
-
-    Raises:
-        ValueError: beginning with `where`, for ids below 0 or from 2^40 on, or a number from 2^23 on.
-    """
-    if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
-        raise ValueError(
-            f"{where} is {identifier}, expected 0 or more and below 2^40: --distinct-ids makes ids distinct that count up "
-            "from 0; drop it where they are already"
-        )
-    return number * NUM_IDS + identifier
-
-
-def with_distinct_ids(sample: Sample, number: int) -> Sample:
-    """Give the sample ids that no rank of another number has, where each rank numbers its groups and rollouts from 0.
+def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
+    """Give the sample ids that no rank (or file) of another number has, where each numbers its groups and rollouts from 0.
 
     Call it for every sample with its data-parallel rank, before samples are collected or counted, as `--distinct-ids rank`
     does. No communication.
 
     Raises:
-        ValueError: an id below 0 or from 2^40 on, naming the sample.
+        ValueError: an id below 0 or from 2^40 on, or a number from 2^23 on, naming the sample.
     """
-    ids: dict[str, Any] = {
-        field: distinct_id(f"{sample.name}: {field}", number, identifier)
-        for field in ("group_index", "rollout_id")
-        if (identifier := getattr(sample, field)) is not None
-    }
-    return dataclasses.replace(sample, **ids)
+    distinct = copy.copy(sample)
+    for field in ("group_index", "rollout_id"):
+        if (identifier := getattr(sample, field)) is None:
+            continue
+        if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
+            raise ValueError(
+                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40: --distinct-ids rank and "
+                "--distinct-ids file make ids distinct that count up from 0; drop the flag where they are already"
+            )
+        vars(distinct)[field] = number * NUM_IDS + identifier
+    return distinct

@@ -92,6 +92,7 @@ def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     """
     if is_json_lines(path):  # one JSON object a line; blank lines are no rows
         file: Any = path.open("rb")
+        rows: Iterator[ParseRow]
         passed, rows = 0, (functools.partial(_parsed, line) for line in file if line.strip())
     else:
         from megatron_pg.rollout_files.parquet_file import open_parquet

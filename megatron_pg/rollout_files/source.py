@@ -11,13 +11,12 @@ from pathlib import Path
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
 from megatron_pg.rollout_files.reader import (
     FileAccount,
-    ParseRow,
     account_of,
     files_of,
     is_json_lines,
     open_rows,
 )
-from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, RowError, sample_of_row
+from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
 from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 

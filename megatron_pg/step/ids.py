@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from megatron_pg.step.sample import Sample, checked_integer
 
@@ -22,32 +22,28 @@ NUM_NAMED = 5
 """Prompt groups that a message names."""
 
 
-class CountedSample(Protocol):
-    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens.
+class BareSample(NamedTuple):
+    """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    The properties are those of `Sample`. `prompt_hash`, `identity` and `active_coefficients` are None without tokens.
+    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
+    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
+    where there is a `prompt_hash`.
     """
 
-    @property
-    def group_index(self) -> int | None: ...
-    @property
-    def rollout_id(self) -> int | None: ...
-    @property
-    def prompt_hash(self) -> int | None: ...
-    @property
-    def id_source(self) -> str | None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_active_tokens(self) -> int: ...
-    @property
-    def loss_weight(self) -> float | None: ...
-    @property
-    def identity(self) -> int | None: ...
-    @property
-    def hashed_fields(self) -> tuple[str, ...]: ...
-    @property
-    def active_coefficients(self) -> float | None: ...
+    num_active_tokens: int
+    group_index: int | None = None
+    rollout_id: int | None = None
+    name: str = "sample"
+    prompt_hash: int | None = None
+    id_source: str | None = None
+    loss_weight: float | None = None
+    identity: int | None = None
+    hashed_fields: tuple[str, ...] = ()
+    active_coefficients: float | None = None
+
+
+CountedSample = Sample | BareSample
+"""A sample as far as the totals of a step and the aggregations read it."""
 
 
 class _Place(NamedTuple):
@@ -87,7 +83,7 @@ def check_ids(
     rollouts: dict[object, list[_Place]] = {}
     for rank, samples in enumerate(everyone):
         for number, ids in enumerate(samples):
-            key = (rank, number) if ids.rollout_id is None else ids.rollout_id
+            key = rollout_key(ids, rank, number)
             rollouts.setdefault(key, []).append(_Place(rank, number, ids))
     groups: dict[int, list[list[_Place]]] = {}
     for members in rollouts.values():
@@ -100,6 +96,11 @@ def check_ids(
             _check_prompts(group_rollouts)
     if samples_per_group is not None:
         _check_sizes(rollouts.values(), groups, samples_per_group)
+
+
+def rollout_key(sample: CountedSample, rank: int, number: int) -> object:
+    """Name the rollout of a sample: its id, or the place of a sample without one."""
+    return (rank, number) if sample.rollout_id is None else sample.rollout_id
 
 
 def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:

@@ -83,18 +83,18 @@ def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tenso
             f"{where} is of {len(kept)} sets, expected one for each response token ({len(targets)}), empty where all tokens "
             "were kept"
         )
-    kept = Ragged(ids.detach().to(torch.int64), kept.offsets)
-    _check_sets(where, kept)
-    rows_of_ids = kept.row_of_element()
-    has_target = kept.sizes == 0
-    has_target[rows_of_ids[kept.values == targets[rows_of_ids]]] = True
+    sets = Ragged(ids.detach().to(torch.int64), kept.offsets)
+    _check_sets(where, sets)
+    rows_of_ids = sets.row_of_element()
+    has_target = sets.sizes == 0
+    has_target[rows_of_ids[sets.values == targets[rows_of_ids]]] = True
     missing = (loss_mask & ~has_target).nonzero()[:, 0].tolist()
     if missing:
         raise ValueError(
-            f"{where}[{missing[0]}] is a set of {kept.row(missing[0]).numel()} ids without {int(targets[missing[0]])}, expected "
+            f"{where}[{missing[0]}] is a set of {sets.row(missing[0]).numel()} ids without {int(targets[missing[0]])}, expected "
             "the token that was sampled there among them, or an empty set where all tokens were kept"
         )
-    return kept
+    return sets
 
 
 def _check_sets(where: str, sets: Ragged) -> None:

@@ -1,9 +1,10 @@
-"""The schema of a rollout file: what a row may hold, the sample that it becomes, and advantages from its reward."""
+"""The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages from its reward."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import numbers
 import reprlib
@@ -223,8 +224,7 @@ def with_group_advantages(
         samples: this rank's samples of the step, from rollout files.
         method: see `megatron_pg.step.advantages.group_advantages`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        allow_different_prompts: the samples of a prompt group may have different prompts
-            (`--allow-different-prompts-in-group`).
+        allow_different_prompts: see `step_totals`.
 
     Returns:
         The samples, and the advantages of the whole step in rank order, for its report.
@@ -233,26 +233,25 @@ def with_group_advantages(
         ValueError: a sample without a reward or a `group_index`, an unknown method, or ids that stand for two things (see
             `megatron_pg.step.ids.check_ids`); on all ranks alike.
     """
+
+    def rewards_of_rank() -> list[Any]:
+        rewards = [getattr(sample, "reward", None) for sample in samples]
+        for sample, reward in zip(samples, rewards, strict=True):
+            if reward is None or sample.group_index is None:
+                field = "reward" if reward is None else "group_index"
+                raise ValueError(
+                    f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
+                )
+        return rewards
+
     _, shared = compute_and_gather(
-        lambda: samples,
-        lambda mine: (list(map(_reward_and_group, mine)), sample_counts(mine)),
-        data_parallel_group,
+        rewards_of_rank, lambda rewards: (rewards, sample_counts(samples)), data_parallel_group
     )
-    everyone: list[list[tuple[float, int]]] = [pairs for pairs, _ in shared]
-    check_ids([counts for _, counts in shared], allow_different_prompts=allow_different_prompts)
+    rewards, counts = zip(*shared, strict=True)
+    check_ids(counts, allow_different_prompts=allow_different_prompts)
+    groups: Any = [count.group_index for part in counts for count in part]
+    step = group_advantages([*itertools.chain(*rewards)], groups, method=method)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    pairs = [pair for part in everyone for pair in part]
-    step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)
-    first = sum(map(len, everyone[:rank]))
-    mine = zip(samples, step.advantages[first : first + len(samples)].tolist(), strict=True)
-    return [dataclasses.replace(sample, advantages=value) for sample, value in mine], step
-
-
-def _reward_and_group(sample: Sample) -> tuple[float, int]:
-    reward = sample.reward if isinstance(sample, RewardedSample) else None
-    if reward is None or sample.group_index is None:
-        field = "reward" if reward is None else "group_index"
-        raise ValueError(
-            f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
-        )
-    return reward, sample.group_index
+    mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()
+    pairs = zip(samples, mine, strict=True)
+    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs], step

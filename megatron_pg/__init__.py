@@ -30,7 +30,7 @@ from megatron_pg.step.totals import StepTotals, step_totals
 # Documented paths of the collector and its sources from when they lay in `step`, which imports no room above it.
 for _name in ("CollectorState", "IteratorSource", "SampleSource", "StepCollector", "StepSamples"):
     setattr(step, _name, getattr(rollout_files, _name))
-sys.modules["megatron_pg.step.sources"] = rollout_files.sources
+sys.modules["megatron_pg.step.sources"] = rollout_files.collector
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ from megatron_pg import PolicyLossConfig, Sample, StepCollector
 from megatron_pg.config.planning import PlanningConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.rollout_files import RolloutFiles, StepSamples, validate_rollout_file
-from megatron_pg.rollout_files.sources import no_sample_in
+from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step import SampleCost, StepPlan, plan_step
 
 from .memory_estimate import GIB, estimate_memory

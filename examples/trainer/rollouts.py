@@ -20,7 +20,7 @@ from megatron_pg.rollout_files import (
     StepSamples,
     with_group_advantages,
 )
-from megatron_pg.rollout_files.sources import no_sample_in
+from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 

@@ -29,7 +29,7 @@ from megatron_pg.loss.policy_loss import quotient
 from megatron_pg.loss.reducer import custom_reduction, weighted_sum
 from megatron_pg.loss.tokens import masked
 from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.sample import CRITIC_FIELDS
+from megatron_pg.step.identity import CRITIC_FIELDS
 from megatron_pg.step.totals import StepTotals
 
 MEANS = ("value", "return", "value_clipfrac")

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_pg.config import PlanningConfig, PolicyLossConfig
 from megatron_pg.config.fields import PYTHON_ONLY, Interval, Parsed, Settings
 from megatron_pg.rollout_files import IteratorSource, StepCollector
-from megatron_pg.rollout_files.sources import no_sample_in
+from megatron_pg.rollout_files.collector import no_sample_in
 from megatron_pg.step.totals import BareSample, StepTotals, step_totals
 
 DEFAULT_NUM_GROUPS = 32

@@ -1,6 +1,12 @@
 """From files to the samples of a step: Parquet and JSON Lines that any rollout engine can write, one row a sample."""
 
-from megatron_pg.rollout_files.collector import CollectorState, StepCollector, StepSamples
+from megatron_pg.rollout_files.collector import (
+    CollectorState,
+    IteratorSource,
+    SampleSource,
+    StepCollector,
+    StepSamples,
+)
 from megatron_pg.rollout_files.schema import (
     COLUMNS,
     RewardedSample,
@@ -13,7 +19,6 @@ from megatron_pg.rollout_files.source import (
     RolloutPosition,
     validate_rollout_file,
 )
-from megatron_pg.rollout_files.sources import IteratorSource, SampleSource
 
 __all__ = [
     "COLUMNS",

@@ -1,22 +1,20 @@
 """`--docs-per-step`: pulls samples until a step holds enough documents, decided alike on every data-parallel rank.
 
-A document is what N counts: a rollout, be it one sample or several with the same `rollout_id`. A rollout is never cut
-by a step boundary, a prompt group only where that is harmless. Which of them are whole is known from their order: the
-samples of one follow each other in every rank's share of the stream, so one that a rank has moved on from is complete
-there.
+N counts documents: a document is a rollout, of one sample or of several with the same `rollout_id`. The end of a step
+never cuts a rollout, and a prompt group only where that is harmless. The order of the stream tells which of them are
+whole: the samples of one follow each other in every rank's share, so one that a rank has moved on from is complete there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from megatron_pg.config.planning import DocsPerStepMode, PlanningConfig
-from megatron_pg.rollout_files.sources import SampleSource
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.totals import AnySample
 
@@ -27,19 +25,83 @@ Ids = tuple[int | None, int | None]
 """The `group_index` and `rollout_id` of a sample."""
 
 
+def no_sample_in(paths: Sequence[str], num_skipped: int) -> ValueError:
+    """Make the error of `--rollout-files` without a good row: a run without a step would look like one that went well."""
+    reason = "no rows"
+    if num_skipped:
+        reason = f"{num_skipped} bad rows skipped; --on-bad-row error names the first"
+    return ValueError(f"--rollout-files {' '.join(paths)}: no sample in them ({reason})")
+
+
+class SampleSource(Protocol[AnySample]):
+    """One data-parallel rank's share of a stream of samples, dealt out in slots.
+
+    All ranks are asked for the same number of slots at a time. Slot i of rank r comes, in the order of the whole
+    stream, after slot i of rank r - 1 and before slot i + 1 of rank 0.
+    """
+
+    @property
+    def can_reshard(self) -> bool:
+        """True where a position is the same on all ranks and means the same at another data-parallel size."""
+
+    @property
+    def position(self) -> Any:
+        """The place where the next pull begins; picklable."""
+
+    def seek(self, position: Any) -> None:
+        """Continue from a position, of this source or of another with the same stream."""
+
+    def pull(self, count: int) -> list[AnySample | None]:
+        """Pull the next `count` slots, fewer only at the end of this rank's share; None is a slot without a sample."""
+
+
+class IteratorSource(Generic[AnySample]):
+    """Samples of an iterator, None for a slot without one: every rank iterates over its own share. Positions count slots."""
+
+    can_reshard = False
+
+    def __init__(self, samples: Iterable[AnySample | None]) -> None:
+        self._samples = iter(samples)
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """Samples taken so far."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Skip ahead; the iterator must give the same samples as the source that had the position.
+
+        Raises:
+            ValueError: the position has been passed, or the iterator ends before it.
+        """
+        if position < self._position:
+            raise ValueError(
+                f"position {position} has been passed (now at {self._position}): build the source anew to go back"
+            )
+        skipped = sum(1 for _ in itertools.islice(self._samples, position - self._position))
+        self._position += skipped
+        if self._position < position:
+            raise ValueError(
+                f"the iterator ends after {self._position} samples, before position {position}: it is not the one "
+                "that the position is of"
+            )
+
+    def pull(self, count: int) -> list[AnySample | None]:
+        """Pull the next samples, fewer than `count` at the end."""
+        pulled: list[AnySample | None] = list(itertools.islice(self._samples, count))
+        self._position += len(pulled)
+        return pulled
+
+
 class _Record(NamedTuple):
     """A pulled sample that is in no step yet, as every rank knows it."""
 
-    sequence: int
-    """Its place in the order of the stream over all ranks."""
+    sequence: int  # its place in the stream over all ranks
     rank: int
-    """The data-parallel rank that holds it."""
-    document: Key
-    """The document that N counts: its rollout, or the sample itself."""
-    unit: Key
-    """The part that a step takes whole: its prompt group where groups are kept, or its document."""
-    boundary: Key
-    """The part that no end of a step may cut: its prompt group where the settings ask for whole groups, or its document."""
+    document: Key  # its rollout, or the sample itself
+    unit: Key  # what a step takes whole: its prompt group where groups are kept, or its document
+    boundary: Key  # what no end of a step may cut: its prompt group where that is asked for, or its document
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +111,9 @@ class StepSamples(Generic[AnySample]):
     samples: tuple[AnySample, ...]
     """The samples of this rank, in the order of the stream."""
     num_documents: int
-    """The count that was achieved, over all data-parallel ranks; N of the step."""
+    """N of the step, over all data-parallel ranks."""
     num_skipped: int
-    """Slots without a sample (bad rows) that were passed since the last step, over all data-parallel ranks."""
+    """Slots without a sample (bad rows) since the last step, over all data-parallel ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +133,20 @@ class CollectorState(Generic[AnySample]):
 class StepCollector(Generic[AnySample]):
     """Collects the samples of one step after the other from a stream that is shared out over data-parallel ranks.
 
-    Every data-parallel rank builds one with the same settings and calls `collect` for every step. Ranks agree by
-    one exchange for every window of samples that they pull, most often one or two a step. In `exact` mode a source
-    that can be resharded gives the same steps at every data-parallel size.
+    Every data-parallel rank builds one with the same settings and calls `collect` for every step. Ranks agree by one
+    exchange for every window of samples that they pull, most often one or two a step. In `exact` mode the steps of a
+    source that can be resharded are the same at every data-parallel size.
 
     Args:
-        source: this rank's share of the stream. Samples of one rollout, and of one prompt group where groups are kept
-            whole or must not be cut, follow each other in it.
+        source: this rank's share of the stream. Samples of one rollout follow each other in it, and those of one prompt
+            group where groups are kept whole or must not be cut.
         docs_per_step: n, over all data-parallel ranks.
-        mode: `at_least` keeps what the last window brought beyond n in the step; `exact` carries it into the next,
-            so that every step but the last holds n.
+        mode: `at_least` trains on all samples of the last window; `exact` carries those beyond n into the next step, so
+            that every step but the last holds n.
         keep_prompt_groups: steps end between prompt groups. A step then holds at least n, and less than one group
             beyond n in `exact` mode.
-        refuse_cut_groups: a step that would end inside a prompt group is an error: `prompt_mean` has no denominator
-            for a part of a group.
+        refuse_cut_groups: refuse a step that would end inside a prompt group: `prompt_mean` has no denominator for a
+            part of a group.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
 
     Raises:
@@ -101,7 +163,7 @@ class StepCollector(Generic[AnySample]):
         refuse_cut_groups: bool = False,
         data_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # The rules of these flags are its; the budget is none of the collector's.
+        # Checks the flags; the collector has no budget.
         PlanningConfig(
             max_tokens_per_microbatch=1, docs_per_step=docs_per_step, docs_per_step_mode=mode
         )
@@ -113,10 +175,10 @@ class StepCollector(Generic[AnySample]):
         self._group = data_parallel_group
         self._rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
         self._size = 1 if data_parallel_group is None else dist.get_world_size(data_parallel_group)
-        # Both of what is in no step yet, in the order of the stream: of all ranks, and by sequence of this one.
+        # Samples that are in no step yet, in the order of the stream: of all ranks, and this rank's by sequence.
         self._pending: list[_Record] = []
         self._samples: dict[int, AnySample] = {}
-        # By rank: what its last sample is part of, which may go on; below 0, ranks of another size.
+        # By rank: the boundary of its last sample, which may go on. Ranks of another data-parallel size are below 0.
         self._latest: dict[int, Key] = {}
         self._finished: frozenset[Key] = frozenset()  # boundaries in the last step
         self._num_slots = 0
@@ -130,9 +192,9 @@ class StepCollector(Generic[AnySample]):
         Every data-parallel rank must call it.
 
         Raises:
-            ValueError: a prompt group or rollout is cut by the end of the step, a sample lacks the `group_index`
-                that the settings need, or the source raised one; on all ranks alike.
-            RuntimeError: the source of another rank raised an error that is no ValueError; that rank raises it as it is.
+            ValueError: the end of the step cuts a prompt group or rollout, a sample lacks the `group_index` that the
+                settings need, or a source raised a ValueError; on all ranks alike.
+            RuntimeError: the source of another rank raised another error; that rank raises its own.
         """
         while (chosen := self._choose()) is None:
             self._pull_window()
@@ -145,9 +207,9 @@ class StepCollector(Generic[AnySample]):
         self._refuse_cut(left, boundaries)
         self._pending, self._finished = left, boundaries
         num_skipped, self._num_skipped = self._num_skipped, 0
-        samples = (self._samples.pop(record.sequence, None) for record in chosen)
+        mine = (record.sequence for record in chosen if record.rank == self._rank)
         return StepSamples(
-            samples=tuple(sample for sample in samples if sample is not None),
+            samples=tuple(map(self._samples.pop, mine)),
             num_documents=len({record.document for record in chosen}),
             num_skipped=num_skipped,
         )
@@ -169,11 +231,11 @@ class StepCollector(Generic[AnySample]):
         Every data-parallel rank must call it: a source that cannot go on ends all of them.
 
         Args:
-            states: those of all data-parallel ranks of the run that wrote the checkpoint, in rank order.
+            states: the states of all data-parallel ranks of the run that wrote the checkpoint, in rank order.
 
         Raises:
-            ValueError: another number of ranks, and a source whose positions belong to one number of ranks; or the
-                source refuses its position, on this rank or another.
+            ValueError: the number of ranks changed and the source cannot be resharded, or a source refuses its position,
+                on this rank or another.
         """
         is_same_size = len(states) == self._size
         if not is_same_size and not self._source.can_reshard:
@@ -197,7 +259,7 @@ class StepCollector(Generic[AnySample]):
             self._pending.append(self._record(sequence, rank, ids))
             if rank == self._rank:
                 self._samples[sequence] = sample
-        # At another size no rank has a latest sample yet; until one does, all that was open stays so.
+        # At another size no rank has a latest sample yet; until one does, open groups and rollouts stay open.
         self._latest = mine.latest
         if not is_same_size:
             self._latest = {-1 - index: key for index, key in enumerate(mine.latest.values())}
@@ -233,12 +295,10 @@ class StepCollector(Generic[AnySample]):
 
     def _refuse_cut(self, left: Sequence[_Record], taken: Collection[Key]) -> None:
         """Refuse a record of a later step whose group or rollout is in an earlier step."""
-        kind, identifier = next((r.boundary for r in left if r.boundary in taken), ("", 0))
-        if kind:
-            column, rule = "", ""
-            if kind == "prompt group":
-                column = " (group_index)"
-            if kind == "prompt group" and not self._keeps_groups:
+        for kind, identifier in (record.boundary for record in left if record.boundary in taken):
+            is_group = kind == "prompt group"
+            column, rule = " (group_index)" if is_group else "", ""
+            if is_group and not self._keeps_groups:
                 rule = "; end steps between groups with --keep-prompt-groups: the prompt mean has no denominator for a part"
             raise ValueError(
                 f"{kind} {identifier}{column} is cut by the end of a step at --docs-per-step {self._docs_per_step}: let "
@@ -249,7 +309,7 @@ class StepCollector(Generic[AnySample]):
     def _pull_window(self) -> None:
         """Pull the same number of slots on every rank, and tell every rank the ids in them. One exchange."""
         count = self._window_size()
-        # Of a folder that is not shared, or not yet, a rank sees other files: then row i is not the same row on all.
+        # Ranks see other files in a folder that is not shared (yet): row i is then not the same row on all ranks.
         start = None if self._num_pulls or not self._source.can_reshard else self._source.position
         slots, shared = compute_and_gather(
             lambda: self._source.pull(count), lambda slots: (start, self._ids(slots)), self._group
@@ -276,7 +336,7 @@ class StepCollector(Generic[AnySample]):
         self._num_skipped += sum(ids is None for of_rank in everyone for ids in of_rank)
         ended = {rank for rank, of_rank in enumerate(everyone) if len(of_rank) < count}
         self._is_exhausted = len(ended) == self._size
-        # A window of bad rows alone says nothing of what was open at another size.
+        # A window of bad rows alone does not end what was open at another size.
         if records or self._is_exhausted:
             ended |= {rank for rank in self._latest if rank < 0}
         latest = self._latest | {record.rank: record.boundary for record in records}

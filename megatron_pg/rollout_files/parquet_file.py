@@ -39,7 +39,7 @@ _unchecked: list[Path] = []
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let the errors of pyarrow, which know no path, name the Parquet file."""
+    """Name the Parquet file in the errors of pyarrow, which know no path."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_pg.rollout_files.schema import READ, ParseRow, Row, RowError, shown
+from megatron_pg.rollout_files.schema import READ, ParseRow, Row, shown
 
 END_BYTES = 1 << 16
 """Bytes at either end of a file that its fingerprint covers: all of a small one, and little of a large one to read."""
@@ -92,6 +92,7 @@ def open_rows(path: Path, start: int) -> Iterator[Iterator[ParseRow]]:
     """
     if is_json_lines(path):  # one JSON object a line; blank lines are no rows
         file: Any = path.open("rb")
+        rows: Iterator[ParseRow]
         passed, rows = 0, (functools.partial(_parsed, line) for line in file if line.strip())
     else:
         from megatron_pg.rollout_files.parquet_file import open_parquet
@@ -119,13 +120,13 @@ def account_of(path: Path, limit: int | None = None) -> FileAccount:
 def _parsed(line: bytes) -> Row:
     try:
         row = json.loads(line, object_pairs_hook=_with_distinct_keys)
-    except RowError:
-        raise
-    except (ValueError, RecursionError) as error:
-        found = f"no JSON ({error}): {shown(line[:40].decode(errors='replace').strip())}"
-        raise RowError("the line", found, "one JSON object") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = shown(line[:40].decode(errors="replace").strip())
+        raise ValueError(
+            f"the line is no JSON ({error}): {found}, expected one JSON object"
+        ) from error
     if not isinstance(row, dict):
-        raise RowError("the line", shown(row), "one JSON object")
+        raise ValueError(f"the line is {shown(row)}, expected one JSON object")
     return row
 
 
@@ -136,5 +137,5 @@ def _with_distinct_keys(pairs: list[tuple[str, Any]]) -> Row:
         keys = [key for key, _ in pairs]
         for key in READ:
             if keys.count(key) > 1:
-                raise RowError(key, f"given {keys.count(key)} times", "one value")
+                raise ValueError(f"{key} is given {keys.count(key)} times, expected one value")
     return row

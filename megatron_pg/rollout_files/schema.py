@@ -1,13 +1,13 @@
-"""The schema of a rollout file: what a row may hold, the sample that it becomes, and advantages from its reward."""
+"""The schema of a rollout file: the columns of a row, the sample that it becomes, and advantages from its reward."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import numbers
 import reprlib
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
 from megatron_pg.step.advantages import GroupAdvantages, group_advantages
 from megatron_pg.step.agreement import compute_and_gather
-from megatron_pg.step.ids import NUM_IDS, check_ids, distinct_id
-from megatron_pg.step.sample import LOG_PROB_FIELDS, Sample, as_integer
-from megatron_pg.step.side_channels import LARGEST_VOCABULARY, WrongSet, checked_kept_tokens
+from megatron_pg.step.ids import check_ids
+from megatron_pg.step.sample import Sample, as_integer
 from megatron_pg.step.totals import sample_counts
-from megatron_pg.step.values import LARGEST_LOG_PROB, LOG_PROB
+from megatron_pg.step.values import refuse_values
 
 INTEGERS, NUMBERS = "a list of integers", "a list of numbers"
 INTEGER_LISTS = "a list of lists of integers"
@@ -66,8 +66,6 @@ OPTIONAL_FIELDS: Mapping[str, str] = {
 }
 """Optional fields of `Sample`, and the column that fills each of them."""
 
-LOG_PROB_COLUMNS = frozenset(OPTIONAL_FIELDS[field] for field in LOG_PROB_FIELDS)
-
 Row = Mapping[str, Any]
 """One row by column: an array of integers or numbers, a `Ragged` of integers, any Python value, or None where the row has no
 value."""
@@ -78,15 +76,14 @@ ParseRow = Callable[[], Row]
 
 
 class RowError(ValueError):
-    """A row of a rollout file that is no sample."""
+    """A row of a rollout file that is no sample: `file`, `row` (counted from 0) and the `problem` in words."""
 
-    def __init__(self, field: str, found: str, expected: str) -> None:
-        self.file, self.row = "", -1  # the row, counted from 0; set where both are known
-        self.field, self.found, self.expected = field, found, expected
-        super().__init__(field, found, expected)
+    def __init__(self, file: str, row: int, problem: str) -> None:
+        self.file, self.row, self.problem = file, row, problem
+        super().__init__(file, row, problem)
 
     def __str__(self) -> str:
-        return f"{self.file} row {self.row}: {self.field} is {self.found}, expected {self.expected}"
+        return f"{self.file} row {self.row}: {self.problem}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,154 +107,100 @@ def sample_of_row(
     """Make the sample of a row, if the row fills the required columns and has token ids below the size of the vocabulary.
 
     Raises:
-        RowError: a value is missing, of the wrong type or length, or out of range.
+        ValueError: a value is missing, of the wrong type or length, or out of range; the values of a sample as `Sample` says.
     """
-    row = _with_our_names(row)
+    row = _with_our_names({name: value for name, value in row.items() if value is not None})
     for column in ("prompt_ids", "response_ids", *required_columns):
-        if row.get(column) is None:
-            raise RowError(column, "missing", COLUMNS[column])
-    if row.get("reward") is None and row.get("advantages") is None:
-        raise RowError("reward", "missing", "a number (or advantages)")
-    prompt, response = (_vector(column, row[column]) for column in ("prompt_ids", "response_ids"))
-    limit = math.inf if vocab_size is None else vocab_size
-    below = "" if vocab_size is None else f" and below {vocab_size}"
-    for column, ids in (("prompt_ids", prompt), ("response_ids", response)):
-        _check(column, ids, (ids >= 0) & (ids < limit), f"a token id of at least 0{below}")
-    if not prompt.size:
-        raise RowError("prompt_ids", "empty", "at least one token")
-    is_active = np.ones(response.size, np.bool_)
-    if row.get("loss_mask") is not None:
-        mask = _vector("loss_mask", row["loss_mask"], response.size)
-        _check("loss_mask", mask, (mask == 0) | (mask == 1), "0 or 1")
-        is_active = mask.astype(np.bool_)
-    values = {
-        column: _value(column, row[column], is_active)
-        for column in (*OPTIONAL_FIELDS.values(), "reward", "advantages")
-        if row.get(column) is not None and column != "kept_tokens"
-    }
-    if row.get("kept_tokens") is not None:
-        values["kept_tokens"] = _kept_sets(row["kept_tokens"], response, is_active, vocab_size)
-    return RewardedSample(
-        tokens=torch.from_numpy(np.concatenate([prompt, response])),
-        response_length=response.size,
-        loss_mask=torch.from_numpy(is_active),
+        if column not in row:
+            raise ValueError(f"{column} is missing, expected {COLUMNS[column]}")
+    if not {"reward", "advantages"} & row.keys():
+        raise ValueError("reward is missing, expected a number (or advantages)")
+    values = {column: _value(column, row[column]) for column in COLUMNS if column in row}
+    limit, below = (
+        (math.inf, "") if vocab_size is None else (vocab_size, f" and below {vocab_size}")
+    )
+    tokens = []
+    for column in ("prompt_ids", "response_ids"):
+        ids = torch.from_numpy(values.pop(column))
+        problem = f", expected a token id of at least 0{below}"
+        refuse_values(column, ids, (ids < 0) | (ids >= limit), problem)
+        tokens.append(ids)
+    prompt, response = tokens
+    if not prompt.numel():
+        raise ValueError("prompt_ids is empty, expected at least one token")
+    sample = RewardedSample(
+        tokens=torch.cat(tokens),
+        response_length=response.numel(),
+        loss_mask=values.pop("loss_mask", torch.ones(response.numel())),
         has_advantages="advantages" in values,
         old_log_probs=values.pop("log_probs", None),
         name=name,
         id_source=id_source,
         **values,
     )
+    for field in LOG_PROB_FIELDS:
+        if (log_probs := getattr(sample, field)) is not None:
+            problem = ", expected a finite number, as loss_mask keeps the token"
+            refuse_values(field, log_probs, sample.loss_mask & log_probs.isnan(), problem)
+    if (kept := sample.kept_tokens) is not None and (kept.values >= limit).any():
+        at = int((kept.values >= limit).nonzero()[0])
+        raise ValueError(
+            f"kept_tokens[{int(kept.row_of_element()[at])}] is a set with id {int(kept.values[at])}, expected ids of the "
+            f"vocabulary, 0 or more{below}"
+        )
+    return sample
 
 
 def _with_our_names(row: Row) -> Row:
-    given = {name: value for name, value in row.items() if value is not None}
-    has_theirs = {"prompt_token_ids", "token_ids"} <= given.keys()
-    if has_theirs and not {"prompt_ids", "response_ids"} & given.keys():
-        return {name: row.get(engine) for name, engine in ENGINE_COLUMNS.items()} | given
+    has_theirs = {"prompt_token_ids", "token_ids"} <= row.keys()
+    if has_theirs and not {"prompt_ids", "response_ids"} & row.keys():
+        theirs = {name: row[engine] for name, engine in ENGINE_COLUMNS.items() if engine in row}
+        return theirs | dict(row)
     return row
 
 
-def with_distinct_ids_of_file(row: Row, number: int) -> Row:
-    """Give a row ids that no file of another number has; ids that are no integers stay as they are.
-
-    Raises:
-        RowError: an id below 0 or from 2^40 on.
-    """
-    ids = {}
-    for column in ("group_index", "rollout_id"):
-        if (identifier := as_integer(row.get(column))) is not None:
-            try:
-                ids[column] = distinct_id(column, number, identifier)
-            except ValueError:
-                expected = f"0 or more and below {NUM_IDS}, for --distinct-ids file"
-                raise RowError(column, shown(identifier), expected) from None
-    return {**row, **ids}
-
-
-def _value(column: str, value: Any, is_active: NDArray[np.bool_]) -> Any:
-    """Return an integer, a finite number, or [response_length] float32, finite at active tokens; null elsewhere becomes NaN."""
-    if COLUMNS[column] == INTEGER:
-        number = as_integer(value)
-        if number is None:
-            raise RowError(column, shown(value), "a 64-bit integer")
-        return number
-    if column == "reward":
-        return _finite(column, value, sys.float_info.max, "finite")
-    if column == "advantages" and not isinstance(value, (list, np.ndarray)):
-        return _finite(column, value, float(np.finfo(np.float32).max), "finite in float32")
-    values = _vector(column, value, is_active.size)
-    with np.errstate(over="ignore"):
-        single = values.astype(np.float32)
-    expected = "a number that is finite in float32, as loss_mask keeps the token"
-    _check(column, values, np.isfinite(single) | ~is_active, expected)
-    if column == "loss_weights":
-        _check(
-            column, values, ~(values < 0) | ~is_active, "0 or more, as loss_mask keeps the token"
-        )
-    if column in LOG_PROB_COLUMNS:
-        _check(column, values, ~(single > LARGEST_LOG_PROB) | ~is_active, LOG_PROB)
-    return torch.from_numpy(single)
-
-
-def _kept_sets(
-    value: Any, response: NDArray[Any], is_active: NDArray[np.bool_], vocab_size: int | None
-) -> Ragged:
-    """Check the sets of the response tokens; an empty set, or null, where all tokens were kept."""
-    if not isinstance(value, (list, Ragged)):
-        raise RowError("kept_tokens", shown(value), INTEGER_LISTS)
-    if isinstance(value, list):
+def _value(column: str, value: Any) -> Any:
+    """Check the type of a value, and convert a number or a list of numbers; null becomes NaN."""
+    kind = COLUMNS[column]
+    if kind == INTEGER:
+        return value
+    if kind == INTEGER_LISTS and isinstance(value, list):
+        value = [[] if ids is None else ids for ids in value]
         for at, ids in enumerate(value):
-            if not isinstance(ids, (list, type(None))):
-                raise RowError(f"kept_tokens[{at}]", shown(ids), INTEGERS)
-            _typed(f"kept_tokens[{at}]", ids or [], INTEGER)
-        value = [ids or [] for ids in value]
-    tokens, mask = torch.tensor(response), torch.tensor(is_active)
-    try:
-        return checked_kept_tokens(value, "the row", tokens, mask, vocab_size or LARGEST_VOCABULARY)
-    except WrongSet as error:
-        raise RowError(error.field, error.found, error.expected) from None
-
-
-def _finite(column: str, value: Any, limit: float, expected: str) -> float:
+            _vector(f"{column}[{at}]", ids, INTEGERS)
+    if kind == INTEGER_LISTS:
+        if not isinstance(value, (list, Ragged)):
+            raise ValueError(f"{column} is {shown(value)}, expected {kind}")
+        return value
+    if kind in (INTEGERS, NUMBERS) or isinstance(value, (list, np.ndarray)):
+        return _vector(column, value, kind)
     try:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         number = float(value) if is_number else math.nan
     except OverflowError:  # an integer beyond float64
         number = math.inf
-    if not abs(number) <= limit:
-        raise RowError(column, shown(value), f"{COLUMNS[column]}, {expected}")
+    if not math.isfinite(number):
+        raise ValueError(f"{column} is {shown(value)}, expected {kind}, finite")
     return number
 
 
-def _vector(field: str, value: Any, size: int | None = None) -> NDArray[Any]:
-    """Return the values [size], integers or numbers as the column holds; null among numbers becomes NaN."""
-    is_integers = COLUMNS[field] == INTEGERS
-    if isinstance(value, np.ndarray) and value.dtype.kind not in ("i" if is_integers else "iufb"):
+def _vector(field: str, value: Any, kind: str) -> NDArray[Any]:
+    """Convert a list or an array to an array of its own, int64 for integers and float64 for numbers."""
+    is_integers = kind == INTEGERS
+    dtype = np.int64 if is_integers else np.float64
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in ("i" if is_integers else "iufb"):
+            return value.astype(dtype)
         value = value.tolist()
-    if isinstance(value, list):
-        value = _typed(field, value, INTEGER if is_integers else NUMBER)
-    if not isinstance(value, np.ndarray):
-        raise RowError(field, shown(value), COLUMNS[field])
-    if size not in (None, value.size):
-        raise RowError(field, f"of {value.size} values", f"{size}, one per token of response_ids")
-    return value
-
-
-def _typed(field: str, values: list[Any], expected: str) -> NDArray[Any]:
-    others = () if expected == INTEGER else (float, bool, type(None))
-    if {int, *others}.issuperset(map(type, values)):
+    if not isinstance(value, list):
+        raise ValueError(f"{field} is {shown(value)}, expected {kind}")
+    others = () if is_integers else (float, bool, type(None))
+    if {int, *others}.issuperset(map(type, value)):
         with contextlib.suppress(OverflowError):
-            return np.array(values, np.int64 if expected == INTEGER else np.float64)
-    is_right = [isinstance(value, others) or as_integer(value) is not None for value in values]
-    at = is_right.index(False)
-    raise RowError(f"{field}[{at}]", shown(values[at]), f"{expected} of 64 bits")
-
-
-def _check(field: str, values: NDArray[Any], is_right: NDArray[Any], expected: str) -> None:
-    """Name the first element that is wrong."""
-    if not is_right.all():
-        at = int(np.flatnonzero(~is_right)[0])
-        raise RowError(f"{field}[{at}]", shown(values[at]), expected)
+            return np.array(value, dtype)
+    at = [isinstance(v, others) or as_integer(v) is not None for v in value].index(False)
+    expected = INTEGER if is_integers else NUMBER
+    raise ValueError(f"{field}[{at}] is {shown(value[at])}, expected {expected} of 64 bits")
 
 
 def shown(value: Any) -> str:
@@ -281,8 +224,7 @@ def with_group_advantages(
         samples: this rank's samples of the step, from rollout files.
         method: see `megatron_pg.step.advantages.group_advantages`.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        allow_different_prompts: the samples of a prompt group may have different prompts
-            (`--allow-different-prompts-in-group`).
+        allow_different_prompts: see `step_totals`.
 
     Returns:
         The samples, and the advantages of the whole step in rank order, for its report.
@@ -291,26 +233,25 @@ def with_group_advantages(
         ValueError: a sample without a reward or a `group_index`, an unknown method, or ids that stand for two things (see
             `megatron_pg.step.ids.check_ids`); on all ranks alike.
     """
+
+    def rewards_of_rank() -> list[Any]:
+        rewards = [getattr(sample, "reward", None) for sample in samples]
+        for sample, reward in zip(samples, rewards, strict=True):
+            if reward is None or sample.group_index is None:
+                field = "reward" if reward is None else "group_index"
+                raise ValueError(
+                    f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
+                )
+        return rewards
+
     _, shared = compute_and_gather(
-        lambda: samples,
-        lambda mine: (list(map(_reward_and_group, mine)), sample_counts(mine)),
-        data_parallel_group,
+        rewards_of_rank, lambda rewards: (rewards, sample_counts(samples)), data_parallel_group
     )
-    everyone: list[list[tuple[float, int]]] = [pairs for pairs, _ in shared]
-    check_ids([counts for _, counts in shared], allow_different_prompts=allow_different_prompts)
+    rewards, counts = zip(*shared, strict=True)
+    check_ids(counts, allow_different_prompts=allow_different_prompts)
+    groups: Any = [count.group_index for part in counts for count in part]
+    step = group_advantages([*itertools.chain(*rewards)], groups, method=method)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    pairs = [pair for part in everyone for pair in part]
-    step = group_advantages([r for r, _ in pairs], [g for _, g in pairs], method=method)
-    first = sum(map(len, everyone[:rank]))
-    mine = zip(samples, step.advantages[first : first + len(samples)].tolist(), strict=True)
-    return [dataclasses.replace(sample, advantages=value) for sample, value in mine], step
-
-
-def _reward_and_group(sample: Sample) -> tuple[float, int]:
-    reward = sample.reward if isinstance(sample, RewardedSample) else None
-    if reward is None or sample.group_index is None:
-        field = "reward" if reward is None else "group_index"
-        raise ValueError(
-            f"{sample.name} has no {field}: an advantage is a reward against those of the same prompt group"
-        )
-    return reward, sample.group_index
+    mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()
+    pairs = zip(samples, mine, strict=True)
+    return [dataclasses.replace(sample, advantages=value) for sample, value in pairs], step

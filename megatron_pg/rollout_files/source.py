@@ -11,18 +11,13 @@ from pathlib import Path
 from megatron_pg.config.planning import OnBadRow, PlanningConfig
 from megatron_pg.rollout_files.reader import (
     FileAccount,
-    ParseRow,
     account_of,
     files_of,
     is_json_lines,
     open_rows,
 )
-from megatron_pg.rollout_files.schema import (
-    OPTIONAL_FIELDS,
-    RowError,
-    sample_of_row,
-    with_distinct_ids_of_file,
-)
+from megatron_pg.rollout_files.schema import OPTIONAL_FIELDS, ParseRow, RowError, sample_of_row
+from megatron_pg.step.ids import with_distinct_ids
 from megatron_pg.step.sample import Sample
 
 logger = logging.getLogger("megatron_pg")
@@ -46,8 +41,8 @@ class RolloutPosition:
 class RolloutFiles:
     """One data-parallel rank's share of the samples of rollout files; a `SampleSource`.
 
-    Row i of the whole stream belongs to rank i modulo the number of ranks, counted from where this run began, so that
-    every rank reads all files and parses its own rows. Memory is that of the rows pulled, whatever the files hold.
+    Row i of the stream, counted from where this run began, belongs to rank i modulo the number of ranks. Every rank reads
+    all files and parses its own rows. The rows that were pulled are all that it holds in memory.
 
     Args:
         paths: Parquet and JSON Lines files, read in this order; of a directory, all in it by name.
@@ -77,7 +72,7 @@ class RolloutFiles:
         vocab_size: int | None = None,
         distinct_ids: bool = False,
     ) -> None:
-        # The rules of these flags are its; the budget is none of the files'.
+        # Checks the flags; files have no budget.
         PlanningConfig(1, rollout_files=tuple(map(str, paths)), on_bad_row=on_bad_row)
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
@@ -92,7 +87,7 @@ class RolloutFiles:
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}: expected 1 or more")
         self._paths = files_of(paths)
-        # Now, and not at the first checkpoint: of what is read, not of what may lie there then.
+        # Taken before the first row: at the first checkpoint another file may lie there.
         self._accounts = tuple(account_of(path) for path in self._paths)
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._skips_bad_rows = on_bad_row == "skip"
@@ -112,16 +107,16 @@ class RolloutFiles:
     def seek(self, position: RolloutPosition) -> None:
         """Continue from a position, of a source with the same files on any number of ranks.
 
-        The files may lie in another folder. More rows may follow the last one: further files, and lines at the end of
-        the last file where that is JSON Lines and has not been passed.
+        The files may lie in another folder. Further files may follow the last one, and further lines may follow in it
+        if it is JSON Lines and has not been passed.
 
         Raises:
-            ValueError: the files are not those that the position is of; the first that differs is named.
+            ValueError: the files are not those of the position; the first that differs is named.
         """
         self._check_files(position)
         self.close()
         self._file, self._row = position.file, position.row
-        if position.row:  # now, and not at the first pull, is said that the file has fewer
+        if position.row:  # refuse a shorter file now, not at the first pull
             with open_rows(self._paths[self._file], self._row):
                 pass
 
@@ -129,9 +124,8 @@ class RolloutFiles:
         """Pull the next `count` of this rank's rows, fewer only at the end of the files; None for a bad row.
 
         Raises:
-            RowError: a bad row (a ValueError), naming file, row, field, what was found and what was expected. The
-                position is then after that row.
-            ValueError: a file is not what its name says.
+            RowError: a bad row (a ValueError); the position is then after that row.
+            ValueError: a file cannot be read as the kind that its name says.
         """
         samples: list[Sample | None] = []
         for index, parse in enumerate(itertools.islice(self._rows, count * self._size)):
@@ -162,23 +156,24 @@ class RolloutFiles:
                         self._row += 1
                         yield parse
                 self._file, self._row = self._file + 1, 0
-        finally:  # after an error a pull begins here again, as one that has ended would look like the end of the files
+        finally:  # a generator that an error has ended would look like the end of the files
             self._rows = self._read()
 
     def _sample(self, parse: ParseRow) -> Sample:
         """Make the sample of the row that was passed last."""
         path, row = self._paths[self._file], self._row - 1
+        name = f"{path.name} row {row}"
+        # Not the path: a checkpoint may hold samples of files that have been moved since.
+        id_source = f"file {self._file + 1} of --rollout-files"
         try:
-            values = parse()
-            if self._makes_ids_distinct:
-                values = with_distinct_ids_of_file(values, self._file)
-            name = f"{path.name} row {row}"
-            # Not the path: a checkpoint may hold samples of files that have been moved since.
-            id_source = f"file {self._file + 1} of --rollout-files"
-            return sample_of_row(values, name, self._required_columns, self._vocab_size, id_source)
-        except RowError as error:
-            error.file, error.row = str(path), row
-            raise
+            sample = sample_of_row(
+                parse(), name, self._required_columns, self._vocab_size, id_source
+            )
+            return with_distinct_ids(sample, self._file) if self._makes_ids_distinct else sample
+        except ValueError as error:
+            problem = str(error).removeprefix(f"{name}: ")
+            # The column `log_probs` fills `old_log_probs`.
+            raise RowError(str(path), row, problem.removeprefix("old_")) from None
 
     def _check_files(self, position: RolloutPosition) -> None:
         """Refuse other files than the position's, except for rows added after the last."""
@@ -230,10 +225,10 @@ def validate_rollout_file(
 ) -> RolloutFileReport:
     """Check every row of rollout files, and that the rows of each prompt group and rollout follow each other.
 
-    It holds the ids of all prompt groups and rollouts, and one row.
+    Memory holds the ids of all prompt groups and rollouts, and one row.
 
     Args:
-        paths: the files, as for `RolloutFiles`: groups and rollouts are checked over all of them.
+        paths: the files, as for `RolloutFiles`; groups and rollouts are checked over all of them.
         required_fields: see `RolloutFiles`.
         vocab_size: see `RolloutFiles`.
         distinct_ids: see `RolloutFiles`.

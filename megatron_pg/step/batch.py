@@ -13,14 +13,13 @@ from torch import Tensor
 from megatron_pg.config.policy_loss import CpPartitionMode
 from megatron_pg.head.ragged import Ragged, offsets_of
 from megatron_pg.head.ragged import to_device as to_device
-from megatron_pg.step.identity import coefficients_of_positions
-from megatron_pg.step.sample import CRITIC_FIELDS, LOG_PROB_FIELDS, Sample, check_samples
+from megatron_pg.step.identity import VALUE_FIELDS, coefficients_of_positions
+from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
 RESPONSE_FIELDS = {
     "loss_mask": torch.bool,
-    **dict.fromkeys(("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS), torch.float32),
-    "loss_weights": torch.float32,
+    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.float32),
     "policy_version": torch.int64,
 }
 """The fields of a sample that have one value per response token, or one for all of them."""
@@ -172,12 +171,30 @@ def pack(
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {
-        field: _field_in_window(field, dtype, samples, window)
-        for field, dtype in RESPONSE_FIELDS.items()
+        name: _field_in_window(
+            name, _response_values(name, samples), samples, window, torch.zeros(0, dtype=dtype)
+        )
+        for name, dtype in RESPONSE_FIELDS.items()
+    }
+    names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
+    channels = {
+        name: _field_in_window(
+            f"side_channels[{name!r}]",
+            [sample.side_channels.get(name) for sample in samples],
+            samples,
+            window,
+        )
+        for name in names
     }
     loss_mask = response_fields["loss_mask"]
-    beside = _beside_the_numbers(samples, window, loss_mask)
+    sets = [sample.kept_tokens for sample in samples]
+    kept = _field_in_window("kept_tokens", sets, samples, window, _NO_ROW.slice(slice(0, 0)))
+    if kept is not None:
+        kept = kept.only(loss_mask)
     targets = _gather_or_zero(tokens, window.target_indices)
+    ids = [targets] if kept is None else [targets, kept.values]
+    if isinstance(teacher := channels.get("teacher_ids"), Tensor):
+        ids.append(teacher[loss_mask])
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
     row_mask.index_copy_(0, window.logit_rows, loss_mask)
     return PackedBatch(
@@ -193,39 +210,12 @@ def pack(
         **response_fields,
         num_active_tokens=int(loss_mask.sum()),
         largest_token=int(tokens.max()) if len(tokens) else 0,
-        largest_target=max([int(targets.max()), *beside.pop("largest_ids")]),
+        largest_target=max(int(each.max()) for each in ids if each.numel()),
         coefficients=coefficients_of_window(window),
-        **beside,
+        kept_tokens=kept,
+        kept_set_size=None if kept is None else kept.sizes.float(),
+        side_channels=channels,
     )
-
-
-def _beside_the_numbers(
-    samples: Sequence[Sample], window: TokenWindow, loss_mask: Tensor
-) -> dict[str, Any]:
-    """Collect kept sets and side channels by the fields of `PackedBatch`.
-
-    `largest_ids` lists the largest id of the kept sets and of the teacher's likeliest tokens, where there are any.
-    """
-    names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
-    channels = {}
-    for name in names:
-        parts: Any = [sample.side_channels.get(name) for sample in samples]
-        if not _all_lack(where := f"side_channels[{name!r}]", parts, samples):
-            channels[name] = _channel_in_window(where, parts, window)
-    largest = []
-    if isinstance(ids := channels.get("teacher_ids"), Tensor) and loss_mask.any():
-        largest.append(int(ids[loss_mask].max()))
-    sets: Any = [sample.kept_tokens for sample in samples]
-    if _all_lack("kept_tokens", sets, samples):
-        return {"side_channels": channels, "largest_ids": largest}
-    kept: Any = _channel_in_window("kept_tokens", sets, window)
-    kept = kept.only(loss_mask)
-    return {
-        "side_channels": channels,
-        "kept_tokens": kept,
-        "kept_set_size": kept.sizes.float(),
-        "largest_ids": largest + ([int(kept.values.max())] if kept.values.numel() else []),
-    }
 
 
 def coefficients_of_window(window: TokenWindow) -> Tensor:
@@ -236,79 +226,77 @@ def coefficients_of_window(window: TokenWindow) -> Tensor:
     return table.index_select(0, positions)
 
 
-def _field_in_window(
-    field: str, dtype: torch.dtype, samples: Sequence[Sample], window: TokenWindow
-) -> Tensor | None:
-    """Take the values [window] of a field of `RESPONSE_FIELDS`; None where no sample has it."""
-    responses = [getattr(sample, field) for sample in samples]
-    if field == "loss_weights" and any(weights is not None for weights in responses):
-        responses = [
-            torch.ones(s.response_length) if s.loss_weights is None else s.loss_weights
-            for s in samples
-        ]
-    if _all_lack(field, responses, samples):
-        return None
-    lengths = window.response_lengths
-    responses = [
-        torch.full((length,), value) if isinstance(value, int) else value
-        for value, length in zip(responses, lengths, strict=True)
+def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | None]:
+    """List the values of a field of `RESPONSE_FIELDS`, one per response token."""
+    values = [getattr(sample, field) for sample in samples]
+    if field == "loss_weights" and any(value is not None for value in values):
+        values = [1.0 if value is None else value for value in values]
+    return [
+        torch.full((sample.response_length,), value) if isinstance(value, (int, float)) else value
+        for sample, value in zip(samples, values, strict=True)
     ]
-    whole = torch.cat([torch.zeros(0, dtype=dtype), *responses])
-    # Indices ascend: a window that has all of them has them in this order.
-    return whole if len(window) == len(whole) else whole.index_select(0, window.response_indices)
 
 
-def _all_lack(field: str, values: Sequence[object], samples: Sequence[Sample]) -> bool:
-    """Return True where there are samples and all lack a field; refuse a field that only some have."""
-    lacks = [value is None for value in values]
-    if any(lacks) and not all(lacks):
+def _field_in_window(
+    field: str,
+    parts: Sequence[Tensor | Ragged | None],
+    samples: Sequence[Sample],
+    window: TokenWindow,
+    empty: Tensor | Ragged | None = None,
+) -> Any:
+    """Take the rows of this rank from a field of all samples, or None where all of them lack it.
+
+    Args:
+        field: its name in errors.
+        parts: each sample's rows, of its response tokens or of all its tokens.
+        samples: the samples, for their names.
+        window: the window of this rank.
+        empty: the field of no samples.
+
+    Returns:
+        [window, ...] of a field of response tokens; [local_tokens, ...] of one of all tokens, zeros or an empty row for
+        padding.
+    """
+    lacks = [part is None for part in parts]
+    given: list[Any] = [part for part in parts if part is not None]
+    if any(lacks) and given:
         without, with_them = lacks.index(True), lacks.index(False)
         raise ValueError(
             f"{samples[without].name} (number {without} of the micro-batch) has no {field} and "
             f"{samples[with_them].name} (number {with_them}) has: give them for every sample or for none"
         )
-    return any(lacks)
+    if not given:
+        return None if any(lacks) else empty
+    lengths = tuple(map(len, given))
+    if lengths == window.response_lengths:
+        indices = window.response_indices
+    elif lengths == window.total_lengths:
+        indices = window.token_indices
+    else:
+        raise ValueError(f"{field} is of response tokens in some samples and of all in others")
+    try:
+        if all(isinstance(part, Ragged) for part in given):
+            rows = Ragged.concatenate([*given, _NO_ROW])
+            return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
+        dtypes = {part.dtype for part in given if isinstance(part, Tensor)}
+        if len(dtypes) > 1:  # what they become together would depend on the packing
+            raise TypeError(f"dtypes {' and '.join(sorted(map(str, dtypes)))}")
+        whole = torch.cat(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{field} differs from sample to sample in more than its rows: {error}"
+        ) from error
+    if indices is window.token_indices:
+        return _gather_or_zero(whole, indices)
+    # Indices ascend: a window that has all of them has them in this order.
+    return whole if len(window) == len(whole) else whole.index_select(0, indices)
 
 
 def _gather_or_zero(values: Tensor, indices: Tensor) -> Tensor:
-    """Take the values [n] at the indices, and 0 where the index is -1."""
+    """Take the rows of values [n, ...] at the indices, and 0 where the index is -1."""
     # `index_select` takes a quarter of the time of an index in brackets, and no negative ones.
-    padded = torch.cat([values.new_zeros(1), values])
+    padded = torch.cat([values.new_zeros(1, *values.shape[1:]), values])
     return padded.index_select(0, indices + 1)
-
-
-def _channel_in_window(
-    where: str, parts: Sequence[Tensor | Ragged], window: TokenWindow
-) -> Tensor | Ragged:
-    """Take the rows of this rank from one side channel of all samples.
-
-    Returns:
-        [window, ...] of a channel of response tokens; [local_tokens, ...] of one of all tokens, zeros or an empty row for
-        padding.
-
-    Raises:
-        ValueError: some samples have it for their responses and others for all tokens, or of other shapes or dtypes.
-    """
-    lengths = list(map(len, parts))
-    if lengths == list(window.response_lengths):
-        indices = window.response_indices
-    elif lengths == list(window.total_lengths):
-        indices = window.token_indices
-    else:
-        raise ValueError(f"{where} is of response tokens in some samples and of all in others")
-    try:
-        if all(isinstance(part, Ragged) for part in parts):
-            rows = Ragged.concatenate([*parts, _NO_ROW])  # type: ignore[list-item]
-            return rows.select(torch.where(indices < 0, len(rows) - 1, indices))
-        dtypes = {part.dtype for part in parts if isinstance(part, Tensor)}
-        if len(dtypes) > 1:  # what they become together would depend on the packing
-            raise TypeError(f"dtypes {' and '.join(sorted(map(str, dtypes)))}")
-        whole = torch.cat(parts)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{where} differs from sample to sample in more than its rows: {error}"
-        ) from error
-    return torch.cat([whole, whole.new_zeros(1, *whole.shape[1:])])[indices]
 
 
 _NO_ROW = Ragged(torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]))

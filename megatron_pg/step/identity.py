@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
+
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Table = Callable[[int], NDArray[Any]]
@@ -28,14 +30,8 @@ MASK = 2**64 - 1
 GOLDEN_FRACTION = GOLDEN / 2**64
 CHUNK = 128
 """Samples that are hashed together."""
-VALUE_FIELDS = (
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "old_values",
-    "returns",
-)
+CRITIC_FIELDS = ("old_values", "returns")
+VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
 """Fields that a trainer may fill after the step is counted. Fields that are filled by then are hashed."""
 _NOT_KEPT = torch.zeros(1, dtype=torch.bool)
 

@@ -7,11 +7,13 @@ and the samples of one rollout come from one rank or one file.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, TypeVar
 
 from megatron_pg.step.sample import Sample, checked_integer
+
+AnyWholeSample = TypeVar("AnyWholeSample", bound=Sample)
 
 NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
@@ -20,32 +22,28 @@ NUM_NAMED = 5
 """Prompt groups that a message names."""
 
 
-class CountedSample(Protocol):
-    """A sample as far as the totals of a step and the aggregations read it: ids, counts and hashes, without tokens.
+class BareSample(NamedTuple):
+    """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    The properties are those of `Sample`. `prompt_hash`, `identity` and `active_coefficients` are None without tokens.
+    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
+    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
+    where there is a `prompt_hash`.
     """
 
-    @property
-    def group_index(self) -> int | None: ...
-    @property
-    def rollout_id(self) -> int | None: ...
-    @property
-    def prompt_hash(self) -> int | None: ...
-    @property
-    def id_source(self) -> str | None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_active_tokens(self) -> int: ...
-    @property
-    def loss_weight(self) -> float | None: ...
-    @property
-    def identity(self) -> int | None: ...
-    @property
-    def hashed_fields(self) -> tuple[str, ...]: ...
-    @property
-    def active_coefficients(self) -> float | None: ...
+    num_active_tokens: int
+    group_index: int | None = None
+    rollout_id: int | None = None
+    name: str = "sample"
+    prompt_hash: int | None = None
+    id_source: str | None = None
+    loss_weight: float | None = None
+    identity: int | None = None
+    hashed_fields: tuple[str, ...] = ()
+    active_coefficients: float | None = None
+
+
+CountedSample = Sample | BareSample
+"""A sample as far as the totals of a step and the aggregations read it."""
 
 
 class _Place(NamedTuple):
@@ -85,7 +83,7 @@ def check_ids(
     rollouts: dict[object, list[_Place]] = {}
     for rank, samples in enumerate(everyone):
         for number, ids in enumerate(samples):
-            key = (rank, number) if ids.rollout_id is None else ids.rollout_id
+            key = rollout_key(ids, rank, number)
             rollouts.setdefault(key, []).append(_Place(rank, number, ids))
     groups: dict[int, list[list[_Place]]] = {}
     for members in rollouts.values():
@@ -98,6 +96,11 @@ def check_ids(
             _check_prompts(group_rollouts)
     if samples_per_group is not None:
         _check_sizes(rollouts.values(), groups, samples_per_group)
+
+
+def rollout_key(sample: CountedSample, rank: int, number: int) -> object:
+    """Name the rollout of a sample: its id, or the place of a sample without one."""
+    return (rank, number) if sample.rollout_id is None else sample.rollout_id
 
 
 def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
@@ -186,32 +189,23 @@ def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: st
     )
 
 
-def distinct_id(where: str, number: int, identifier: int) -> int:
-    """Make an id of rank or file `number` distinct from those of any other.
-
-    Raises:
-        ValueError: beginning with `where`, for ids below 0 or from 2^40 on, or a number from 2^23 on.
-    """
-    if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
-        raise ValueError(
-            f"{where} is {identifier}, expected 0 or more and below 2^40: --distinct-ids makes ids distinct that count up "
-            "from 0; drop it where they are already"
-        )
-    return number * NUM_IDS + identifier
-
-
-def with_distinct_ids(sample: Sample, number: int) -> Sample:
-    """Give the sample ids that no rank of another number has, where each rank numbers its groups and rollouts from 0.
+def with_distinct_ids(sample: AnyWholeSample, number: int) -> AnyWholeSample:
+    """Give the sample ids that no rank (or file) of another number has, where each numbers its groups and rollouts from 0.
 
     Call it for every sample with its data-parallel rank, before samples are collected or counted, as `--distinct-ids rank`
     does. No communication.
 
     Raises:
-        ValueError: an id below 0 or from 2^40 on, naming the sample.
+        ValueError: an id below 0 or from 2^40 on, or a number from 2^23 on, naming the sample.
     """
-    ids: dict[str, Any] = {
-        field: distinct_id(f"{sample.name}: {field}", number, identifier)
-        for field in ("group_index", "rollout_id")
-        if (identifier := getattr(sample, field)) is not None
-    }
-    return dataclasses.replace(sample, **ids)
+    distinct = copy.copy(sample)
+    for field in ("group_index", "rollout_id"):
+        if (identifier := getattr(sample, field)) is None:
+            continue
+        if not 0 <= identifier < NUM_IDS or not 0 <= number < 2**63 // NUM_IDS:
+            raise ValueError(
+                f"{sample.name}: {field} is {identifier}, expected 0 or more and below 2^40: --distinct-ids rank and "
+                "--distinct-ids file make ids distinct that count up from 0; drop the flag where they are already"
+            )
+        vars(distinct)[field] = number * NUM_IDS + identifier
+    return distinct

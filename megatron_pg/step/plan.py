@@ -95,7 +95,13 @@ def plan_step(
         check_samples("plan_step", samples)
         PlanningConfig(max_tokens_per_microbatch, oversized_samples=oversized)  # checks them
         lengths = [layout.padded_length(sample.total_length) for sample in samples]
-        capacity = _capacity(max_tokens_per_microbatch, layout.least_tokens)
+        if max_tokens_per_microbatch < layout.least_tokens:
+            raise ValueError(
+                f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {layout.least_tokens}, the "
+                "multiple that context and sequence parallelism pad a micro-batch to"
+            )
+        # Room for the padding of the micro-batch itself.
+        capacity = max_tokens_per_microbatch // layout.least_tokens * layout.least_tokens
         for sample, length in zip(samples, lengths, strict=True):
             if length > capacity and oversized == "error":
                 raise ValueError(
@@ -121,12 +127,10 @@ def plan_step(
         data_parallel_group,
     )
     numbers, tokens_of_ranks, counts = zip(*everyone, strict=True)
-    most = max(numbers)
-    num_added, added_by_all = most - len(microbatches), most * len(numbers) - sum(numbers)
-    if ragged:
-        num_added = added_by_all = 0
-    num_tokens = sum(tokens_of_ranks) + layout.least_tokens * added_by_all
+    added = [0 if ragged else max(numbers) - number for number in numbers]
+    num_tokens = sum(tokens_of_ranks) + layout.least_tokens * sum(added)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
+    num_added = added[rank]
     return StepPlan(
         microbatches=pipeline_order(microbatches + ((),) * num_added),
         microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * num_added),
@@ -182,13 +186,3 @@ def assign_to_data_parallel_ranks(
     lengths = [layout.padded_length(sample.total_length) for sample in samples]
     bins = plan_bins(lengths, max(sum(lengths), 1), multiple=data_parallel_size, cost=cost)
     return [members.tolist() for members in bins]
-
-
-def _capacity(max_tokens_per_microbatch: int, multiple: int) -> int:
-    """Compute the padded tokens of samples that leave room for the padding of the micro-batch itself."""
-    if max_tokens_per_microbatch < multiple:
-        raise ValueError(
-            f"--max-tokens-per-microbatch is {max_tokens_per_microbatch}: expected at least {multiple}, the multiple "
-            "that context and sequence parallelism pad a micro-batch to"
-        )
-    return max_tokens_per_microbatch // multiple * multiple

@@ -6,24 +6,29 @@ import dataclasses
 import functools
 import numbers
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.identity import store_hashes
-from megatron_pg.step.side_channels import checked_kept_tokens, checked_side_channels
-from megatron_pg.step.values import check_log_probs, check_mask, check_teacher, refuse_values
+from megatron_pg.step.identity import VALUE_FIELDS, store_hashes
+from megatron_pg.step.values import (
+    check_log_probs,
+    check_mask,
+    checked_kept_tokens,
+    checked_side_channels,
+    has_integers,
+    refuse_values,
+)
 
 Values = Tensor | Sequence[float] | Sequence[int]
 """A per-token field as a caller gives it: a host tensor or a plain sequence of numbers."""
-
-LOG_PROB_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-CRITIC_FIELDS = ("old_values", "returns")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,40 +106,34 @@ class Sample:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        self._store("tokens", self._vector("tokens", torch.int64))
+        tokens = self._vector("tokens")
+        if tokens.numel() and not has_integers(tokens):
+            raise ValueError(f"{self.name}: tokens has dtype {tokens.dtype}, expected integers")
+        self._store("tokens", tokens.to(torch.int64, copy=True))
         for field in ("response_length", "group_index", "rollout_id", "policy_version"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
                 self._store(field, checked_integer(f"{self.name}: {field}", value))
         check_lengths(
-            (f"{self.name}: response_length", self.response_length),
-            ("total_length", self.total_length),
+            f"{self.name}: response_length", self.response_length, "total_length", self.total_length
         )
         # A prompt may hold placeholders below 0; a response token is looked up in the vocabulary.
         is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
         problem = ", a response token: expected an id of the vocabulary, 0 or more"
         refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
-        loss_mask = self._per_response_token("loss_mask", torch.float64)
+        loss_mask = self._per_response_token("loss_mask").double()
         check_mask(f"{self.name}: loss_mask", loss_mask)
         self._store("loss_mask", loss_mask.bool())
-        self._store("advantages", self._checked_advantages())
-        for field in LOG_PROB_FIELDS:
+        for field in ("loss_weights", *VALUE_FIELDS):
             if getattr(self, field) is not None:
-                log_probs = self._per_response_token(field, torch.float32)
-                check_log_probs(f"{self.name}: {field}", log_probs, self.loss_mask)
-                self._store(field, log_probs)
-        if self.loss_weights is not None:
-            self._store("loss_weights", self._checked_loss_weights())
-        for field in CRITIC_FIELDS:
-            if getattr(self, field) is not None:
-                values = self._per_response_token(field, torch.float32)
-                self._store(field, self._finite_where_active(field, values))
+                self._store(field, self._checked_values(field))
         if self.kept_tokens is not None:
-            kept = checked_kept_tokens(self.kept_tokens, self.name, self.tokens, self.loss_mask)
+            where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
+            kept = checked_kept_tokens(where, self.kept_tokens, targets, self.loss_mask)
             self._store("kept_tokens", kept)
-        lengths = self.response_length, self.total_length
-        channels = checked_side_channels(self.side_channels, self.name, lengths)
-        check_teacher(channels, self.name, self.loss_mask)
+        channels = checked_side_channels(
+            self.name, self.side_channels, self.loss_mask, self.total_length
+        )
         self._store("side_channels", channels)
 
     @property
@@ -186,8 +185,8 @@ class Sample:
     def _store(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
-    def _vector(self, field: str, dtype: torch.dtype) -> Tensor:
-        """Convert a field to a one-dimensional host tensor, or raise an error that names the field."""
+    def _vector(self, field: str) -> Tensor:
+        """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that names the field."""
         where = f"{self.name}: {field}"
         try:
             values = getattr(self, field)
@@ -204,49 +203,43 @@ class Sample:
                 f"{where} is on {vector.device}, expected a host tensor: samples are checked and packed on the host, "
                 "and the packed micro-batch is moved with PackedBatch.to(device)"
             )
-        is_integer = not (vector.is_floating_point() or vector.dtype == torch.bool)
-        if dtype == torch.int64 and vector.numel() and not is_integer:
-            raise ValueError(f"{where} has dtype {vector.dtype}, expected integers")
         if vector.is_complex():
             raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
-        # A copy: the caller may fill its buffer again.
-        return vector.detach().to(dtype, copy=True)
+        return vector.detach()
 
-    def _per_response_token(self, field: str, dtype: torch.dtype) -> Tensor:
-        vector = self._vector(field, dtype)
+    def _per_response_token(self, field: str) -> Tensor:
+        vector = self._vector(field)
         if vector.numel() != self.response_length:
             raise ValueError(
-                f"{self.name}: {field} has {vector.numel()} values, expected one per response token "
+                f"{self.name}: {field} is of {vector.numel()} values, expected one per response token "
                 f"({self.response_length})"
             )
         return vector
 
-    def _checked_loss_weights(self) -> Tensor:
-        weights = self._per_response_token("loss_weights", torch.float32)
-        is_wrong = self.loss_mask & ~(torch.isfinite(weights) & (weights >= 0))
-        problem = " at an active token, expected a finite number, 0 or more"
-        refuse_values(f"{self.name}: loss_weights", weights, is_wrong, problem)
-        return weights.masked_fill(~self.loss_mask, 0.0)
-
-    def _checked_advantages(self) -> Tensor:
-        """Convert advantages. A NaN at an active token is an error of the script that computed them."""
-        number: Any = self.advantages  # or a tensor, array or sequence
-        if isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0:
+    def _checked_values(self, field: str) -> Tensor:
+        """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""
+        where, number = f"{self.name}: {field}", getattr(self, field)
+        if field == "advantages" and (
+            isinstance(number, numbers.Real) or getattr(number, "ndim", None) == 0
+        ):
             try:
-                advantages = torch.full((self.response_length,), float(number), dtype=torch.float32)
+                given = torch.full((self.response_length,), float(number), dtype=torch.float32)
             except (RuntimeError, OverflowError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{self.name}: advantages is {number!r}, expected a number that float32 holds"
+                    f"{where} is {reprlib.repr(number)}, expected a number that float32 holds"
                 ) from error
         else:
-            advantages = self._per_response_token("advantages", torch.float32)
-        return self._finite_where_active("advantages", advantages)
-
-    def _finite_where_active(self, field: str, values: Tensor) -> Tensor:
-        is_wrong = self.loss_mask & ~torch.isfinite(values)
-        problem = " at an active token, expected a finite number"
-        refuse_values(f"{self.name}: {field}", values, is_wrong, problem)
-        return values
+            given = self._per_response_token(field)
+        values = given.to(torch.float32, copy=True)  # the caller may fill its buffer again
+        if field in LOG_PROB_FIELDS:
+            check_log_probs(where, values, self.loss_mask)
+            return values
+        is_right, expected = torch.isfinite(values), "a finite number in float32"
+        if field == "loss_weights":
+            is_right, expected = is_right & (values >= 0), f"{expected}, 0 or more"
+        is_wrong = self.loss_mask & ~is_right
+        refuse_values(where, given, is_wrong, f" at an active token, expected {expected}")
+        return values.masked_fill(~self.loss_mask, 0) if field == "loss_weights" else values
 
 
 def check_samples(function: str, samples: object) -> None:
@@ -277,17 +270,16 @@ def checked_integer(where: str, value: object) -> int:
     """Convert as `as_integer` does, or raise a ValueError that begins with `where`."""
     number = as_integer(value)
     if number is None:
-        raise ValueError(f"{where} is {value!r}, expected an integer of 64 bits")
+        raise ValueError(f"{where} is {reprlib.repr(value)}, expected an integer of 64 bits")
     return number
 
 
-def check_lengths(response: tuple[str, int], total: tuple[str, int]) -> None:
+def check_lengths(response_name: str, response: int, total_name: str, total: int) -> None:
     """Refuse lengths of one sample that leave no prompt; each comes with its name in an error."""
-    (response_name, response_length), (total_name, total_length) = response, total
-    if response_length < 0:
-        raise ValueError(f"{response_name} is {response_length}, expected 0 or more")
-    if total_length <= response_length:
+    if response < 0:
+        raise ValueError(f"{response_name} is {response}, expected 0 or more")
+    if total <= response:
         raise ValueError(
-            f"{response_name} is {response_length} and {total_name} {total_length}, expected at least 1 more: the prompt "
-            "needs at least one token (a beginning-of-sequence token will do), whose logit predicts the response's first"
+            f"{response_name} is {response} and {total_name} {total}, expected at least 1 more: the prompt needs at least one "
+            "token (a beginning-of-sequence token will do), whose logit predicts the response's first"
         )

@@ -289,11 +289,14 @@ def _checked_lengths(
             f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
             "give one of each per sample"
         )
-    totals, responses = [], []
-    for sample, lengths in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        names = (f"total_lengths[{sample}]", f"response_lengths[{sample}]")
-        total, response = map(checked_integer, names, lengths)
-        check_lengths((f"sample {sample}: {names[1]}", response), (names[0], total))
-        totals.append(total)
-        responses.append(response)
-    return tuple(totals), tuple(responses)
+    totals, responses = (
+        tuple(checked_integer(f"{name}[{number}]", value) for number, value in enumerate(lengths))
+        for name, lengths in (
+            ("total_lengths", total_lengths),
+            ("response_lengths", response_lengths),
+        )
+    )
+    for number, (total, response) in enumerate(zip(totals, responses, strict=True)):
+        where = f"sample {number}: response_lengths[{number}]"
+        check_lengths(where, response, f"total_lengths[{number}]", total)
+    return totals, responses

@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,11 @@ from torch import Tensor
 
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
-from megatron_pg.step.ids import CountedSample, check_ids
+from megatron_pg.step.ids import BareSample as BareSample
+from megatron_pg.step.ids import CountedSample, check_ids, rollout_key
 from megatron_pg.step.sample import Sample
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
-
-
-class BareSample(NamedTuple):
-    """The counts and ids of a sample by the names of `Sample`, without its tokens.
-
-    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
-    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
-    where there is a `prompt_hash`.
-    """
-
-    num_active_tokens: int
-    group_index: int | None = None
-    rollout_id: int | None = None
-    name: str = "sample"
-    prompt_hash: int | None = None
-    id_source: str | None = None
-    loss_weight: float | None = None
-    identity: int | None = None
-    hashed_fields: tuple[str, ...] = ()
-    active_coefficients: float | None = None
 
 
 SampleCounts = list[BareSample]
@@ -138,7 +119,7 @@ class StepTotals:
         for rank, counts in enumerate(self.counts):
             for number, count in enumerate(counts):
                 group = rollouts.setdefault(count.group_index, {})
-                group.setdefault(_rollout_key(count, rank, number), count.name)
+                group.setdefault(rollout_key(count, rank, number), count.name)
         sizes = Counter(map(len, rollouts.values()))
         if len(sizes) < 2:
             return ""
@@ -178,7 +159,7 @@ class StepTotals:
         )
 
 
-def _loss_weight(sample: CountedSample | BareSample) -> float:
+def _loss_weight(sample: CountedSample) -> float:
     """Return the sum of the loss weights, or the active tokens of a sample without."""
     return sample.num_active_tokens if sample.loss_weight is None else sample.loss_weight
 
@@ -283,7 +264,7 @@ def _totals(
         for number, count in enumerate(rank_counts):
             size: Any = size_of(count)
             groups[count.group_index] += size
-            rollouts[_rollout_key(count, rank, number)] += size
+            rollouts[rollout_key(count, rank, number)] += size
     return StepTotals(
         num_rollouts=len(rollouts),
         num_prompt_groups=None if None in groups else len(groups),
@@ -293,11 +274,6 @@ def _totals(
         counts=tuple(counts),
         **others,
     )
-
-
-def _rollout_key(count: BareSample, rank: int, number: int) -> object:
-    """Name the rollout of a sample: its id, or the place of a sample without one."""
-    return (rank, number) if count.rollout_id is None else count.rollout_id
 
 
 _float64 = functools.partial(torch.tensor, dtype=torch.float64)

@@ -1,15 +1,16 @@
-"""Checks of per-token values on the host; errors name the sample and the position."""
+"""Checks of a sample's values on the host; errors name the sample, the field and the position."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.head.ragged import Ragged
-from megatron_pg.step.side_channels import LARGEST_VOCABULARY
+from megatron_pg.head.ragged import Ragged, offsets_of
 
 LARGEST_LOG_PROB = 2.0**-10
 """The largest log-prob that rounding explains.
@@ -19,6 +20,8 @@ In float32 a log-prob is z - logsumexp(z). The logsumexp is off by its spacing a
 HALF_SPACING_OF_BFLOAT16 = 2.0**-8
 """The largest relative error of a number that was rounded to bfloat16."""
 LOG_PROB = f"a log-prob: a finite number of at most 0 (rounding may leave {LARGEST_LOG_PROB:.1e})"
+LARGEST_VOCABULARY = 2**31
+"""Ids of a kept set are below it."""
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
@@ -27,6 +30,11 @@ def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) ->
     if wrong.numel():
         index = wrong[0].tolist()
         raise ValueError(f"{where}{index} is {values[tuple(index)].item()}{problem}")
+
+
+def has_integers(values: Tensor) -> bool:
+    """Tell whether a tensor is of an integer type; truth values are none."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def check_mask(where: str, mask: Tensor) -> None:
@@ -48,60 +56,110 @@ def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
     refuse_values(where, log_probs, is_wrong, f" at an active token, expected {LOG_PROB}")
 
 
-def check_teacher(channels: Mapping[str, Tensor | Ragged], name: str, loss_mask: Tensor) -> None:
-    """Refuse a teacher's k likeliest tokens that are no tokens of one distribution, at active tokens.
+def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
+    """Convert the kept sets of a sample to [response_length] rows of int64 ids, and check them.
 
     Args:
-        channels: the side channels of a sample; without `teacher_ids` and `teacher_log_probs` nothing is checked.
-        name: how errors call the sample.
-        loss_mask: [response_length] bool.
-
-    Raises:
-        ValueError: naming the sample, the channel and the position.
+        kept: a `Ragged`, or a sequence of ids for each response token; empty where all tokens were kept.
+        targets: [response_length] response tokens; each active one is in its set.
     """
-    shapes = {}
-    for channel, values in channels.items():
-        if channel not in ("teacher_ids", "teacher_log_probs"):
-            continue
-        where = f"{name}: side_channels[{channel!r}]"
-        if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != len(loss_mask):
-            shape = list(values.shape) if isinstance(values, Tensor) else "a Ragged"
+    if not isinstance(kept, Ragged):
+        try:
+            rows = list(map(list, kept))
+            values = torch.as_tensor(list(itertools.chain.from_iterable(rows)))
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
-                f"{where} is of shape {shape}, expected a tensor [response_length, k], here [{len(loss_mask)}, k]"
-            )
-        shapes[channel] = list(values.shape)
-        is_ids = channel == "teacher_ids"
-        (_check_teacher_ids if is_ids else _check_teacher_log_probs)(where, values, loss_mask)
-    if len({tuple(shape) for shape in shapes.values()}) > 1:
+                f"{where} is no such thing ({error}), expected a sequence of integer ids for each response token"
+            ) from error
+        kept = Ragged(values, offsets_of(torch.tensor(list(map(len, rows)), dtype=torch.int64)))
+    ids = kept.values
+    if ids.device.type != "cpu" or ids.dim() != 1 or (ids.numel() and not has_integers(ids)):
         raise ValueError(
-            f"{name}: side_channels['teacher_ids'] has shape {shapes['teacher_ids']} and side_channels['teacher_log_probs'] "
-            f"{shapes['teacher_log_probs']}: give the log-prob of each id"
+            f"{where} is {ids.dtype} of shape {list(ids.shape)} on {ids.device}, expected integer ids on the host, for each "
+            "response token its own"
         )
+    if len(kept) != len(targets):
+        raise ValueError(
+            f"{where} is of {len(kept)} sets, expected one for each response token ({len(targets)}), empty where all tokens "
+            "were kept"
+        )
+    sets = Ragged(ids.detach().to(torch.int64), kept.offsets)
+    _check_sets(where, sets)
+    rows_of_ids = sets.row_of_element()
+    has_target = sets.sizes == 0
+    has_target[rows_of_ids[sets.values == targets[rows_of_ids]]] = True
+    missing = (loss_mask & ~has_target).nonzero()[:, 0].tolist()
+    if missing:
+        raise ValueError(
+            f"{where}[{missing[0]}] is a set of {sets.row(missing[0]).numel()} ids without {int(targets[missing[0]])}, expected "
+            "the token that was sampled there among them, or an empty set where all tokens were kept"
+        )
+    return sets
 
 
-def _check_teacher_ids(where: str, ids: Tensor, loss_mask: Tensor) -> None:
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{where} has dtype {ids.dtype}, expected integers")
-    is_active = loss_mask[:, None]
-    is_outside = is_active & ((ids < 0) | (ids >= LARGEST_VOCABULARY))
-    refuse_values(where, ids, is_outside, ", expected an id of the vocabulary, 0 or more")
-    ascending, order = ids.sort(dim=1, stable=True)
+def _check_sets(where: str, sets: Ragged) -> None:
+    """Refuse sets with an id that no vocabulary has, or with an id twice."""
+    rows, ids = sets.row_of_element(), sets.values
+    order = torch.sort(rows * LARGEST_VOCABULARY + ids, stable=True).indices
     again = torch.zeros_like(ids, dtype=torch.bool)
-    again.scatter_(1, order[:, 1:], is_active & (ascending.diff(dim=1) == 0))
-    refuse_values(where, ids, again, " a second time, expected distinct ids: it would count twice")
+    again[order[1:]] = (ids[order].diff() == 0) & (rows[order].diff() == 0)
+    for is_wrong, problem in (
+        ((ids < 0) | (ids >= LARGEST_VOCABULARY), ", expected ids of the vocabulary, 0 or more"),
+        (again, " twice, expected distinct ids: it would count twice"),
+    ):
+        if is_wrong.any():
+            at = int(is_wrong.nonzero()[0])
+            raise ValueError(f"{where}[{int(rows[at])}] is a set with id {int(ids[at])}{problem}")
 
 
-def _check_teacher_log_probs(where: str, log_probs: Tensor, loss_mask: Tensor) -> None:
-    """Refuse log-probs of k tokens whose probabilities add up to more than 1.
+def checked_side_channels(
+    name: str, side_channels: Mapping[str, Any], loss_mask: Tensor, total_length: int
+) -> dict[str, Tensor | Ragged]:
+    """Check the side channels of the sample `name`, and copy the mapping, not the values."""
+    for channel, values in side_channels.items():
+        where = f"{name}: side_channels[{channel!r}]"
+        content = values.values if isinstance(values, Ragged) else values
+        if not isinstance(content, Tensor) or content.dim() == 0:
+            raise ValueError(f"{where} is a {type(values).__name__}, expected a tensor or a Ragged")
+        if content.device.type != "cpu":
+            raise ValueError(f"{where} is on {content.device}, expected it on the host")
+        if len(values) not in (len(loss_mask), total_length):
+            raise ValueError(
+                f"{where} has {len(values)} rows, expected one per response token ({len(loss_mask)}) or per token of the "
+                f"sequence ({total_length})"
+            )
+        if channel in ("teacher_ids", "teacher_log_probs"):
+            _check_teacher(where, channel, values, loss_mask)
+    shapes = [
+        f"side_channels[{channel!r}] has shape {list(side_channels[channel].shape)}"
+        for channel in ("teacher_ids", "teacher_log_probs")
+        if channel in side_channels
+    ]
+    if len({shape.partition(" has")[2] for shape in shapes}) > 1:
+        raise ValueError(f"{name}: {' and '.join(shapes)}: give the log-prob of each id")
+    return dict(side_channels)
 
-    Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at most.
-    """
-    check_log_probs(where, log_probs, loss_mask[:, None])
-    log_sum = log_probs.double().logsumexp(1)
-    k = max(log_probs.shape[1], 1)
-    is_more = log_sum > LARGEST_LOG_PROB + HALF_SPACING_OF_BFLOAT16 * math.log(k)
+
+def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> None:
+    """Refuse a teacher's k likeliest tokens, or their log-probs, that are of no distribution at an active token."""
+    if not isinstance(values, Tensor) or values.dim() != 2 or len(values) != len(loss_mask):
+        shape = list(values.shape) if isinstance(values, Tensor) else "a Ragged"
+        raise ValueError(
+            f"{where} is of shape {shape}, expected a tensor [response_length, k], here [{len(loss_mask)}, k]"
+        )
+    k = values.shape[1]
+    if channel == "teacher_ids":
+        if not has_integers(values):
+            raise ValueError(f"{where} has dtype {values.dtype}, expected integers")
+        sets = Ragged(values.long().flatten(), torch.arange(len(values) + 1) * k)
+        _check_sets(where, sets.only(loss_mask))
+        return
+    check_log_probs(where, values, loss_mask[:, None])
+    # Rounding each to bfloat16 makes q at most q^(1 - 2^-8), so that a sum of 1 becomes k^(2^-8) at most.
+    log_sum = values.double().logsumexp(1)
+    is_more = log_sum > LARGEST_LOG_PROB + HALF_SPACING_OF_BFLOAT16 * math.log(max(k, 1))
+    total = f"{where}: the sum of the probabilities of token "
     problem = (
         ", expected at most 1: log-probs of distinct tokens, in nats, at the rollout temperature"
     )
-    total = f"{where}: the sum of the probabilities of token "
     refuse_values(total, log_sum.exp(), loss_mask & is_more, problem)

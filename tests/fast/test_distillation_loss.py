@@ -71,15 +71,15 @@ def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
 
 WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids']: token id 8 is outside the vocabulary of 8"),
-    "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 0] is -1, expected an id"),
-    "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1, 2] is 5 a second time"),
+    "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1] is a set with id -1, expected ids"),
+    "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1] is a set with id 5 twice"),
     "more_than_1": (
         top_k([[1, 2], [3, 4]], [[0.5, 0.2], [0.9, 0.9]]),
         "['teacher_log_probs']: the sum of the probabilities of token [1] is 1.8",
     ),
     "positive": (top_k([[1], [2]], [[0.5], [1.5]]), "['teacher_log_probs'][1, 0] is 0.405465"),
     "nothing": (top_k([[1, 2], [3, 4]], [[1.0, 0.0], [0.5, 0.5]]), "['teacher_log_probs'][0, 1] is -inf"),
-    "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and side_channels['teacher_log_probs'] [2, 1]"),
+    "shapes": (top_k([[1, 2], [3, 4]], [[0.5], [0.5]]), "['teacher_ids'] has shape [2, 2] and side_channels['teacher_log_probs'] has shape [2, 1]"),
     "vector": (top_k([1, 2], [0.5, 0.5]), "['teacher_ids'] is of shape [2], expected a tensor [response_length, k]"),
     "floats": (top_k([[1.0], [2.0]], [[0.5], [0.5]]), "['teacher_ids'] has dtype torch.float32, expected integers"),
     "narrower": ({"teacher_logits": torch.zeros(2, 7)}, "['teacher_logits'] has rows of [7] logits, expected the student's vocabulary of 8"),

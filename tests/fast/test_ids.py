@@ -398,7 +398,7 @@ def test_a_prompt_group_has_at_least_one_rollout() -> None:
 def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')
-    with pytest.raises(RowError, match="64-bit integer"):
+    with pytest.raises(RowError, match="an integer of 64 bits"):
         RolloutFiles([path], distinct_ids=True).pull(1)
 
 

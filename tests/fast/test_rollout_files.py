@@ -139,8 +139,8 @@ BAD_ROWS = {
     "a null token": (row(prompt_ids=[3, None]), r"prompt_ids\[1\]", "null", "an integer"),
     "text for tokens": (row(prompt_ids="abc"), "prompt_ids", "'abc'", "list of integers"),
     "a mask of counts": (row(loss_mask=[2]), r"loss_mask\[0\]", "2", "0 or 1"),
-    "a long mask": (row(loss_mask=[1, 1]), "loss_mask", "of 2 values", "1, one per token"),
-    "a short log_probs": (row(log_probs=[]), "log_probs", "of 0 values", "1, one per token"),
+    "a long mask": (row(loss_mask=[1, 1]), "loss_mask", "of 2 values", "one per response token"),
+    "a short log_probs": (row(log_probs=[]), "log_probs", "of 0 values", "one per response token"),
     "a positive log-prob": (row(log_probs=[0.5]), r"log_probs\[0\]", "0.5", "at most 0"),
     "a null log-prob": (row(log_probs=[None]), r"log_probs\[0\]", "nan", "finite"),
     **{
@@ -156,7 +156,12 @@ BAD_ROWS = {
     "reward in words": (row(reward="high"), "reward", "'high'", "a number"),
     "reward true": (row(reward=True), "reward", "True", "a number"),
     "advantages in words": (row(advantages="up"), "advantages", "'up'", "list of numbers"),
-    "many advantages": (row(advantages=[1.0, 1.0]), "advantages", "of 2 values", "one per token"),
+    "many advantages": (
+        row(advantages=[1.0, 1.0]),
+        "advantages",
+        "of 2 values",
+        "one per response token",
+    ),
     "an advantage beyond float32": (row(advantages=1e39), "advantages", r"1e\+39", "float32"),
     "advantages beyond float32": (
         row(advantages=[-1e39]),
@@ -164,7 +169,7 @@ BAD_ROWS = {
         r"-1e\+39",
         "float32",
     ),
-    "group in halves": (row(group_index=1.5), "group_index", "1.5", "64-bit integer"),
+    "group in halves": (row(group_index=1.5), "group_index", "1.5", "an integer of 64 bits"),
     "sets of another length": (
         row(kept_tokens=[[5], [5]]),
         "kept_tokens",

@@ -282,7 +282,7 @@ NAN = float("nan")
     [
         ({"old_values": [0.0, NAN]}, r"turn 7: old_values\[1\] is nan at an active token"),
         ({"returns": [NAN, 0.0]}, r"turn 7: returns\[0\] is nan at an active token"),
-        ({"returns": [0.0]}, "turn 7: returns has 1 values, expected one per response token"),
+        ({"returns": [0.0]}, "turn 7: returns is of 1 values, expected one per response token"),
         ({"old_values": "no"}, "turn 7: old_values is no sequence of numbers"),
     ],
 )

@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config.custom import (
-    CUSTOM_FUNCTIONS,
-    check_returned,
-    load_custom_function,
-    named_keywords,
-)
+from megatron_pg.config.custom import check_returned, load_custom_function, named_keywords
 from megatron_pg.config.model import layout_violation
 from megatron_pg.config.policy_loss import CpPartitionMode, PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS, Aggregation, checked_aggregation
@@ -153,8 +148,7 @@ def custom_reduction(
         "cp_partition_mode": window.cp_partition_mode,
         "pad_to_multiple": window.num_tokens,  # the pack is as long as that, however it came to be
     }
-    keywords = CUSTOM_FUNCTIONS["custom_pg_loss_reducer_function_path"].keywords
-    named = {name: place[name] for name in named_keywords(function, keywords)}
+    named = {name: place[name] for name in named_keywords(function, tuple(place))}
     is_cut = window.cp_size > 1 and window.cp_partition_mode != "zigzag"
     if is_cut and "cp_rank" in named and not {"cp_partition_mode", "pad_to_multiple"} <= set(named):
         raise ValueError(

@@ -16,9 +16,7 @@ def results() -> dict[Case, Result]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_sharded_step_equals_the_unsharded_reference(
-    case: Case, results: dict[Case, Result]
-) -> None:
+def test_a_sharded_step_equals_the_unsharded_reference(case, results):
     failures = [
         f"{run}: {comparison}"
         for run, comparison in zip(case.runs, results[case].comparisons, strict=True)

@@ -59,9 +59,7 @@ def outcomes() -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(
-    name: str, outcomes: dict[str, Outcome], references: dict[Run, Outcome]
-) -> None:
+def test_mutant_is_caught(name, outcomes, references):
     mutant = MUTANTS[name]
     comparison = compare(outcomes[name], references[mutant.run])
     assert not comparison.passed, str(comparison)
@@ -73,9 +71,7 @@ def test_mutant_is_caught(
         assert comparison.gradient_ratio == pytest.approx(mutant.gradient_ratio, rel=1e-5)
 
 
-def test_the_steps_that_reveal_mutants_are_right_without_them(
-    references: dict[Run, Outcome],
-) -> None:
+def test_the_steps_that_reveal_mutants_are_right_without_them(references):
     """Else a mutant could be caught by a step that never passes."""
     modes = [ModelOptions(), PER_TOKEN]
     for outcomes in run_ranks(run_right, SHARDING.world_size, modes, list(references))[0]:
@@ -84,7 +80,7 @@ def test_the_steps_that_reveal_mutants_are_right_without_them(
             assert comparison.passed, f"{run}: {comparison}"
 
 
-def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
+def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs():
     """Its context-parallel peers wait in the attention's backward for a partner that never comes. The same step with the
     package's loss ends.
     """

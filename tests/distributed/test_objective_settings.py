@@ -218,23 +218,21 @@ def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
 
 
 @pytest.mark.parametrize("name", IN_BOTH_MODES)
-def test_per_token_mode_and_the_fused_head_change_nothing(
-    name: str, in_per_token_mode: dict, outcomes: dict
-) -> None:
+def test_per_token_mode_and_the_fused_head_change_nothing(name, in_per_token_mode, outcomes):
     for found, expected in zip(in_per_token_mode[name], outcomes[name][1], strict=True):
         comparison = compare(found, expected)
         assert comparison.passed, str(comparison)
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"])
-def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
+def test_the_steps_do_clip_tokens(name, outcomes):
     first, _ = outcomes[name][0]
     assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
     assert first.metrics["pg_clipfrac"] < first.metrics["clipped_ratio_fraction"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None:
+def test_two_steps_equal_those_of_one_process(name, outcomes):
     for found, expected in zip(*outcomes[name], strict=True):
         comparison = compare(found, expected)
         assert comparison.passed, str(comparison)
@@ -248,7 +246,7 @@ def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_microbatch", "per_token"])
-def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> None:
+def test_two_steps_of_a_critic_equal_those_of_one_process(per_token):
     critic = ModelOptions(value_head=True, dtype=torch.float64)
     options = dataclasses.replace(critic, calculate_per_token_loss=per_token)
     runs = [ValueRun(aggregation) for aggregation in AGGREGATIONS]
@@ -269,6 +267,6 @@ def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> No
         *("sequence_rejection", "opsm", "everything", "reducer_of_what_is_left"),
     ],
 )
-def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:
+def test_the_steps_do_reject_tokens(name, outcomes):
     first, _ = outcomes[name][0]
     assert 0 < first.metrics["rejected_fraction"] < 1

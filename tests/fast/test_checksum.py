@@ -64,7 +64,7 @@ def checksum_of(
 
 @EVERY_MODE
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_a_whole_step_has_checksum_one(aggregation: str, cp_size: int) -> None:
+def test_a_whole_step_has_checksum_one(aggregation, cp_size):
     parts = [
         pack(samples, cp_rank=rank, cp_size=cp_size)
         for samples in (SAMPLES[:2], SAMPLES[2:])
@@ -74,27 +74,25 @@ def test_a_whole_step_has_checksum_one(aggregation: str, cp_size: int) -> None:
 
 
 @EVERY_MODE
-def test_a_duplicated_sample_is_named(aggregation: str) -> None:
+def test_a_duplicated_sample_is_named(aggregation):
     with pytest.raises(RuntimeError, match="trained on twice"):
         checksum_of(aggregation, [pack(SAMPLES), pack(SAMPLES[:1])], check_aggregation=True)
 
 
 @EVERY_MODE
-def test_a_dropped_sample_is_named(aggregation: str) -> None:
+def test_a_dropped_sample_is_named(aggregation):
     with pytest.raises(RuntimeError, match="samples were dropped"):
         checksum_of(aggregation, [pack(SAMPLES[1:])], check_aggregation=True)
 
 
 @EVERY_MODE
-def test_a_sample_sliced_for_another_rank_is_named(aggregation: str) -> None:
+def test_a_sample_sliced_for_another_rank_is_named(aggregation):
     parts = [pack(SAMPLES, cp_rank=0, cp_size=2), pack(SAMPLES, cp_rank=0, cp_size=2)]
     with pytest.raises(RuntimeError, match="another context-parallel rank"):
         checksum_of(aggregation, parts, check_aggregation=True)
 
 
-def test_without_the_flag_it_is_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_it_is_one_warning(caplog, monkeypatch):
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
         values = [checksum_of("sample_mean", [pack(SAMPLES[:-2])]) for _ in range(2)]
@@ -103,7 +101,7 @@ def test_without_the_flag_it_is_one_warning(
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
 
 
-def test_a_step_without_an_active_token_is_whole() -> None:
+def test_a_step_without_an_active_token_is_whole():
     masked = Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name="masked")
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
@@ -136,12 +134,12 @@ def checksum_of_masked(parts: list[list[Sample]]) -> float:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
-def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches: int) -> None:
+def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches):
     parts = [MASKED[index : index + 1] for index in range(num_microbatches)]
     assert checksum_of_masked(parts) == pytest.approx(1, abs=1e-12)
 
 
-def test_an_active_token_that_the_totals_lack_is_named() -> None:
+def test_an_active_token_that_the_totals_lack_is_named():
     """In a step that holds none by its totals."""
     stranger = Sample([1, 2, 3], 2, [0, 1], old_log_probs=[0.0, 0.0], name="stranger")
     with pytest.raises(RuntimeError, match="are missing from step_totals"):
@@ -149,7 +147,7 @@ def test_an_active_token_that_the_totals_lack_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1 + 2e-5, 1 - 2e-5, 0.0, 2.0, float("nan")])
-def test_one_sample_in_ten_thousand_is_noticed(wrong: float) -> None:
+def test_one_sample_in_ten_thousand_is_noticed(wrong):
     config = PolicyLossConfig(check_aggregation=True)
     with pytest.raises(RuntimeError, match="aggregation_checksum"):
         check_checksum(config, {"aggregation_checksum": wrong})

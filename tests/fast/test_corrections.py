@@ -176,13 +176,11 @@ def check(case: str, policy_loss: str, sequences: list[Sequence1], dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "reinforce"])
 @pytest.mark.parametrize("case", CASES)
-def test_random_sequences_equal_the_formula(
-    case: str, policy_loss: str, dtype: torch.dtype
-) -> None:
+def test_random_sequences_equal_the_formula(case, policy_loss, dtype):
     check(case, policy_loss, random_sequences(1), dtype)
 
 
-def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
+def test_the_random_sequences_meet_every_correction_on_both_sides():
     """Otherwise the comparison above would say little."""
     sequences = random_sequences(1)
     for case, (_, correction) in CASES.items():
@@ -194,7 +192,7 @@ def test_the_random_sequences_meet_every_correction_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("case", ["tis", "tis_both_bounds", "icepop"])
-def test_extreme_mismatches(case: str) -> None:
+def test_extreme_mismatches(case):
     mismatches = (-1e4, -20.5, -19.5, -0.3, -0.1, 0.0, 0.05, 0.15, 0.3, 19.5, 20.5, 1e4)
     check(case, "reinforce", [grid_sequence(mismatches, (-1.0, 2.0))], torch.float64)
 
@@ -207,16 +205,16 @@ def test_extreme_mismatches(case: str) -> None:
         *("geometric", "geometric_below_one", "sequence", "sequence_above_one", "opsm"),
     ],
 )
-def test_sequences_of_extreme_mismatch(case: str, mismatch: float) -> None:
+def test_sequences_of_extreme_mismatch(case, mismatch):
     check(case, "reinforce", [grid_sequence([mismatch], (-1.0, 0.0, 2.0))], torch.float64)
 
 
 @pytest.mark.parametrize("case", [case for case in BOUNDS if case not in CASES])
-def test_what_is_on_a_bound_is_kept(case: str) -> None:
+def test_what_is_on_a_bound_is_kept(case):
     check(case, "reinforce", [grid_sequence(BOUNDS[case][2], (-1.0, 2.0))], torch.float64)
 
 
-def test_a_mean_on_the_bound_of_opsm_is_kept() -> None:
+def test_a_mean_on_the_bound_of_opsm_is_kept():
     settings, correction, log_ratios = BOUNDS["opsm"]
     sequence = grid_sequence(log_ratios, (-1.0, 2.0))
     _, expected = oracle.correct(sequence, oracle.objective("ppo", sequence), correction)
@@ -227,7 +225,7 @@ def test_a_mean_on_the_bound_of_opsm_is_kept() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in BOUNDS if case != "opsm"])
-def test_accepted_samples_drops_what_the_loss_drops(case: str) -> None:
+def test_accepted_samples_drops_what_the_loss_drops(case):
     settings, _, mismatches = BOUNDS[case]
     sequences = [grid_sequence(mismatches, (-1.0, 2.0)), *random_sequences(10)]
     found, _ = corrected(
@@ -238,7 +236,7 @@ def test_accepted_samples_drops_what_the_loss_drops(case: str) -> None:
     assert torch.equal(torch.cat([s.loss_mask for s in samples]), found.loss_mask)
 
 
-def test_accepted_samples_adds_up_in_float64() -> None:
+def test_accepted_samples_adds_up_in_float64():
     """2^24 + 1 is 2^24 in float32, and the mean of the three mismatches 0 in place of 1/3."""
     sample = Sample(
         tokens=[0] * 4,
@@ -254,7 +252,7 @@ def test_accepted_samples_adds_up_in_float64() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None:
+def test_importance_weights_are_float64_and_one_where_masked(level):
     sequences = random_sequences(11)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = PolicyLossConfig(use_tis=True, tis_level=level)
@@ -273,7 +271,7 @@ def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None
     )
 
 
-def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
+def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
     sequences = random_sequences(12)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     without = dataclasses.replace(batch, rollout_log_probs=None)
@@ -293,12 +291,12 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
         {**TIS_SEQUENCE, "custom_tis_function_path": f"{__name__}:keep_likely_tokens"},
     ],
 )
-def test_token_level_settings_need_no_sums_over_sequences(settings: dict) -> None:
+def test_token_level_settings_need_no_sums_over_sequences(settings):
     """Nor does what a user's function takes the place of."""
     assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
 
 
-def test_means_over_a_fully_masked_sequence_are_zero() -> None:
+def test_means_over_a_fully_masked_sequence_are_zero():
     sequences = random_sequences(14)
     config = PolicyLossConfig(**GEOMETRIC, **OPSM)
     _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
@@ -308,7 +306,7 @@ def test_means_over_a_fully_masked_sequence_are_zero() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_masks_only_shrink_and_what_is_dropped_is_zero(case: str) -> None:
+def test_masks_only_shrink_and_what_is_dropped_is_zero(case):
     for seed in range(5):
         batch = package_batch(random_sequences(seed, spread=0.5))
         log_probs = flat_log_probs(random_sequences(seed, spread=0.5))
@@ -318,7 +316,7 @@ def test_masks_only_shrink_and_what_is_dropped_is_zero(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_garbage_at_masked_positions_reaches_nothing(case: str) -> None:
+def test_garbage_at_masked_positions_reaches_nothing(case):
     sequences = random_sequences(2)
     batch = package_batch(sequences)
     masked = ~batch.loss_mask
@@ -343,7 +341,7 @@ def test_garbage_at_masked_positions_reaches_nothing(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["tis", "tis_sequence", "icepop", "all_with_icepop"])
-def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -> None:
+def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case):
     """A rejection must not swallow it: NaN is neither inside nor outside of a range."""
     sequences = [grid_sequence([0.0, 0.01], [1.0])]
     batch = package_batch(sequences)
@@ -353,7 +351,7 @@ def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -> None:
+def test_metrics_are_those_before_rejection_and_named_by_the_config(case):
     sequences = random_sequences(3)
     batch = package_batch(sequences)
     config = PolicyLossConfig(**CASES[case][0])
@@ -365,7 +363,7 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     without = dataclasses.replace(batch, rollout_log_probs=None)
@@ -379,7 +377,7 @@ def test_what_is_missing_is_named() -> None:
             apply_corrections(config, tokens, log_probs, SequenceSums(tokens.sample_ids, {}))
 
 
-def test_an_empty_micro_batch_is_legal() -> None:
+def test_an_empty_micro_batch_is_legal():
     log_probs = torch.zeros(0, requires_grad=True)
     for settings, _ in CASES.values():
         found, _ = corrected(PolicyLossConfig(**settings), pack([]), log_probs)
@@ -403,7 +401,7 @@ def policy_gradient_of(config: PolicyLossConfig, sequences: list[Sequence1]) -> 
 @pytest.mark.parametrize(
     "case", ["icepop", "mask_sequence", "mask_geometric", "geometric", "sequence"]
 )
-def test_both_denominators(case: str, denominator: str, aggregation: str) -> None:
+def test_both_denominators(case, denominator, aggregation):
     sequences = random_sequences(5)
     settings, correction = CASES[case]
     numerators, kept, before = [], [], []
@@ -425,7 +423,7 @@ def test_both_denominators(case: str, denominator: str, aggregation: str) -> Non
     assert policy_gradient_of(config, sequences) == pytest.approx(expected, rel=2e-6, abs=1e-7)
 
 
-def test_accepted_samples_leaves_what_needs_no_rejection_alone() -> None:
+def test_accepted_samples_leaves_what_needs_no_rejection_alone():
     samples = [package_sample(s) for s in random_sequences(6)]
     for settings in ({}, {"use_tis": True}, ICEPOP):
         config = PolicyLossConfig(**settings)
@@ -456,7 +454,7 @@ def wrong_shape(
     return pg_loss, batch.loss_mask[:-1]
 
 
-def test_custom_function_weights_and_only_shrinks_the_mask() -> None:
+def test_custom_function_weights_and_only_shrinks_the_mask():
     sequences = random_sequences(7)
     batch = package_batch(sequences)
     dirty = batch.rollout_log_probs.masked_fill(~batch.loss_mask, math.nan)
@@ -479,7 +477,7 @@ def without_gradient(
     return pg_loss.detach(), batch.loss_mask
 
 
-def test_custom_function_that_loses_the_gradient_is_refused() -> None:
+def test_custom_function_that_loses_the_gradient_is_refused():
     sequences = random_sequences(8)
     path = f"{__name__}.without_gradient"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
@@ -487,7 +485,7 @@ def test_custom_function_that_loses_the_gradient_is_refused() -> None:
         corrected(config, package_batch(sequences), flat_log_probs(sequences))
 
 
-def test_custom_function_of_the_wrong_shape_is_refused() -> None:
+def test_custom_function_of_the_wrong_shape_is_refused():
     sequences = random_sequences(8)
     path = f"{__name__}.wrong_shape"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)

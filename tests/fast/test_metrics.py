@@ -8,7 +8,6 @@ import logging
 import math
 import random
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) -> None:
+def test_every_cut_has_the_metrics_of_the_step(cut, carries_rollout):
     objective = Objective(eps_clip=0.1, eps_clip_high=0.3, kl_loss_type="low_var_kl")
     config = package_config(objective, pg_metrics="with_entropy")
     step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
@@ -105,7 +104,7 @@ def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) 
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-def test_a_rollout_of_two_samples_counts_once() -> None:
+def test_a_rollout_of_two_samples_counts_once():
     """The mutant, in which a sample is a document, has other means; one sample a rollout has the same, to the bit."""
     config = package_config(Objective())
     step = step_with_rollout_log_probs(3)
@@ -126,7 +125,7 @@ def test_a_rollout_of_two_samples_counts_once() -> None:
         assert together[name] == pytest.approx(mutant[name], rel=1e-12)
 
 
-def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
+def test_means_of_single_samples_are_the_frozen_formula_to_the_bit():
     """What a mean was when a document was a sample: mask / own active tokens, one product, one division."""
     sequences = random_sequences(4)
     config, batch = PolicyLossConfig(), package_batch(sequences)
@@ -144,7 +143,7 @@ def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
     assert found["advantage"].tolist() == [frozen.item(), weights.sum().item()]
 
 
-def test_gspo_sums_are_over_sequences_where_rollouts_have_several() -> None:
+def test_gspo_sums_are_over_sequences_where_rollouts_have_several():
     sequences = [random_sequence(seed, 5, active_rate=1.0) for seed in range(4)]
     samples = [package_sample(s, rollout_id=i // 2) for i, s in enumerate(sequences)]
     config = PolicyLossConfig(policy_loss="gspo")
@@ -154,7 +153,7 @@ def test_gspo_sums_are_over_sequences_where_rollouts_have_several() -> None:
     assert found["ratio_new_old"] == pytest.approx(sum(ratios) / 4)
 
 
-def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> None:
+def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs():
     """Also where a micro-batch is empty, and where only some micro-batches have the rollout engine's log-probs."""
     sequences = [random_sequence(seed, 6, active_rate=1.0) for seed in range(3)]
     samples = [package_sample(s, rollout_id=i) for i, s in enumerate(sequences)]
@@ -185,7 +184,7 @@ def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> N
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
 
 
-def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
+def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs():
     """One sample of six tokens: its means are token means."""
     sequence = random_sequence(5, 6, active_rate=1.0)
     config = PolicyLossConfig(ratio_anchor="rollout")
@@ -204,7 +203,7 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
         assert is_there == (old_log_probs is not None)
 
 
-def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
+def test_mismatch_metrics_need_no_correction_and_no_ratio():
     sequences = random_sequences(2)
     expected = None
     for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
@@ -218,7 +217,7 @@ def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
         assert values == expected and len(values) == 9
 
 
-def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> None:
+def test_staleness_is_reported_where_samples_and_the_step_have_versions():
     sequences = [random_sequence(seed, seed + 1, active_rate=1.0) for seed in range(4)]
     versions, rollouts = [7, 9, 4, 4], [0, 1, 2, 2]
     samples = [
@@ -248,7 +247,7 @@ def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> Non
         package_sample(sequences[0], policy_version=1.5)
 
 
-def test_a_local_document_mean_would_be_another_one() -> None:
+def test_a_local_document_mean_would_be_another_one():
     """The mutant: per-document means of this rank's window, averaged over ranks."""
     objective, step = Objective(), random_step(3)
     config = package_config(objective)
@@ -268,7 +267,7 @@ def test_a_local_document_mean_would_be_another_one() -> None:
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
-def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
+def test_the_config_alone_decides_the_names(name, pg_metrics):
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
     settings = EVERYTHING | {"policy_loss": name, "pg_metrics": pg_metrics}
     for changed in (settings, {"policy_loss": name, "pg_metrics": pg_metrics}):
@@ -281,7 +280,7 @@ def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
             assert not any(value.requires_grad for value in metrics.values())
 
 
-def test_gspo_metrics_are_per_sequence() -> None:
+def test_gspo_metrics_are_per_sequence():
     sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
     config = PolicyLossConfig(policy_loss="gspo")
     found = reduced(
@@ -303,7 +302,7 @@ def test_gspo_metrics_are_per_sequence() -> None:
     assert found["clipped_ratio_fraction"] == pytest.approx(sum(outside) / len(ratios))
 
 
-def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
+def test_mismatch_metrics_count_the_tokens_that_are_rejected():
     sequences = random_sequences(2)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
     config = PolicyLossConfig(**settings)
@@ -331,7 +330,7 @@ def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
+def test_extremes_when_all_advantages_have_one_sign(sign):
     """Masked positions, empty windows and empty micro-batches bring the identity, not zero."""
     sequences = [
         dataclasses.replace(s, advantages=[sign * (1 + t) for t in range(len(s.advantages))])
@@ -347,7 +346,7 @@ def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     assert (found["max_advantage"], found["min_advantage"]) == (max(active), min(active))
 
 
-def test_extremes_of_advantages_that_are_all_equal() -> None:
+def test_extremes_of_advantages_that_are_all_equal():
     """The largest is then the smallest, which does not mean that there is none."""
     sequences = [dataclasses.replace(s, advantages=[0.5] * 5) for s in [random_sequence(1, 5)]]
     config = PolicyLossConfig()
@@ -358,7 +357,7 @@ def test_extremes_of_advantages_that_are_all_equal() -> None:
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float) -> None:
+def test_garbage_at_masked_positions_reaches_no_metric(name, garbage):
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     masked = ~clean.loss_mask
@@ -379,7 +378,7 @@ def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float
     assert not any(math.isnan(value) for value in found.values())
 
 
-def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_does_not_contribute_brings_nothing(caplog):
     """Neither its numbers nor, a second time, the report of a token without a loss."""
     sequences = [random_sequence(1, 4, active_rate=1.0)]
     config, batch = PolicyLossConfig(), package_batch(sequences)
@@ -390,7 +389,7 @@ def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptur
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
+def test_what_is_carried_beside_the_numbers_survives_an_addition():
     sequences = random_sequences(11)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
@@ -401,7 +400,7 @@ def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     assert metrics["more"].tolist() == [1.0, 0.5]
 
 
-def test_shares_of_a_step_add_up_in_float64() -> None:
+def test_shares_of_a_step_add_up_in_float64():
     batch = package_batch(random_sequences(11))
     totals, config = step_totals(batch.samples), PolicyLossConfig(pg_metrics="none")
     log_probs = torch.zeros(len(batch.window))
@@ -413,7 +412,7 @@ def test_shares_of_a_step_add_up_in_float64() -> None:
     assert metrics["loss"].tolist() == [loss.item(), 1 / 3]
 
 
-def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
+def test_a_custom_objective_has_the_metrics_of_its_names():
     """Nothing is known of its ratio, whatever --policy-loss says."""
     for name in OF_LOG_PROBS:
         config = PolicyLossConfig(
@@ -429,7 +428,7 @@ def negative_log_prob(config: PolicyLossConfig, batch: PackedBatch, log_probs: T
     return -log_probs
 
 
-def test_a_step_without_active_tokens_has_no_means() -> None:
+def test_a_step_without_active_tokens_has_no_means():
     config = PolicyLossConfig(**EVERYTHING)
     found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
     assert found["loss"] == 0 and found["num_tokens"] == 0
@@ -437,7 +436,7 @@ def test_a_step_without_active_tokens_has_no_means() -> None:
         assert math.isnan(found[name])
 
 
-def test_ratios_are_those_before_the_clamp() -> None:
+def test_ratios_are_those_before_the_clamp():
     sequences = [grid_sequence([30.0, -30.0], [1.0])]
     config = PolicyLossConfig()
     found = reduced(
@@ -448,7 +447,7 @@ def test_ratios_are_those_before_the_clamp() -> None:
     assert found["kl_new_old"] == pytest.approx(expected)
 
 
-def test_ratios_beyond_float32_are_numbers() -> None:
+def test_ratios_beyond_float32_are_numbers():
     """exp(100) is infinite in float32, as is the square of exp(60)."""
     for log_ratio in (60.0, 100.0):
         sequences = [grid_sequence([log_ratio], [1.0])]
@@ -468,7 +467,7 @@ class CountDispatches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_none_costs_nothing() -> None:
+def test_none_costs_nothing():
     """No value of a token is computed: the sums are those of the checksum and of the denominators."""
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -485,7 +484,7 @@ def test_none_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
+def test_no_host_synchronisation_before_the_end_of_the_step(name):
     """Tensors on the meta device have no values: reading one on the host raises."""
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
     batch = package_batch(random_sequences(5)).to("meta")
@@ -500,7 +499,7 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
         reduced(config, [metrics])  # this is where the host reads
 
 
-def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
+def test_metrics_do_not_change_with_the_loss_that_megatron_rescales():
     sequences = random_sequences(6)
     config = PolicyLossConfig()
     batch = package_batch(sequences)
@@ -514,7 +513,7 @@ def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
     assert all(torch.equal(metrics[name], value) for name, value in before.items())
 
 
-def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nan_loss_is_reported_with_sample_and_position(caplog):
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
     config = PolicyLossConfig()
@@ -532,7 +531,7 @@ def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptu
     assert "1 active tokens" in record.getMessage()
 
 
-def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nan_that_a_correction_brings_is_reported(caplog):
     """The objective's own loss is finite there."""
     sequences = [random_sequence(1, 4, active_rate=1.0)]
     rollout_log_probs = torch.tensor(sequences[0].rollout_log_probs)
@@ -546,7 +545,7 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFix
     assert "response token 2 of sample 0" in record.getMessage()
 
 
-def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nan_of_the_reference_is_reported(caplog):
     """Of the first active token that has one: the KL term is as much of the loss as the objective."""
     sample = Sample(
         tokens=[1] * 5,
@@ -570,7 +569,7 @@ def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_while_the_loss_is_finite(caplog):
     sequences = random_sequences(7)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
@@ -580,7 +579,7 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
-def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: float) -> None:
+def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob):
     """A token that one of the policies, or its engine, holds to be impossible."""
     sample = Sample(
         tokens=[1] * 5,
@@ -602,7 +601,7 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: flo
 
 
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
-def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
+def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob):
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
     sample = Sample(
         tokens=[1] * 5,
@@ -618,9 +617,7 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     assert found["new_logprobs"] == log_prob
 
 
-def test_an_infinite_loss_is_reported_with_sample_and_position(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_infinite_loss_is_reported_with_sample_and_position(caplog):
     sample = Sample(tokens=[1] * 5, response_length=3, loss_mask=[1] * 3, advantages=1.0, name="it")
     config = PolicyLossConfig(policy_loss="reinforce")
     log_probs = torch.tensor([-1.0, -math.inf, -1.0])
@@ -631,7 +628,7 @@ def test_an_infinite_loss_is_reported_with_sample_and_position(
     assert "the first is response token 1 of sample 0 (it)" in record.getMessage()
 
 
-def test_metrics_keep_no_side_channel_alive() -> None:
+def test_metrics_keep_no_side_channel_alive():
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
     sample = Sample(
         tokens=[1] * 5,
@@ -659,7 +656,7 @@ def test_metrics_keep_no_side_channel_alive() -> None:
         assert channel() is None
 
 
-def test_the_checksum_of_a_custom_reducer_counts_every_token_once() -> None:
+def test_the_checksum_of_a_custom_reducer_counts_every_token_once():
     """With and without metrics and loss weights, in per-token mode and over empty micro-batches."""
     sequences = random_sequences(8)
     samples = list(package_batch(sequences).samples)
@@ -720,7 +717,7 @@ def no_function(
 
 
 @pytest.mark.parametrize("reducer", ["window_of_losses", "no_function"])
-def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
+def test_a_custom_reducer_of_another_result_is_refused(reducer):
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:{reducer}")
     sequences = random_sequences(8)
     with pytest.raises(ValueError, match=f"--custom-pg-loss-reducer-function-path .*{reducer}"):
@@ -728,7 +725,7 @@ def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
-def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]) -> None:
+def test_an_entropy_that_is_needed_and_absent_is_refused(setting):
     sequences = random_sequences(8)
     batch = package_batch(sequences)
     with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
@@ -741,9 +738,7 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]
         )
 
 
-def test_accepted_denominators_without_accepted_samples_are_noticed(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monkeypatch):
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
@@ -758,9 +753,7 @@ def test_accepted_denominators_without_accepted_samples_are_noticed(
     assert "accepted_samples(config, samples)" in caplog.text
 
 
-def test_rejections_that_the_totals_are_to_count_are_no_news(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejections_that_the_totals_are_to_count_are_no_news(caplog, monkeypatch):
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     config = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)

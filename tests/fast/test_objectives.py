@@ -128,7 +128,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("case", SETTINGS)
-def test_random_sequences_equal_the_formula(case: str, dtype: torch.dtype) -> None:
+def test_random_sequences_equal_the_formula(case, dtype):
     check(case, random_sequences(1), dtype)
 
 
@@ -136,15 +136,13 @@ def test_random_sequences_equal_the_formula(case: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     "case", [case for case in SETTINGS if case not in (*OF_SEQUENCES, *OF_PROBABILITIES)]
 )
-def test_around_the_bounds_and_at_extreme_ratios(case: str, dtype: torch.dtype) -> None:
+def test_around_the_bounds_and_at_extreme_ratios(case, dtype):
     check(case, [grid_sequence((*AROUND_BOUNDS, *EXTREMES), ADVANTAGES)], dtype)
 
 
 @pytest.mark.parametrize("case", OF_SEQUENCES)
 @pytest.mark.parametrize("log_ratio", [*AROUND_BOUNDS, *EXTREMES])
-def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(
-    case: str, log_ratio: float
-) -> None:
+def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(case, log_ratio):
     """Every token of a sequence has the same log-ratio, so it is that of the sequence."""
     check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
 
@@ -156,7 +154,7 @@ def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(
         *("gspo", "cispo_lower_bound"),
     ],
 )
-def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> None:
+def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case):
     for log_ratio in (*ON_BOUNDS, math.log(3.0), math.log(DUAL)):
         check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
     sequence = grid_sequence(ON_BOUNDS, [1.0, -1.0])
@@ -170,7 +168,7 @@ def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> 
     assert (log_probs.grad != 0).all()
 
 
-def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient() -> None:
+def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient():
     sequence = grid_sequence([math.log(DUAL)], [-2.0])
     assert sequence.log_probs.exp().item() == DUAL
     name, settings, _ = SETTINGS["ppo_dual_clip_met_exactly"]
@@ -182,7 +180,7 @@ def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient() -> None:
 @pytest.mark.parametrize(
     "name", ["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "gmpo"]
 )
-def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
+def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name):
     sequences = [
         dataclasses.replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)
     ]
@@ -192,7 +190,7 @@ def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-15)
 
 
-def test_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
+def test_a_gradient_through_the_sequence_mean_would_be_another_one():
     """The mutant of gspo: without the stop-gradient a token gets 1/n of every token's gradient."""
     sequences = random_sequences(3)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -226,7 +224,7 @@ def probability_grid() -> Sequence1:
 
 
 @pytest.mark.parametrize("case", OF_PROBABILITIES)
-def test_divergences_of_all_probabilities(case: str) -> None:
+def test_divergences_of_all_probabilities(case):
     sequence = probability_grid()
     check(case, [sequence], torch.float64)
     name, settings, _ = SETTINGS[case]
@@ -240,7 +238,7 @@ def test_divergences_of_all_probabilities(case: str) -> None:
     assert int(found.is_clipped.sum()) > int(is_dropped.sum())
 
 
-def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
+def test_deltas_that_are_not_given_are_those_of_the_help_text():
     text = field_docstrings(PolicyLossConfig)["dppo_delta"]
     said = {
         name: float(number) for number, name in re.findall(r"([0-9.]+) (?:nats )?for (\w+)", text)
@@ -249,7 +247,7 @@ def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
-def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor: str) -> None:
+def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor):
     """arXiv:2507.20673 eq. 4, a product over the tokens of a sequence, with one advantage a sequence."""
     sequences = [
         dataclasses.replace(s, advantages=[(-1.0) ** place * (place + 1)] * len(s.advantages))
@@ -359,7 +357,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
-def test_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_caught(mistake, monkeypatch):
     case, function = MUTANTS[mistake]
     name = SETTINGS[case][0]
     sequences = [*random_sequences(1, spread=0.6), probability_grid()]
@@ -370,7 +368,7 @@ def test_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("case", [case for case in SETTINGS if case.endswith("_against_rollout")])
-def test_the_anchor_matters(case: str) -> None:
+def test_the_anchor_matters(case):
     """Neither the ratio nor the mask or the clip may stay with the old log-probs."""
     name, _, oracle_settings = SETTINGS[case]
     sequences = random_sequences(1)
@@ -386,7 +384,7 @@ def test_the_anchor_matters(case: str) -> None:
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_nothing(name: str, garbage: float) -> None:
+def test_garbage_at_masked_positions_reaches_nothing(name, garbage):
     sequences = random_sequences(4)
     clean = package_batch(sequences)
     dirty = dataclasses.replace(
@@ -415,7 +413,7 @@ def test_garbage_at_masked_positions_reaches_nothing(name: str, garbage: float) 
         *((name, "log_probs") for name in OF_LOG_PROBS),
     ],
 )
-def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: str) -> None:
+def test_nan_at_an_active_position_reaches_loss_and_gradient(name, field):
     sequences = [grid_sequence([0.0, 0.1], [1.0, -1.0])]
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     if field == "log_probs":
@@ -447,7 +445,7 @@ def with_impossible_tokens(sequences: list[Sequence1], field: str) -> list[Seque
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", SETTINGS)
-def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) -> None:
+def test_a_token_that_the_policy_cannot_sample(case, dtype):
     """A ratio is e^-20 without gradient; a log-prob is a loss of infinity, but at an advantage of 0."""
     sequences = with_impossible_tokens(random_sequences(11), "log_probs")
     check(case, sequences, dtype)
@@ -463,7 +461,7 @@ def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     "case", [case for case in SETTINGS if "ratio_anchor" not in SETTINGS[case][1]]
 )
-def test_a_token_that_the_old_policy_could_not_sample(case: str) -> None:
+def test_a_token_that_the_old_policy_could_not_sample(case):
     """A sample refuses it; the objectives hold its ratio at e^20, without gradient."""
     clean = random_sequences(12)
     sequences = with_impossible_tokens(clean, "old_log_probs")
@@ -476,7 +474,7 @@ def test_a_token_that_the_old_policy_could_not_sample(case: str) -> None:
     check(case, sequences, torch.float64, batch)
 
 
-def test_divergence_of_a_token_that_either_policy_cannot_sample() -> None:
+def test_divergence_of_a_token_that_either_policy_cannot_sample():
     """0 log 0 is 0: KL(old || new) of {this token, any other} is -log(1 - p) where old has nothing for the token."""
     old = torch.tensor([-math.inf, -math.inf, -1.0, -200.0], dtype=torch.float64)
     new = torch.tensor([math.log(0.5), -3.0, -math.inf, -3.0], dtype=torch.float64)
@@ -491,7 +489,7 @@ def test_divergence_of_a_token_that_either_policy_cannot_sample() -> None:
     ]  # fmt: skip
 
 
-def test_clip_flags_and_log_ratio() -> None:
+def test_clip_flags_and_log_ratio():
     """is_clipped: outside the range; effectively: on the side that the sign of A makes active."""
     log_ratios = (-1.0, 0.0, 1.0)
     sequence = grid_sequence(log_ratios, (-1.0, 0.0, 1.0))
@@ -510,7 +508,7 @@ def test_clip_flags_and_log_ratio() -> None:
     assert found.is_clipped.tolist() == clipped
 
 
-def test_log_ratio_of_the_metrics_is_that_before_the_clamp() -> None:
+def test_log_ratio_of_the_metrics_is_that_before_the_clamp():
     sequence = grid_sequence([1e4], [1.0])
     found = package_objective("ppo", {}, package_batch([sequence]), flat_log_probs([sequence]))
     assert found.log_ratio.tolist() == [1e4]
@@ -520,7 +518,7 @@ def test_log_ratio_of_the_metrics_is_that_before_the_clamp() -> None:
     assert clamped.tolist() == [20.0]
 
 
-def test_old_log_probs_are_a_constant() -> None:
+def test_old_log_probs_are_a_constant():
     log_probs, old_log_probs = torch.zeros(2, 3, requires_grad=True).unbind()
     active = torch.ones(3, dtype=torch.bool)
     (gradient,) = torch.autograd.grad(
@@ -529,7 +527,7 @@ def test_old_log_probs_are_a_constant() -> None:
     assert gradient is None
 
 
-def test_gspo_ratio_is_one_number_a_sequence() -> None:
+def test_gspo_ratio_is_one_number_a_sequence():
     sequences = random_sequences(5)
     batch = package_batch(sequences)
     found = package_objective("gspo", {}, batch, flat_log_probs(sequences))
@@ -545,7 +543,7 @@ def loss_of(name: str, batch: PackedBatch, log_probs: Tensor) -> object:
     return policy_loss_from_log_probs(config, batch, log_probs, None, totals=totals)
 
 
-def test_inputs_that_are_missing_are_named() -> None:
+def test_inputs_that_are_missing_are_named():
     sequences = random_sequences(6)
     batch = dataclasses.replace(package_batch(sequences), old_log_probs=None)
     for name in ("ppo", "cispo"):
@@ -562,13 +560,13 @@ def test_inputs_that_are_missing_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_an_empty_micro_batch_is_legal_and_connected(name: str) -> None:
+def test_an_empty_micro_batch_is_legal_and_connected(name):
     log_probs = torch.zeros(0, requires_grad=True)
     found = package_objective(name, {}, pack([]), log_probs)
     assert found.loss.shape == (0,) and found.loss.requires_grad
 
 
-def test_only_objectives_with_a_ratio_report_one() -> None:
+def test_only_objectives_with_a_ratio_report_one():
     sequences = random_sequences(7)
     for name in OF_LOG_PROBS:
         found = package_objective(name, {}, package_batch(sequences), flat_log_probs(sequences))
@@ -608,7 +606,7 @@ def custom_config(function: str) -> PolicyLossConfig:
     return PolicyLossConfig(custom_policy_loss_path=f"{__name__}:{function}")
 
 
-def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
+def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient():
     sequences = random_sequences(8)
     batch = package_batch(sequences)
     masked = ~batch.loss_mask
@@ -631,7 +629,7 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
     torch.testing.assert_close(log_probs.grad, 2 * expected)
 
 
-def test_custom_loss_that_loses_the_gradient_is_refused() -> None:
+def test_custom_loss_that_loses_the_gradient_is_refused():
     """Megatron's schedules would pass over it, and training go on without learning."""
     sequences = random_sequences(9)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -652,7 +650,7 @@ def loss_of_masked_tokens_too(
     return torch.where(batch.loss_mask, log_probs, 1 / log_probs) + 3
 
 
-def test_custom_loss_is_zero_at_masked_positions() -> None:
+def test_custom_loss_is_zero_at_masked_positions():
     sequences = random_sequences(10)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = custom_config("loss_of_masked_tokens_too")
@@ -664,7 +662,7 @@ def test_custom_loss_is_zero_at_masked_positions() -> None:
 
 
 @pytest.mark.parametrize("function", ["loss_of_the_wrong_size", "loss_with_metrics"])
-def test_custom_loss_of_another_result_is_refused(function: str) -> None:
+def test_custom_loss_of_another_result_is_refused(function):
     sequences = random_sequences(9)
     config = custom_config(function)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)

@@ -335,11 +335,11 @@ def check(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(rows())))
-def test_two_settings_together_equal_the_formulas(number: int) -> None:
+def test_two_settings_together_equal_the_formulas(number):
     check(settings_of(rows()[number]))
 
 
-def test_the_rows_hold_every_pair_that_the_config_takes() -> None:
+def test_the_rows_hold_every_pair_that_the_config_takes():
     held = set().union(*map(pairs_of, rows()))
     every = {frozenset(pair) for pair in itertools.combinations(choices(), 2)}
     refused = {pair for pair in every - held if len({factor for factor, _ in pair}) == 2}
@@ -370,7 +370,7 @@ def both_tell(row: Row, pair: frozenset[Choice]) -> bool:
 
 
 @pytest.mark.parametrize("factor", CORRECTING)
-def test_both_settings_of_a_pair_tell(factor: str) -> None:
+def test_both_settings_of_a_pair_tell(factor):
     """A row in which one of them changes nothing says nothing of the two together; then they are tried by themselves."""
     pairs = {
         frozenset([(factor, choice), (other, second)])
@@ -439,9 +439,7 @@ MUTANTS: dict[Callable[..., Any], tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mistakes_in_pairs_are_caught(
-    mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_pairs_are_caught(mutant, monkeypatch):
     monkeypatch.setattr(*MUTANTS[mutant], mutant)
 
     def fails(row: Row) -> bool:

@@ -61,7 +61,7 @@ def check_bins(
     assert loads == sorted(loads, reverse=True)
 
 
-def test_bins_of_a_known_case() -> None:
+def test_bins_of_a_known_case():
     assert planned([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     assert planned([5, 5, 5], 10, multiple=3) == [[0], [1], [2]]
     assert planned([1, 1], 10, multiple=4) == [[0], [1], [], []]
@@ -74,9 +74,7 @@ def test_bins_of_a_known_case() -> None:
     multiple=st.integers(1, 4),
     seed=st.none() | st.integers(0, 3),
 )
-def test_every_sequence_is_in_one_bin_within_its_capacity(
-    lengths: list[int], multiple: int, seed: int | None
-) -> None:
+def test_every_sequence_is_in_one_bin_within_its_capacity(lengths, multiple, seed):
     bins = planned(lengths, 40, multiple=multiple, seed=seed)
     check_bins(bins, lengths, 40)
     assert len(bins) % multiple == 0 and bins
@@ -89,9 +87,7 @@ def test_every_sequence_is_in_one_bin_within_its_capacity(
     multiple=st.integers(1, 4),
     capacity=st.sampled_from((40, 57, 400)),
 )
-def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(
-    lengths: list[int], multiple: int, capacity: int
-) -> None:
+def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(lengths, multiple, capacity):
     """Integers, so that costs add up without rounding."""
     cost = SampleCost(3.0, 2.0)
     bins = planned(lengths, capacity, multiple=multiple, cost=cost)
@@ -112,7 +108,7 @@ def dealt_to_the_cheapest(lengths: list[int], num_bins: int, capacity: int) -> B
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40))
-def test_bins_are_those_of_the_plain_rule(lengths: list[int]) -> None:
+def test_bins_are_those_of_the_plain_rule(lengths):
     found = planned(lengths, 60, cost=SampleCost(1.0, 1.0))
     plain = dealt_to_the_cheapest(lengths, len(found), 60)
     if plain is not None:
@@ -122,7 +118,7 @@ def test_bins_are_those_of_the_plain_rule(lengths: list[int]) -> None:
         assert as_lengths[0] == as_lengths[1]
 
 
-def test_one_long_sequence_weighs_as_many_short_ones() -> None:
+def test_one_long_sequence_weighs_as_many_short_ones():
     """81 against five times 16: by tokens the long one has company."""
     lengths, square = [9, 4, 4, 4, 4, 4], SampleCost(0.0, 1.0)
     assert planned(lengths, 100, multiple=2) == [[1, 2, 3, 5], [0, 4]]
@@ -131,7 +127,7 @@ def test_one_long_sequence_weighs_as_many_short_ones() -> None:
     assert by_rank == [[0], [1, 2, 3, 4, 5]]
 
 
-def test_cost_of_a_model_is_its_operations() -> None:
+def test_cost_of_a_model_is_its_operations():
     """By hand: 2 layers of hidden 8, 4 heads of 2, 2 key-value groups, gated 16; vocabulary 10."""
     shape = SimpleNamespace(
         num_layers=2,
@@ -154,14 +150,14 @@ def test_cost_of_a_model_is_its_operations() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
-def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths: list[int]) -> None:
+def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths):
     found, fewest = len(planned(lengths, 20)), fewest_bins(lengths, 20)
     assert fewest <= found <= 11 / 9 * fewest + 6 / 9
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), max_size=40), seed=st.integers(0, 2**32))
-def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths: list[int], seed: int) -> None:
+def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths, seed):
     shuffled = random.Random(seed).sample(lengths, len(lengths))
 
     def as_lengths(order: list[int]) -> list[list[int]]:
@@ -170,38 +166,38 @@ def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths: list[int], seed
     assert as_lengths(lengths) == as_lengths(shuffled)
 
 
-def test_distinct_lengths_permute_with_their_samples() -> None:
+def test_distinct_lengths_permute_with_their_samples():
     lengths = random.Random(0).sample(range(1, 200), 50)
     order = random.Random(1).sample(range(50), 50)
     permuted = planned([lengths[i] for i in order], 300)
     assert [sorted(order[i] for i in members) for members in permuted] == planned(lengths, 300)
 
 
-def test_the_seed_deals_equal_lengths_differently() -> None:
+def test_the_seed_deals_equal_lengths_differently():
     lengths = [3] * 40
     one, other = planned(lengths, 12, seed=1), planned(lengths, 12, seed=2)
     check_bins(one, lengths, 12)
     assert one != other and one == planned(lengths, 12, seed=1)
 
 
-def test_loads_are_even_where_there_is_room() -> None:
+def test_loads_are_even_where_there_is_room():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 100, size=400).tolist()
     loads = [sum(lengths[i] for i in b) for b in planned(lengths, 4000, multiple=8)]
     assert max(loads) - min(loads) <= max(lengths) / 10
 
 
-def test_loads_are_even_where_a_bin_is_full() -> None:
+def test_loads_are_even_where_a_bin_is_full():
     """First fit, which is not needed here, would leave the third bin empty."""
     assert planned([5, 1, 1, 1], 5, multiple=3) == [[0], [1, 3], [2]]
 
 
-def test_first_fit_takes_over_where_even_loads_do_not_fit() -> None:
+def test_first_fit_takes_over_where_even_loads_do_not_fit():
     """Two bins hold 5 + 5 and 4 + 3 + 3; longest-to-lightest would make 5 + 4 and 5 + 3 + 3."""
     assert sorted(planned([5, 5, 4, 3, 3], 10)) == [[0, 1], [2, 3, 4]]
 
 
-def test_oversized_sequences() -> None:
+def test_oversized_sequences():
     with pytest.raises(ValueError, match=r"lengths\[1\] is 12.*10"):
         plan_bins([4, 12, 5], 10)
     assert planned([4, 12, 5], 10, oversized_alone=True) == [[1], [0, 2]]
@@ -209,7 +205,7 @@ def test_oversized_sequences() -> None:
 
 
 @pytest.mark.parametrize("keywords", ({"capacity": 0}, {"capacity": 5, "multiple": 0}))
-def test_bins_out_of_range_are_refused(keywords: dict[str, int]) -> None:
+def test_bins_out_of_range_are_refused(keywords):
     with pytest.raises(ValueError, match="at least 1"):
         plan_bins([1], **keywords)
     with pytest.raises(ValueError, match=r"lengths\[1\] is 0"):
@@ -248,8 +244,8 @@ def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> 
     group_size=st.integers(1, 4),
 )
 def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
-    lengths: list[int], cp_size: int, pad_to_multiple: int, group_size: int
-) -> None:
+    lengths, cp_size, pad_to_multiple, group_size
+):
     samples = samples_of(lengths)
     plan = plan_step(
         samples,
@@ -270,7 +266,7 @@ def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
     assert dataclasses.replace(plan.totals, num_tokens=None) == step_totals(samples)
 
 
-def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch() -> None:
+def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch():
     samples = samples_of([4, 17, 4])
     with pytest.raises(ValueError, match=r"(?s)answer-1 takes 20.*--max-tokens-per-microbatch.*16"):
         plan_step(samples, max_tokens_per_microbatch=16, cp_size=2)
@@ -279,14 +275,14 @@ def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch() -
     assert plan.microbatch_tokens == (20, 8)
 
 
-def test_padding_counts_against_the_budget() -> None:
+def test_padding_counts_against_the_budget():
     """Two samples of 5 take 8 each at context-parallel size 2: 10 tokens that a budget of 15 does not hold."""
     assert plan_step(samples_of([5, 5]), max_tokens_per_microbatch=15).num_microbatches == 1
     samples = samples_of([5, 5])
     assert plan_step(samples, max_tokens_per_microbatch=15, cp_size=2).num_microbatches == 2
 
 
-def test_the_seed_deals_equally_long_samples_differently() -> None:
+def test_the_seed_deals_equally_long_samples_differently():
     samples = samples_of([3] * 40)
     plans = [
         plan_step(samples, max_tokens_per_microbatch=12, seed=seed).microbatches
@@ -295,14 +291,14 @@ def test_the_seed_deals_equally_long_samples_differently() -> None:
     assert len(set(plans)) == 3 and plans[1] == plans[3]
 
 
-def test_settings_out_of_range_are_refused_by_flag() -> None:
+def test_settings_out_of_range_are_refused_by_flag():
     with pytest.raises(ValueError, match=r"--max-tokens-per-microbatch is 3.*at least 4"):
         plan_step([], max_tokens_per_microbatch=3, cp_size=2)
     with pytest.raises(ValueError, match="--oversized-samples .*found 'drop'"):
         plan_step([], max_tokens_per_microbatch=3, oversized="drop")
 
 
-def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
+def test_assignment_to_ranks_is_a_split_with_even_tokens():
     lengths = np.random.default_rng(0).integers(2, 60, size=64).tolist()
     ranks = assign_to_data_parallel_ranks(samples_of(lengths), 4, cp_size=2)
     assert Counter(i for indices in ranks for i in indices) == Counter(range(64))
@@ -327,7 +323,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return add_planning_args(argparse.ArgumentParser(exit_on_error=False)).parse_args(words)
 
 
-def test_flags_become_the_config() -> None:
+def test_flags_become_the_config():
     words = "--max-tokens-per-microbatch 64 --docs-per-step 8 --docs-per-step-mode exact"
     config = validate_planning_args(parsed(*words.split(), "--keep-prompt-groups"))
     assert config == PlanningConfig(
@@ -346,12 +342,12 @@ def test_flags_become_the_config() -> None:
         ("--max-tokens-per-microbatch 9 --docs-per-step-mode exact", "--docs-per-step-mode"),
     ),
 )
-def test_flags_out_of_range_are_refused_by_name(words: str, flag: str) -> None:
+def test_flags_out_of_range_are_refused_by_name(words, flag):
     with pytest.raises(ValueError, match=flag):
         validate_planning_args(parsed(*words.split()))
 
 
-def test_ragged_microbatches_are_refused_with_expert_parallelism() -> None:
+def test_ragged_microbatches_are_refused_with_expert_parallelism():
     args = parsed("--max-tokens-per-microbatch", "9", "--ragged-microbatches")
     assert validate_planning_args(args).ragged_microbatches
     args.expert_model_parallel_size = 2
@@ -359,7 +355,7 @@ def test_ragged_microbatches_are_refused_with_expert_parallelism() -> None:
         validate_planning_args(args)
 
 
-def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() -> None:
+def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere():
     parser = argparse.ArgumentParser()
     parser.add_argument("--docs-per-step", type=int, default=5)
     args = add_planning_args(parser).parse_args(["--max-tokens-per-microbatch", "9"])
@@ -382,9 +378,7 @@ def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() ->
         ),
     ],
 )
-def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(
-    settings: dict[str, object], weights: int
-) -> None:
+def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(settings, weights):
     shape = SimpleNamespace(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
     assert SampleCost.of_model(shape, 0) == SampleCost(2.0 * weights, 2.0 * 8)
     assert SampleCost.balancing("time", shape, 3).per_token == 2.0 * (weights + 8 * 3)

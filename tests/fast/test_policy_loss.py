@@ -50,7 +50,7 @@ def check_policy_loss(
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
+def test_objectives_equal_the_oracle(name, aggregation):
     step = random_step(seed=20)
     objective = aggregated(OBJECTIVES[name], aggregation)
     check_policy_loss(step, random_logits(step), objective, whole(len(step)))
@@ -59,7 +59,7 @@ def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ["everything", "everything_by_the_loss"])
-def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str) -> None:
+def test_no_cut_changes_value_or_gradient(name, cut, aggregation):
     """The KL and entropy terms are sample means, or follow the aggregation of the policy loss."""
     step = random_step(seed=21)
     objective = aggregated(OBJECTIVES[name], aggregation)
@@ -67,7 +67,7 @@ def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str)
 
 
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean", "constant"])
-def test_the_two_aggregations_of_the_regularizers_differ(aggregation: str) -> None:
+def test_the_two_aggregations_of_the_regularizers_differ(aggregation):
     """Each, taken for the other, is noticed; under the sample mean they are one."""
     step = random_step(seed=21)
     by_the_loss = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
@@ -80,7 +80,7 @@ def test_the_two_aggregations_of_the_regularizers_differ(aggregation: str) -> No
             assert_same(found, other, logits)
 
 
-def test_a_kl_that_follows_the_token_mean() -> None:
+def test_a_kl_that_follows_the_token_mean():
     """2 tokens of .5 and 8 of 4.5: 2.5 as a mean over samples, 3.7 as a mean over tokens."""
     values = ((2, 0.5), (8, 4.5))
     samples = [
@@ -111,14 +111,8 @@ def test_a_kl_that_follows_the_token_mean() -> None:
     name=st.sampled_from(sorted(OBJECTIVES)),
 )
 def test_random_steps_and_cuts(
-    seed: int,
-    num_samples: int,
-    dp_size: int,
-    num_microbatches: int,
-    cp_size: int,
-    aggregation: str,
-    name: str,
-) -> None:
+    seed, num_samples, dp_size, num_microbatches, cp_size, aggregation, name
+):
     step = random_step(seed, num_samples=num_samples)
     cut = random_cut(
         random.Random(seed),
@@ -132,7 +126,7 @@ def test_random_steps_and_cuts(
 
 
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
-def test_padding_takes_no_part(cp_size: int) -> None:
+def test_padding_takes_no_part(cp_size):
     """The extra segment that sequence parallelism asks for; its logits are NaN here."""
     step = random_step(seed=33)
     logits = random_logits(step)
@@ -148,7 +142,7 @@ def test_padding_takes_no_part(cp_size: int) -> None:
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
 
-def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
+def test_the_random_ratios_reach_every_side_of_the_clip():
     """A step without clipped tokens would make the tests above blind to the clip."""
     step = random_step(seed=20)
     result = oracle.policy_loss(step, random_logits(step), Objective())
@@ -167,7 +161,7 @@ def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
 
 @pytest.mark.parametrize("distance", (-60.0, -16.0, 16.0, 60.0))
 @pytest.mark.parametrize("advantage", (-1.0, 0.0, 1.0))
-def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
+def test_log_ratio_is_clamped_to_20(distance, advantage):
     """Beyond it the ratio is exp(+-20) and has no gradient."""
     sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[min(distance, 0.0)])
     logits = random_logits([sample])
@@ -176,7 +170,7 @@ def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
     check_policy_loss([sample], logits, Objective(), whole(1))
 
 
-def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
+def test_ratio_is_one_at_the_first_step_whatever_the_temperature():
     """The symptom in the field: old log-probs at temperature t against new ones at 1."""
     step = random_step(seed=22)
     logits = random_logits(step)
@@ -197,7 +191,7 @@ def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -> None:
+def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation):
     """Of pg_loss alone: the KL and entropy terms keep their own count. The divisor is no count of the step."""
     step = random_step(seed=23)
     logits = random_logits(step)
@@ -218,7 +212,7 @@ def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> None:
+def test_a_gradient_that_is_divided_twice(aggregation, cp_size):
     """By the outer count of this step, whatever it is: two steps of one config have two divisors."""
     objective = aggregated(OBJECTIVES["everything"], aggregation)
     config = package_config(objective, divide_gradient_twice=True)
@@ -253,7 +247,7 @@ def loss_and_gradient(loss: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
+def test_the_default_is_the_plain_sample_mean_to_the_bit(seed):
     sequences = random_sequences(seed, spread=0.5)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
     loss, _ = policy_loss_from_log_probs(
@@ -284,7 +278,7 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     assert not torch.equal(other, expected[0])
 
 
-def test_padded_vocabulary_takes_no_part() -> None:
+def test_padded_vocabulary_takes_no_part():
     step = random_step(seed=24)
     logits = random_logits(step)
     padded = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
@@ -295,7 +289,7 @@ def test_padded_vocabulary_takes_no_part() -> None:
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
 
-def test_float32_stays_within_float32_of_the_oracle() -> None:
+def test_float32_stays_within_float32_of_the_oracle():
     step = random_step(seed=25)
     logits = random_logits(step)
     objective = OBJECTIVES["everything"]
@@ -341,7 +335,7 @@ def expected_metrics(
     "cut",
     ("whole", "cp_4", "dp_3_three_micro_batches_cp_4", "ragged_dp_3_with_empty_micro_batches"),
 )
-def test_metrics_are_the_steps_whatever_the_cut(cut: str, aggregation: str) -> None:
+def test_metrics_are_the_steps_whatever_the_cut(cut, aggregation):
     step = random_step(seed=28)
     logits = random_logits(step)
     objective = aggregated(Objective(kl_loss_coef=0.1, eps_clip_high=0.3), aggregation)
@@ -351,7 +345,7 @@ def test_metrics_are_the_steps_whatever_the_cut(cut: str, aggregation: str) -> N
         assert metrics[name] == pytest.approx(value, rel=1e-12), name
 
 
-def test_metrics_are_detached_copies_of_the_loss() -> None:
+def test_metrics_are_detached_copies_of_the_loss():
     """Megatron rescales the returned loss in place; a view of it would be rescaled with it."""
     step = random_step(seed=29)
     (result,) = rank_losses(
@@ -380,7 +374,7 @@ def checksum(step: list[PlainSample], trained: list[PlainSample], cp_ranks: rang
     )
 
 
-def test_checksum_tells_duplicated_dropped_and_mis_sliced_samples() -> None:
+def test_checksum_tells_duplicated_dropped_and_mis_sliced_samples():
     step = random_step(seed=30)
     both = range(2)
     assert checksum(step, step, both) == pytest.approx(1.0, abs=1e-5)
@@ -411,7 +405,7 @@ def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
+def test_dispatches_do_not_grow_with_samples(aggregation):
     assert count_dispatches(2, aggregation) == count_dispatches(500, aggregation)
 
 
@@ -420,7 +414,7 @@ def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_logits_of_another_length_are_refused() -> None:
+def test_logits_of_another_length_are_refused():
     step = random_step(seed=31)
     batch = pack(package_samples(step), cp_rank=0, cp_size=2)
     totals = step_totals(package_samples(step), allow_different_group_sizes=True)
@@ -430,7 +424,7 @@ def test_logits_of_another_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_missing_input_is_refused_by_name(field: str) -> None:
+def test_missing_input_is_refused_by_name(field):
     samples = [replace(sample, **{field: None}) for sample in package_samples(random_step(seed=32))]
     batch = pack(samples)
     logits = torch.zeros(batch.window.local_tokens, 11)
@@ -443,7 +437,7 @@ def test_missing_input_is_refused_by_name(field: str) -> None:
         )
 
 
-def test_prompt_mean_without_groups_is_refused() -> None:
+def test_prompt_mean_without_groups_is_refused():
     samples = package_samples([plain_sample([1], group=None)])
     config = package_config(aggregated(Objective(), "prompt_mean"))
     batch = pack(samples)

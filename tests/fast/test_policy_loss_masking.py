@@ -70,9 +70,7 @@ def with_garbage_logits(
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
 @pytest.mark.parametrize("cp_size", (1, 2))
 @pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
-def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
-    name: str, cp_size: int, garbage: float
-) -> None:
+def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(name, cp_size, garbage):
     """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
     clean = random_step(seed=26)
     assert any(0 in sample.loss_mask for sample in clean)
@@ -93,7 +91,7 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
     assert {name for name, value in metrics.items() if not math.isfinite(value)} <= ABSENT
 
 
-def test_masking_only_the_result_would_give_nan_gradients() -> None:
+def test_masking_only_the_result_would_give_nan_gradients():
     """What the test above is for: `where` after `exp` is not enough."""
     log_prob = torch.zeros(2, requires_grad=True)
     ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
@@ -102,7 +100,7 @@ def test_masking_only_the_result_would_give_nan_gradients() -> None:
 
 
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_nan_at_an_active_position_stays_visible(field: str) -> None:
+def test_nan_at_an_active_position_stays_visible(field):
     step = random_step(seed=27)
     last = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
     token = step[last].loss_mask.index(1)
@@ -117,7 +115,7 @@ def test_nan_at_an_active_position_stays_visible(field: str) -> None:
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf))
-def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
+def test_garbage_logits_at_an_active_position_stay_visible(garbage):
     sample = plain_sample([1, 1])
     (logits,) = random_logits([sample])
     with torch.no_grad():
@@ -127,7 +125,7 @@ def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> No
 
 
 @pytest.mark.parametrize("name", ("ppo", "everything"))
-def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) -> None:
+def test_ranks_without_an_active_token_stay_connected_to_the_graph(name):
     """An empty micro-batch, a rank without response tokens and a fully masked sample."""
     masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
     outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
@@ -143,7 +141,7 @@ def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) ->
         assert weight.grad is not None and weight.grad.item() == 0.0
 
 
-def test_step_without_an_active_token_is_zero_and_finite() -> None:
+def test_step_without_an_active_token_is_zero_and_finite():
     step = [plain_sample([0, 0]), plain_sample([0])]
     logits = random_logits(step)
     for aggregation in oracle.AGGREGATIONS:

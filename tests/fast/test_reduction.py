@@ -76,9 +76,7 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 @pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
-def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
-    mode: str, cp_size: int, per_token: bool
-) -> None:
+def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_size, per_token):
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
@@ -118,7 +116,7 @@ def sum_without_gradient(
     return lambda x: x.detach().sum()
 
 
-def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
+def test_a_users_reducer_that_loses_the_gradient_is_refused():
     samples = package_samples(random_step(seed=50))
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
@@ -162,7 +160,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
+def test_a_step_without_samples_is_zero_and_connected(name):
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
     totals = step_totals([], allow_different_group_sizes=True)
@@ -237,7 +235,7 @@ def evaluated(
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> None:
+def test_a_users_reducer_gets_the_masks_that_corrections_leave(name):
     settings, correction = DROPPING[name]
     for terms in ({}, TERMS):
         sequences = random_sequences(4, spread=0.5)
@@ -266,7 +264,7 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> Non
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
+def test_a_masked_token_and_one_that_a_custom_correction_drops():
     log_probs = [0.0] * 5
     sample = Sample(
         tokens=[1] * 7,
@@ -289,7 +287,7 @@ def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
         assert [mask.tolist() for mask in received[0]] == [expected]
 
 
-def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
+def test_a_reducer_that_cannot_know_its_slice_is_refused():
     step = package_samples(random_step(seed=50))
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")

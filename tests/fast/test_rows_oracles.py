@@ -467,11 +467,11 @@ def check_row(table: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("table", "name"), ROWS)
-def test_every_row_is_what_its_loops_say(table: str, name: str) -> None:
+def test_every_row_is_what_its_loops_say(table, name):
     check_row(table, name)
 
 
-def test_every_table_has_a_door() -> None:
+def test_every_table_has_a_door():
     assert set(TABLES) <= set(DOORS)
 
 
@@ -536,18 +536,14 @@ def mutants() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("table", "name", "change"), mutants())
-def test_a_row_with_its_sign_flipped_is_refused(
-    table: str, name: str, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_with_its_sign_flipped_is_refused(table, name, change, monkeypatch):
     broken(table, name, CHANGES[change], monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         check_row(table, name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in CORRECTIONS.items() if row.rejects])
-def test_a_correction_that_drops_nothing_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_correction_that_drops_nothing_is_refused(name, monkeypatch):
     row = CORRECTIONS[name]
 
     def keeps_all(config: PolicyLossConfig, tokens: Tokens, *others: Any) -> Corrected:
@@ -559,7 +555,7 @@ def test_a_correction_that_drops_nothing_is_refused(
 
 
 @pytest.mark.parametrize("table", DOORS)
-def test_a_row_without_loops_is_refused(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_loops_is_refused(table, monkeypatch):
     """A copy of the last row under another name: right, and nobody could say so."""
     if table in TABLES:
         copy = dataclasses.replace(list(TABLES[table].values())[-1], name="unheard_of")

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.reducer import get_pg_loss_reducer
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg import AGGREGATIONS, StepTotals, get_pg_loss_reducer, step_totals
 
 from . import oracle
 from .oracle import PlainSample

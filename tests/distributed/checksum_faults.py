@@ -9,8 +9,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, step_totals
-from megatron_pg.megatron import PolicyStep
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
 
 from .models import ModelOptions, Sharding

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg import AGGREGATIONS, PackedBatch, StepTotals, pack, step_totals
+from megatron_pg.megatron import ParallelGroups
 from tests.step_loss import step_loss
 
 from .models import ModelOptions

@@ -12,14 +12,11 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megatron_pg.critic.settings import CriticConfig
+from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack, step_totals
 from megatron_pg.critic.value_step import ValueStep
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.megatron import ParallelGroups, PolicyStep
+from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, plan_step
+from megatron_pg import PolicyLossConfig, pack, plan_step
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs, set_fp32_lm_head
 from megatron_pg.megatron.groups import unwrapped
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import pack
 from tests.lanes import in_one_lane
 from tests.random_steps import package_samples
 

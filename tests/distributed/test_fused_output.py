@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, step_totals
 from megatron_pg.check import model as builder
-from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.gradient_scope import gradient_scope
-from megatron_pg.megatron import ParallelGroups, compute_log_probs
+from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg.megatron.policy_step import MicroBatchHead
 from tests.random_steps import package_samples
 
 from .compare import compare, gradient_tolerance

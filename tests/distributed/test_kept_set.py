@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import Ragged
+from megatron_pg import PackedBatch, PolicyLossConfig, Ragged
 from megatron_pg.head.kept import sparse_layer
-from megatron_pg.megatron import ParallelGroups, compute_log_probs
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs
+from megatron_pg.megatron.policy_step import MicroBatchHead
 from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples

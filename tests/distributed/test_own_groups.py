@@ -12,15 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pg.megatron.policy_step import PolicyStep
+from megatron_pg import PackedBatch, Sample, StepPlan, pack, step_totals
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.hybrid_context import micro_batches_of_rank, plan_hybrid_cp_step
-from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import Layout
-from megatron_pg.step.totals import step_totals
 from tests.random_steps import package_samples
 
 from .compare import compare

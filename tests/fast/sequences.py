@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss import OBJECTIVES
 from megatron_pg.loss.micro_batch import BATCH_FIELDS
 from megatron_pg.loss.sequence import SequenceSums, add_over_group, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
 
 CORRECTIONS: dict[str, Any] = {

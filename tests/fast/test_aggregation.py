@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pg import whiten
-from megatron_pg.loss.aggregation import AGGREGATIONS, checked_aggregation
-from megatron_pg.loss.padded import padded_totals
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg import AGGREGATIONS, Sample, StepTotals, padded_totals, step_totals, whiten
+from megatron_pg.loss.aggregation import checked_aggregation
 from tests import oracle
 from tests.cut_steps import CUTS, Package, check_cut, whole
 from tests.distributed.launch import run_ranks

@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.corrections import (
-    Corrected,
+from megatron_pg import (
+    PackedBatch,
+    PolicyLossConfig,
+    Sample,
     accepted_samples,
-    apply_corrections,
-    correction_metric_names,
+    pack,
+    policy_loss_from_log_probs,
+    step_totals,
 )
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
 from megatron_pg.loss.mismatch import importance_weights
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.sequences import (

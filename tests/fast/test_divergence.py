@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig
 from megatron_pg.loss.regularizers import KL_ESTIMATES, kl_estimate
-from megatron_pg.step.batch import PackedBatch
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (

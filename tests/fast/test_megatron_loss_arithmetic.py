@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 import megatron_pg as pg
-from megatron_pg.config import PolicyLossConfig, versions
+from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, pack, step_totals
+from megatron_pg.config import versions
 from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.totals import StepTotals, step_totals
 from tests import oracle
 from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients

@@ -12,16 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, pack, policy_loss_from_log_probs, step_totals
 from megatron_pg.config.flags import field_docstrings
 from megatron_pg.loss import trust_region
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES, Outcome, clipped_log_ratio, get_objective
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
 from megatron_pg.loss.trust_region import DPPO_DELTAS
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Sequence1
 from tests.fast.sequences import (

@@ -22,15 +22,12 @@ import torch.distributed as dist
 from spmd_types import P, S, SpmdTypeError, V
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PolicyLossConfig, pack, step_totals
 from megatron_pg.head import rows_torch
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 from megatron_pg.loss import micro_batch
-from megatron_pg.megatron import PolicyStep, policy_step
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, PolicyStep, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
-from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import step_totals
 from tests.fast import typed_ranks
 from tests.fast.sequences import OF_LOG_PROBS, package_sample, random_sequences
 from tests.fast.typed_ranks import Seen, fake_mesh, torch_itself, type_batch, typed, types_of

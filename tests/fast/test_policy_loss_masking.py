@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg import pack, policy_loss_function, step_totals
 from megatron_pg.loss.metric_table import METRICS
-from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,

@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.reducer import get_pg_loss_reducer
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, step_totals
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.dispatches import CountDispatches

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg import Sample
+from megatron_pg import Sample, StepCollector
 from megatron_pg.rollout_files import (
     RolloutFiles,
     RolloutPosition,
@@ -23,7 +23,6 @@ from megatron_pg.rollout_files import (
     validate_rollout_file,
     with_group_advantages,
 )
-from megatron_pg.step import StepCollector
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pg import PackedBatch, Sample, TokenWindow, pack
 from megatron_pg.step import token_window
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import Layout, TokenWindow
+from megatron_pg.step.token_window import Layout
 from tests import oracle
 from tests.random_steps import package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack, step_totals
+from megatron_pg import CriticConfig, PolicyLossConfig, Sample, StepTotals, pack, step_totals
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
 from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
-from megatron_pg.step.totals import StepTotals
 from tests import critic_oracle, oracle
 from tests.critic_oracle import with_values
 from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same

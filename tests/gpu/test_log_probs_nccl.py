@@ -10,12 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from megatron_pg.head import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-    log_probs_and_entropy,
-)
+from megatron_pg import log_probs_and_entropy
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from tests.gpu.test_log_probs_cuda import ROUNDING, dense, inputs, summands
 
 SIZE = 2

@@ -71,6 +71,17 @@ class Problem:
         self.hidden_gradient = self.logits_gradient @ self.weight.double()
         self.weight_gradient = self.logits_gradient.T @ self.hidden.double()
 
+    def fused(
+        self, hidden: Tensor, weight: Tensor, head: HeadOptions, **settings: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return linear_token_loss(hidden, weight, self.targets, self.token_loss, head, **settings)
+
+    def check_gradients(
+        self, hidden: Tensor, weight_gradient: Tensor | None, rounding: float = 3e-6
+    ) -> None:
+        close(hidden.grad, self.hidden_gradient, rounding)
+        close(weight_gradient, self.weight_gradient, rounding)
+
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
 
@@ -88,14 +99,8 @@ def close(found: Tensor | None, wanted: Tensor, rounding: float = 3e-6) -> None:
 def known(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
     chunk = settings.pop("chunk_tokens", None)
     fp32 = settings.pop("fp32_logits", False)
-    loss, log_probs, entropy = linear_token_loss(
-        hidden,
-        weight,
-        problem.targets,
-        problem.token_loss,
-        options(chunk_tokens=chunk, fp32_logits=fp32),
-        **settings,
-    )
+    head = options(chunk_tokens=chunk, fp32_logits=fp32)
+    loss, log_probs, entropy = problem.fused(hidden, weight, head, **settings)
     assert not log_probs.requires_grad and not entropy.requires_grad
     return loss
 
@@ -134,8 +139,7 @@ def test_gradients(mode, chunk_tokens, scale):
     loss = mode(problem, hidden, weight, chunk_tokens=chunk_tokens)
     (loss * scale).backward()
     close(loss.detach(), problem.loss)
-    close(hidden.grad, problem.hidden_gradient)
-    close(weight.grad, problem.weight_gradient)
+    problem.check_gradients(hidden, weight.grad)
     assert (weight.grad[VOCAB_SIZE:] == 0).all()
 
 
@@ -148,8 +152,7 @@ def test_bfloat16(mode, fp32_logits):
     loss.backward()
     rounding = 0.006 if fp32_logits else 0.06
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-    close(hidden.grad, problem.hidden_gradient, rounding)
-    close(weight.grad, problem.weight_gradient, rounding)
+    problem.check_gradients(hidden, weight.grad, rounding)
     close(loss.detach(), problem.loss, 1e-5 if fp32_logits else 0.06)
 
 
@@ -175,8 +178,7 @@ def test_main_grad_gets_the_gradient_of_the_scaled_loss(mode, scale):
     problem = Problem(scale=scale)
     hidden, weight = with_main_grad(problem)
     (mode(problem, hidden, weight, chunk_tokens=4) * scale).backward()
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 @every_mode
@@ -271,14 +273,9 @@ def test_no_tokens(mode):
 def test_rows_without_gradient_are_scored_and_left_out(gradient_rows, defer):
     problem = Problem()
     hidden, weight = problem.leaves()
-    loss, log_probs, entropy = linear_token_loss(
-        hidden,
-        weight,
-        problem.targets,
-        problem.token_loss,
-        options(chunk_tokens=4),
-        gradient_rows=gradient_rows,
-        defer=defer,
+    head = options(chunk_tokens=4)
+    loss, log_probs, entropy = problem.fused(
+        hidden, weight, head, gradient_rows=gradient_rows, defer=defer
     )
     loss.backward()
     close(loss.detach(), problem.loss)
@@ -287,10 +284,10 @@ def test_rows_without_gradient_are_scored_and_left_out(gradient_rows, defer):
     wanted = problem.logits_gradient.clone()
     wanted[gradient_rows:] = 0
     torch.testing.assert_close(
-        hidden.grad.double(), wanted @ problem.weight.double(), rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        weight.grad.double(), wanted.T @ problem.hidden.double(), rtol=1e-5, atol=1e-6
+        (hidden.grad.double(), weight.grad.double()),
+        (wanted @ problem.weight.double(), wanted.T @ problem.hidden.double()),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -329,10 +326,8 @@ def test_pieces_of_whole_sequences(chunk_tokens, piece_sizes, defer):
     """Held in one chunk, or of up to eight chunks whose logits are made twice."""
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
-    settings = options(chunk_tokens=chunk_tokens)
-    loss, log_probs, entropy = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes, defer=defer
-    )  # fmt: skip
+    head, pieces = options(chunk_tokens=chunk_tokens), {"piece_sizes": piece_sizes, "defer": defer}
+    loss, log_probs, entropy = problem.fused(hidden, weight, head, **pieces)
     loss.backward(scale)
     found = (loss.detach(), log_probs, entropy, hidden.grad, weight.grad)
     wanted = (problem.loss, problem.log_probs, problem.entropy)
@@ -345,10 +340,7 @@ def test_pieces_of_whole_sequences(chunk_tokens, piece_sizes, defer):
 def test_a_piece_that_ends_inside_a_sequence_would_be_seen(piece_sizes):
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
-    settings = options(chunk_tokens=4)
-    loss, _, _ = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes
-    )
+    loss, _, _ = problem.fused(hidden, weight, options(chunk_tokens=4), piece_sizes=piece_sizes)
     loss.backward(scale)
     for found, wanted in (
         (hidden.grad, problem.hidden_gradient),
@@ -364,8 +356,7 @@ def test_float64_with_a_loss_scale_of_float32():
     loss = deferred(problem, hidden, weight, chunk_tokens=4)
     loss.backward(torch.tensor(6.0))
     close(loss.detach(), problem.loss, 1e-6)
-    close(hidden.grad, problem.hidden_gradient, 1e-6)
-    close(weight.grad, problem.weight_gradient, 1e-6)
+    problem.check_gradients(hidden, weight.grad, 1e-6)
 
 
 @pytest.mark.parametrize("mode", [known, deferred])
@@ -402,21 +393,17 @@ def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
 def test_what_is_deferred_is_nan_until_backward_and_in_place_then():
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
-    outputs = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, options(chunk_tokens=4), defer=True
-    )
+    outputs = problem.fused(hidden, weight, options(chunk_tokens=4), defer=True)
     taken = [each.detach() for each in outputs]  # who took them before sees them too
     scaled = outputs[0] * 2
     scaled *= 3  # as a schedule does
     assert all(each.isnan().all() for each in (*taken, scaled))
     assert (weight.main_grad == 1).all()
     scaled.backward()
-    for found, wanted in zip(
-        taken, (problem.loss, problem.log_probs, problem.entropy), strict=True
-    ):
-        close(found, wanted)
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    wanted = (problem.loss, problem.log_probs, problem.entropy)
+    for each, expected in zip(taken, wanted, strict=True):
+        close(each, expected)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 @pytest.mark.parametrize("retried", [False, True])
@@ -430,8 +417,7 @@ def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retrie
     assert (weight.main_grad == 1).all() and weight.grad is None
     weight.main_grad.zero_()
     loss.backward(torch.tensor(6.0))
-    close(weight.main_grad, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad)
 
 
 @every_mode
@@ -447,8 +433,7 @@ def test_checkpointing_the_head(mode, reentrant):
         return mode(problem, hidden, weight, chunk_tokens=4) * one.detach().requires_grad_()
 
     torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 def test_a_second_backward_of_what_is_deferred_adds_as_much_again():
@@ -539,10 +524,7 @@ def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
         weight = whole.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
         settings = options(chunk_tokens=4, tensor_parallel_group=dist.group.WORLD)
         if mode in ("known", "deferred"):
-            defer = mode == "deferred"
-            loss, _, _ = linear_token_loss(
-                hidden, weight, problem.targets, problem.token_loss, settings, defer=defer
-            )
+            loss, _, _ = problem.fused(hidden, weight, settings, defer=mode == "deferred")
         else:
             log_probs, entropy = linear_log_probs_and_entropy(
                 hidden, weight, problem.targets, settings, keep_logits=mode == "kept"

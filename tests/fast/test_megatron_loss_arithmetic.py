@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
 from megatron_pg.megatron.scale_contract import ScaleContract, scale_contract
 from tests import oracle
-from tests.cut_policy_loss import RankLoss, package_config, rank_losses, summed_loss
+from tests.cut_policy_loss import RankLoss, package_config, rank_losses
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
 from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
@@ -243,17 +242,6 @@ def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token):
     check_gradients(contract_output, per_token, step, CUTS["cp_2"](2), objective)
 
 
-def test_the_sum_over_ranks_is_what_the_contract_starts_from():
-    step = random_step(seed=43)
-    logits = random_logits(step)
-    objective = objective_of("prompt_mean")
-    found = summed_loss(
-        rank_losses(package_config(objective), step, logits, CUTS["cp_4"](len(step)))
-    )
-    expected = oracle.policy_loss(step, logits, objective).loss
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 # --------------------------------------------------------------------------------------------------
 # Auxiliary losses in per-token mode
 # --------------------------------------------------------------------------------------------------
@@ -431,6 +419,13 @@ class Groups:
     context: None = None
 
 
+def policy_step(config: PolicyLossConfig, samples: list[pg.Sample], **keywords: Any) -> PolicyStep:
+    """A step of one micro-batch, unless `keywords` say otherwise."""
+    totals = step_totals(samples, allow_different_group_sizes=True)
+    given = {"totals": totals, "num_microbatches": 1, "groups": Groups()} | keywords
+    return PolicyStep(config, **given)
+
+
 def chunks(per_token: bool) -> list[SimpleNamespace]:
     """Two virtual-pipeline chunks, of which the first is asked, wrapped or not."""
     first = SimpleNamespace(calculate_per_token_loss=per_token)
@@ -447,12 +442,12 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token, has_model):
     for cp_rank in range(2):
         batch = pack(samples, cp_rank=cp_rank, cp_size=2)
         assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
-        step = PolicyStep(
+        step = policy_step(
             PolicyLossConfig(calculate_per_token_loss=per_token != has_model),
-            totals=totals,
+            samples,
             num_microbatches=5,
             model=chunks(per_token) if has_model else None,
-            groups=Groups(3, 2, cp_rank),  # type: ignore[arg-type]
+            groups=Groups(3, 2, cp_rank),
         )
         assert step.share == pytest.approx(1 / (3 * 2 * 5), rel=1e-12)
         assert step.scale.calculate_per_token_loss == per_token
@@ -472,12 +467,12 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
     config = SimpleNamespace(
         calculate_per_token_loss=True, num_moe_experts=4, moe_aux_loss_coeff=0.01
     )
-    step = PolicyStep(
+    step = policy_step(
         PolicyLossConfig(),
+        samples,
         totals=replace(step_totals(samples, allow_different_group_sizes=True), num_tokens=1000),
-        num_microbatches=1,
         model=SimpleNamespace(config=config),
-        groups=Groups(context_size=cp_size),  # type: ignore[arg-type]
+        groups=Groups(context_size=cp_size),
     )
     _, n, _ = apply(step.scale, torch.ones(()), {}, batch)
     assert (n, step.scale.factor) == (len(batch.tokens), 1000)
@@ -487,35 +482,21 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
 def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for):
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
+    step = policy_step(PolicyLossConfig(), samples, groups=Groups(context_size=2))
     with pytest.raises(ValueError, match=f"rank {packed_for[0]} of {packed_for[1]} and this is "):
-        step_loss(
-            PolicyLossConfig(),
-            batch,
-            step_totals(samples, allow_different_group_sizes=True),
-            num_microbatches=1,
-            groups=Groups(context_size=2),
-        )
+        step.head(batch)
 
 
 def test_a_micro_batch_of_another_cut_of_the_pack_is_refused():
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
-    for config, is_refused in (
-        (PolicyLossConfig(), True),
-        (PolicyLossConfig(cp_partition_mode="contiguous"), False),
-    ):
-        step = PolicyStep(
-            config,
-            totals=step_totals(samples, allow_different_group_sizes=True),
-            num_microbatches=1,
-            groups=Groups(context_size=2),  # type: ignore[arg-type]
-        )
-        with (
-            pytest.raises(ValueError, match="--cp-partition-mode is zigzag")
-            if is_refused
-            else nullcontext()
-        ):
-            step.check_packing(batch)
+    zigzag, contiguous = (
+        policy_step(PolicyLossConfig(**mode), samples, groups=Groups(context_size=2))
+        for mode in ({}, {"cp_partition_mode": "contiguous"})
+    )
+    contiguous.check_packing(batch)
+    with pytest.raises(ValueError, match="--cp-partition-mode is zigzag"):
+        zigzag.check_packing(batch)
 
 
 @pytest.mark.parametrize("per_token", (False, True))
@@ -576,16 +557,8 @@ def test_a_step_takes_a_divisor_of_its_own(per_token):
 def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words):
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
     samples = [
-        pg.Sample(
-            tokens=[1, 2], response_length=1, loss_mask=[1], old_log_probs=[-1.0], name="short"
-        ),
-        pg.Sample(
-            tokens=[9, 2, 3, 4, 5, 6],
-            response_length=1,
-            loss_mask=[1],
-            old_log_probs=[-1.0],
-            name="long",
-        ),
+        pg.Sample(tokens, 1, [1], old_log_probs=[-1.0], name=name)
+        for tokens, name in (([1, 2], "short"), ([9, 2, 3, 4, 5, 6], "long"))
     ]
     table = SimpleNamespace
     embedding = SimpleNamespace(
@@ -594,13 +567,8 @@ def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, w
         add_position_embedding=True,
     )
     config = SimpleNamespace(calculate_per_token_loss=False)
-    step = PolicyStep(
-        PolicyLossConfig(),
-        totals=step_totals(samples, allow_different_group_sizes=True),
-        num_microbatches=1,
-        model=SimpleNamespace(config=config, embedding=embedding),
-        groups=Groups(),  # type: ignore[arg-type]
-    )
+    model = SimpleNamespace(config=config, embedding=embedding)
+    step = policy_step(PolicyLossConfig(), samples, model=model)
     if words is None:
         step.head(pack(samples))
         return

@@ -8,11 +8,11 @@ import logging
 import math
 import random
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
@@ -28,6 +28,7 @@ from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import package_config, rank_losses
 from tests.cut_steps import CUTS
+from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
 from tests.fast.sequences import (
     OF_LOG_PROBS,
@@ -65,6 +66,22 @@ def micro_batch_metrics(
         config, batch, log_probs, torch.ones_like(log_probs), totals=totals
     )
     return metrics
+
+
+def metrics_of(
+    config: PolicyLossConfig,
+    sequences: list[objectives_oracle.Sequence1],
+    log_probs: Tensor | None = None,
+) -> dict[str, float]:
+    """What a step of one micro-batch reports."""
+    log_probs = flat_log_probs(sequences) if log_probs is None else log_probs
+    return reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+
+
+def three_tokens(**changes: Any) -> Sample:
+    """A sample of two prompt and three response tokens."""
+    fields: dict[str, Any] = {"loss_mask": [1] * 3, "advantages": 1.0, "old_log_probs": [-1.0] * 3}
+    return Sample(tokens=[1] * 5, response_length=3, **(fields | changes))
 
 
 def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
@@ -194,9 +211,8 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs():
     ]
     for old_log_probs in (None, sequence.old_log_probs):
         sample = dataclasses.replace(package_sample(sequence), old_log_probs=old_log_probs)
-        found = reduced(
-            config, [micro_batch_metrics(config, pack([sample]), flat_log_probs([sequence]))]
-        )
+        log_probs = flat_log_probs([sequence])
+        found = reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
         assert found["ppo_kl"] == pytest.approx(-sum(expected) / 6, rel=1e-9)
         assert found["ratio_new_old_sum"] == pytest.approx(sum(map(math.exp, expected)), rel=1e-9)
         is_there = {"old_logprobs", "rollout_ratio"} <= set(found)
@@ -207,11 +223,7 @@ def test_mismatch_metrics_need_no_correction_and_no_ratio():
     sequences = random_sequences(2)
     expected = None
     for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
-        config = PolicyLossConfig(**settings)
-        found = reduced(
-            config,
-            [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))],
-        )
+        found = metrics_of(PolicyLossConfig(**settings), sequences)
         values = {name: found[name] for name in found if "rollout" in name}
         expected = values if expected is None else expected
         assert values == expected and len(values) == 9
@@ -282,10 +294,7 @@ def test_the_config_alone_decides_the_names(name, pg_metrics):
 
 def test_gspo_metrics_are_per_sequence():
     sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
-    config = PolicyLossConfig(policy_loss="gspo")
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(policy_loss="gspo"), sequences)
     log_ratios = [
         objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask) > 0
     ]
@@ -305,10 +314,7 @@ def test_gspo_metrics_are_per_sequence():
 def test_mismatch_metrics_count_the_tokens_that_are_rejected():
     sequences = random_sequences(2)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
-    config = PolicyLossConfig(**settings)
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(**settings), sequences)
     weights = [
         [math.exp(d) for d in objectives_oracle.mismatches(s)]
         for s in sequences
@@ -348,10 +354,7 @@ def test_extremes_when_all_advantages_have_one_sign(sign):
 
 def test_extremes_of_advantages_that_are_all_equal():
     """The largest is then the smallest, which does not mean that there is none."""
-    sequences = [dataclasses.replace(s, advantages=[0.5] * 5) for s in [random_sequence(1, 5)]]
-    config = PolicyLossConfig()
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    found = reduced(config, [metrics])
+    found = metrics_of(PolicyLossConfig(), [grid_sequence([0.1] * 5, [0.5])])
     assert (found["max_advantage"], found["min_advantage"]) == (0.5, 0.5)
 
 
@@ -437,11 +440,7 @@ def test_a_step_without_active_tokens_has_no_means():
 
 
 def test_ratios_are_those_before_the_clamp():
-    sequences = [grid_sequence([30.0, -30.0], [1.0])]
-    config = PolicyLossConfig()
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(), [grid_sequence([30.0, -30.0], [1.0])])
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
     expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
     assert found["kl_new_old"] == pytest.approx(expected)
@@ -451,20 +450,10 @@ def test_ratios_beyond_float32_are_numbers():
     """exp(100) is infinite in float32, as is the square of exp(60)."""
     for log_ratio in (60.0, 100.0):
         sequences = [grid_sequence([log_ratio], [1.0])]
-        log_probs = flat_log_probs(sequences, torch.float32)
-        config = PolicyLossConfig()
-        found = reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+        found = metrics_of(PolicyLossConfig(), sequences, flat_log_probs(sequences, torch.float32))
         assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
         assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
         assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(1.0)
-
-
-class CountDispatches(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def test_none_costs_nothing():
@@ -479,7 +468,7 @@ def test_none_costs_nothing():
     for setting in ("none", "basic"):
         with CountDispatches() as counter:
             micro_batch_metrics(dataclasses.replace(config, pg_metrics=setting), batch, log_probs)
-        counts.append(counter.count)
+        counts.append(len(counter.names))
     assert counts[0] < 0.7 * counts[1], counts
 
 
@@ -513,6 +502,14 @@ def test_metrics_do_not_change_with_the_loss_that_megatron_rescales():
     assert all(torch.equal(metrics[name], value) for name, value in before.items())
 
 
+def reported(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics) -> str:
+    """The one record of a step whose loss is no finite number."""
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        assert not math.isfinite(reduced(config, list(micro_batches))["loss"])
+    (record,) = caplog.records
+    return record.getMessage()
+
+
 def test_a_nan_loss_is_reported_with_sample_and_position(caplog):
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
@@ -523,12 +520,8 @@ def test_a_nan_loss_is_reported_with_sample_and_position(caplog):
         log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
         window = log_probs[batch.window.response_indices]
         micro_batches.append(micro_batch_metrics(config, batch, window))
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        found = reduced(config, micro_batches)
-    assert math.isnan(found["loss"])
-    (record,) = caplog.records
-    assert "response token 3 of sample 1 (task 1)" in record.getMessage()
-    assert "1 active tokens" in record.getMessage()
+    said = reported(caplog, config, *micro_batches)
+    assert "response token 3 of sample 1 (task 1)" in said and "1 active tokens" in said
 
 
 def test_a_nan_that_a_correction_brings_is_reported(caplog):
@@ -538,34 +531,20 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog):
     rollout_log_probs[2] = torch.nan
     batch = dataclasses.replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
     config = PolicyLossConfig(use_tis=True)
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        found = reduced(config, [micro_batch_metrics(config, batch, flat_log_probs(sequences))])
-    assert math.isnan(found["loss"])
-    (record,) = caplog.records
-    assert "response token 2 of sample 0" in record.getMessage()
+    metrics = micro_batch_metrics(config, batch, flat_log_probs(sequences))
+    assert "response token 2 of sample 0" in reported(caplog, config, metrics)
 
 
 def test_a_nan_of_the_reference_is_reported(caplog):
     """Of the first active token that has one: the KL term is as much of the loss as the objective."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[0, 1, 1],
-        old_log_probs=[-1.0] * 3,
-        ref_log_probs=[math.nan, -1.0, math.nan],
-        name="third",
-    )
-    config = PolicyLossConfig(kl_loss_coef=0.1)
-    metrics = micro_batch_metrics(config, pack([sample]), torch.full((3,), -1.0))
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert math.isnan(reduced(config, [metrics])["loss"])
-    (record,) = caplog.records
-    assert "the first is response token 2 of sample 0 (third)" in record.getMessage()
+    ref_log_probs = [math.nan, -1.0, math.nan]
+    sample = three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")
+    with_kl, log_probs = PolicyLossConfig(kl_loss_coef=0.1), torch.full((3,), -1.0)
+    said = reported(caplog, with_kl, micro_batch_metrics(with_kl, pack([sample]), log_probs))
+    assert "the first is response token 2 of sample 0 (third)" in said
     caplog.clear()
-    reduced(
-        PolicyLossConfig(),
-        [micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), -1.0))],
-    )
+    config = PolicyLossConfig()
+    reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
     assert not caplog.records
 
 
@@ -581,13 +560,8 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog):
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
 def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob):
     """A token that one of the policies, or its engine, holds to be impossible."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        advantages=1.0,
-        old_log_probs=[-1.0, -1.0, log_prob],
-        rollout_log_probs=[-1.0, log_prob, -1.0],
+    sample = three_tokens(
+        old_log_probs=[-1.0, -1.0, log_prob], rollout_log_probs=[-1.0, log_prob, -1.0]
     )
     log_probs = torch.full((3,), -1.0)
     found = reduced(
@@ -603,14 +577,8 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob):
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
 def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob):
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        advantages=1.0,
-        old_log_probs=[-1.0] * 3,
-    )
-    metrics = micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), log_prob))
+    batch = pack([three_tokens()])
+    metrics = micro_batch_metrics(PolicyLossConfig(), batch, torch.full((3,), log_prob))
     found = reduced(PolicyLossConfig(), [metrics])
     assert found["effective_sample_size"] == pytest.approx(3.0)
     assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
@@ -618,26 +586,18 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob):
 
 
 def test_an_infinite_loss_is_reported_with_sample_and_position(caplog):
-    sample = Sample(tokens=[1] * 5, response_length=3, loss_mask=[1] * 3, advantages=1.0, name="it")
-    config = PolicyLossConfig(policy_loss="reinforce")
-    log_probs = torch.tensor([-1.0, -math.inf, -1.0])
-    metrics = micro_batch_metrics(config, pack([sample]), log_probs)
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert reduced(config, [metrics])["loss"] == math.inf
-    (record,) = caplog.records
-    assert "the first is response token 1 of sample 0 (it)" in record.getMessage()
+    config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
+    metrics = micro_batch_metrics(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
+    assert reduced(config, [metrics])["loss"] == math.inf
+    caplog.clear()
+    said = reported(caplog, config, metrics)
+    assert "the first is response token 1 of sample 0 (it)" in said
 
 
 def test_metrics_keep_no_side_channel_alive():
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        old_log_probs=[-1.0] * 3,
-        old_values=[0.0] * 3,
-        returns=[0.0] * 3,
-        side_channels={"teacher_logits": torch.zeros(3, 8)},
+    sample = three_tokens(
+        old_values=[0.0] * 3, returns=[0.0] * 3, side_channels={"teacher_logits": torch.zeros(3, 8)}
     )
     config, totals, numbers = PolicyLossConfig(), step_totals([sample]), torch.full((3,), -1.0)
     losses = {
@@ -689,30 +649,15 @@ def test_the_checksum_of_a_custom_reducer_counts_every_token_once():
                     reduce_metrics(config, parts, contributes=True, device="cpu")
 
 
-def plain_sum(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
+def plain_sum(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return WeightedSum(torch.cat(loss_masks).double())
 
 
-def window_of_losses(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
+def window_of_losses(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda x: x
 
 
-def no_function(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-):
+def no_function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return torch.zeros(())
 
 
@@ -726,15 +671,11 @@ def test_a_custom_reducer_of_another_result_is_refused(reducer):
 
 @pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
 def test_an_entropy_that_is_needed_and_absent_is_refused(setting):
-    sequences = random_sequences(8)
-    batch = package_batch(sequences)
+    batch = package_batch(random_sequences(8))
+    log_probs, totals = torch.zeros(len(batch.window)), step_totals(batch.samples)
     with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
         policy_loss_from_log_probs(
-            PolicyLossConfig(**setting),
-            batch,
-            flat_log_probs(sequences),
-            None,
-            totals=step_totals(batch.samples),
+            PolicyLossConfig(**setting), batch, log_probs, None, totals=totals
         )
 
 

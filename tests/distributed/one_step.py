@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack, step_totals
+from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack
 from megatron_pg.critic.value_step import ValueStep
 from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
 from tests.oracle import PlainSample
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .steps import VALUE_CLIP, Run, ValueRun
@@ -119,10 +119,8 @@ def _cut_step(
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
     micro_batches = [[samples[index] for index in each] for each in indices]
-    totals = step_totals(
-        [sample for each in micro_batches for sample in each],
-        data_parallel_group=groups.data,
-        allow_different_group_sizes=True,
+    totals = uneven_totals(
+        [sample for each in micro_batches for sample in each], data_parallel_group=groups.data
     )
     # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
     count = torch.tensor(sum(pack(each, **layout).window.local_tokens for each in micro_batches))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, step_totals
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.check import model as builder
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.gradient_scope import gradient_scope
@@ -17,7 +17,7 @@ from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
@@ -397,7 +397,7 @@ def refusal_of_a_token_outside() -> str:
     sample = Sample([1, 2, 30], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
         PolicyLossConfig(policy_loss="reinforce"),
-        totals=step_totals([sample], allow_different_group_sizes=True),
+        totals=uneven_totals([sample]),
         num_microbatches=1,
         model=chunks,
         vocab_size=30,

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pg import PackedBatch, Sample, StepPlan, pack, step_totals
+from megatron_pg import PackedBatch, Sample, StepPlan, pack
 from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.hybrid_context import micro_batches_of_rank, plan_hybrid_cp_step
 from megatron_pg.step.token_window import Layout
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
 from .compare import compare
 from .launch import RankError, run_ranks
@@ -54,9 +54,7 @@ def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan,
     mine = [place for place, ranks in enumerate(held_by) if dist.get_rank(grid()) in ranks]
     dealt = tuple(tuple(range(place, len(samples), len(held_by))) for place in mine)
     sizes = tuple(len(held_by[place]) for place in mine)
-    return StepPlan(dealt, (), step_totals(samples, allow_different_group_sizes=True), sizes), [
-        held_by[place] for place in mine
-    ]
+    return StepPlan(dealt, (), uneven_totals(samples), sizes), [held_by[place] for place in mine]
 
 
 COST, BUDGET = SampleCost(1.0, 0.1), 8
@@ -231,10 +229,7 @@ def refusals() -> list[str]:
     ):
         chunks = build(Sharding(), options)
         step = PolicyStep(
-            RUNS[0].config,
-            totals=step_totals(batch.samples, allow_different_group_sizes=True),
-            num_microbatches=1,
-            model=chunks,
+            RUNS[0].config, totals=uneven_totals(batch.samples), num_microbatches=1, model=chunks
         )
         try:
             step.head(batch, context_group=dist.group.WORLD)
@@ -258,10 +253,7 @@ def wrong_group() -> None:
     chunks = build(Sharding(), OPTIONS)
     batch = pack(package_samples(RUNS[0].samples[:3]), cp_rank=1, cp_size=2)
     step = PolicyStep(
-        RUNS[0].config,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
-        num_microbatches=1,
-        model=chunks,
+        RUNS[0].config, totals=uneven_totals(batch.samples), num_microbatches=1, model=chunks
     )
     step.head(batch, context_group=dist.group.WORLD)
 

@@ -32,6 +32,7 @@ from tests.fast.sequences import (
     tokens_and_sums,
 )
 from tests.lanes import in_one_lane
+from tests.random_steps import uneven_totals
 
 pytestmark = in_one_lane
 
@@ -206,7 +207,7 @@ def aggregation_worker() -> dict[str, tuple[float, Tensor]]:
             batch,
             everything[batch.window.response_indices],
             None,
-            totals=step_totals(samples, allow_different_group_sizes=True),
+            totals=uneven_totals(samples),
             context_parallel_group=dist.group.WORLD,
         )
         loss.backward()

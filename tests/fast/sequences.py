@@ -140,13 +140,7 @@ def flat_gradient(total: Tensor, sequences: Sequence[Sequence1]) -> Tensor:
     leaves = [s.log_probs for s in sequences]
     if not total.requires_grad:  # every token is clipped
         return torch.zeros_like(torch.cat(leaves))
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, found, strict=True)
-        ]
-    )
+    return torch.cat(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
 def stacked(values: Sequence[Sequence[Tensor]]) -> Tensor:

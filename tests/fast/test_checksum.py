@@ -15,9 +15,9 @@ from megatron_pg import (
     pack,
     policy_loss_function,
     reduce_metrics,
-    step_totals,
 )
 from megatron_pg.loss.metrics import check_checksum
+from tests.random_steps import uneven_totals
 
 VOCAB_SIZE = 7
 
@@ -51,7 +51,7 @@ def checksum_of(
         loss_aggregation_divisor=16.0 if aggregation == "constant" else None,
         check_aggregation=check_aggregation,
     )
-    totals = step_totals(SAMPLES, allow_different_group_sizes=True)
+    totals = uneven_totals(SAMPLES)
     metrics = []
     for part in parts:
         logits = torch.zeros(part.window.local_tokens, VOCAB_SIZE, requires_grad=True)
@@ -106,9 +106,7 @@ def test_a_step_without_an_active_token_is_whole():
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
     logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-    loss, metrics = policy_loss_function(
-        config, batch, logits, totals=step_totals([masked], allow_different_group_sizes=True)
-    )
+    loss, metrics = policy_loss_function(config, batch, logits, totals=uneven_totals([masked]))
     loss.backward()
     reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
     assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
@@ -120,10 +118,7 @@ MASKED = [Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name=name) for 
 
 def checksum_of_masked(parts: list[list[Sample]]) -> float:
     """Of a step of the masked samples, whose micro-batches hold these."""
-    config, totals = (
-        PolicyLossConfig(check_aggregation=True),
-        step_totals(MASKED, allow_different_group_sizes=True),
-    )
+    config, totals = (PolicyLossConfig(check_aggregation=True), uneven_totals(MASKED))
     share, metrics = 1 / len(parts), []
     for part in parts:
         batch = pack(part)

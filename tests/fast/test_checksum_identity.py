@@ -7,13 +7,13 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_pg import (
     AGGREGATIONS,
@@ -170,31 +170,18 @@ def metrics_of(
     return found
 
 
-def uneven(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Callable[[Tensor], Tensor]:
+def uneven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """A reducer whose weights are its own, and nothing that the totals could know."""
     return lambda x: (x * torch.arange(len(x))).sum()
 
 
 def config_of(aggregation: str, *, check_aggregation: bool = False) -> PolicyLossConfig:
+    settings: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == "custom":
-        path = f"{__name__}:uneven"
-        return PolicyLossConfig(
-            custom_pg_loss_reducer_function_path=path,
-            pg_metrics="none",
-            check_aggregation=check_aggregation,
-        )
-    divisor = 16.0 if aggregation == "constant" else None
-    return PolicyLossConfig(
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor,
-        pg_metrics="none",
-        check_aggregation=check_aggregation,
-    )
+        settings = {"custom_pg_loss_reducer_function_path": f"{__name__}:uneven"}
+    if aggregation == "constant":
+        settings["loss_aggregation_divisor"] = 16.0
+    return PolicyLossConfig(pg_metrics="none", check_aggregation=check_aggregation, **settings)
 
 
 def sums_of(metrics: list[list[MicroBatchMetrics]]) -> dict[str, float]:

@@ -476,20 +476,19 @@ def without_gradient(
     return pg_loss.detach(), batch.loss_mask
 
 
-def test_custom_function_that_loses_the_gradient_is_refused():
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("without_gradient", "pg_loss: returned a tensor without a gradient"),
+        (
+            "wrong_shape",
+            "loss_mask: returned a tensor of shape .*one value per token of the window",
+        ),
+    ],
+)
+def test_custom_functions_of_another_result_are_refused(function, words):
     sequences = random_sequences(8)
-    path = f"{__name__}.without_gradient"
+    path = f"{__name__}.{function}"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(ValueError, match="pg_loss: returned a tensor without a gradient"):
-        corrected(config, package_batch(sequences), flat_log_probs(sequences))
-
-
-def test_custom_function_of_the_wrong_shape_is_refused():
-    sequences = random_sequences(8)
-    path = f"{__name__}.wrong_shape"
-    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(
-        ValueError,
-        match="loss_mask: returned a tensor of shape .*one value per token of the window",
-    ):
+    with pytest.raises(ValueError, match=words):
         corrected(config, package_batch(sequences), flat_log_probs(sequences))

@@ -72,7 +72,7 @@ class Problem:
         self.weight_gradient = self.logits_gradient.T @ self.hidden.double()
 
     def fused(
-        self, hidden: Tensor, weight: Tensor, head: HeadOptions, **settings: Any
+        self, hidden: Tensor, weight: Tensor, head: HeadOptions, **settings: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         return linear_token_loss(hidden, weight, self.targets, self.token_loss, head, **settings)
 

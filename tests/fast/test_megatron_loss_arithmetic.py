@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import megatron_pg as pg
-from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, pack, step_totals
+from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals, pack
 from megatron_pg.config import versions
 from megatron_pg.megatron import PolicyStep, multi_token
 from megatron_pg.megatron import scale_contract as scale_contract_module
@@ -28,7 +28,13 @@ from tests.cut_policy_loss import RankLoss, package_config, rank_losses
 from tests.cut_steps import CUTS, DIVISOR, Cut, gradients
 from tests.lanes import in_both_lanes
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+from tests.random_steps import (
+    package_samples,
+    plain_sample,
+    random_logits,
+    random_step,
+    uneven_totals,
+)
 from tests.step_loss import step_loss
 
 pytestmark = in_both_lanes
@@ -149,7 +155,7 @@ def check_gradients(
     """Megatron's final gradient is the oracle's."""
     logits = random_logits(step)
     job = Job(per_token, cut.dp_size, cut.cp_size)
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     results = rank_losses(package_config(objective), step, logits, cut, totals=totals)
     found = megatron_gradients(
         job, [(output(job, totals, result), result.num_microbatches) for result in results], logits
@@ -196,7 +202,7 @@ def test_token_mean_in_per_token_mode_is_megatrons_usual_pair():
     logits = random_logits(step)
     cut = CUTS["cp_2"](len(step))
     config = package_config(Objective(loss_aggregation="token_mean"))
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     for result in rank_losses(config, step, logits, cut):
         loss, num_tokens, _ = contract_output(Job(True, 1, 2), totals, result)
         assert num_tokens == int(result.batch.loss_mask.sum())
@@ -208,7 +214,7 @@ def test_token_mean_in_per_token_mode_is_megatrons_usual_pair():
 def test_values_that_the_schedule_can_use(per_token):
     """n is a 0-d int32 tensor: a float fails in its accumulator, a Python int in torch.clamp."""
     step = random_step(seed=42)
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     (result,) = rank_losses(
         package_config(Objective()), step, random_logits(step), CUTS["whole"](len(step))
     )
@@ -251,9 +257,7 @@ def moe_contract(**changes: object) -> ScaleContract:
     """The contract of a model with a mixture-of-experts auxiliary loss, in per-token mode."""
     model_config = SimpleNamespace(num_moe_experts=4, moe_aux_loss_coeff=0.01, mtp_num_layers=None)
     step = random_step(seed=44)
-    totals = replace(
-        step_totals(package_samples(step), allow_different_group_sizes=True), num_tokens=100
-    )
+    totals = replace(uneven_totals(package_samples(step)), num_tokens=100)
     settings = {
         "model_config": model_config,
         "totals": totals,
@@ -289,14 +293,14 @@ def test_auxiliary_losses_count_all_local_tokens(model_config):
 
 @pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
 def test_models_without_auxiliary_loss_count_active_tokens(model_config):
-    totals = step_totals(package_samples(random_step(seed=44)), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(random_step(seed=44)))
     contract = moe_contract(model_config=model_config, totals=totals)
     assert num_tokens(contract) == 8
     assert contract.factor == totals.num_active_tokens
 
 
 def test_auxiliary_loss_needs_the_steps_packed_tokens():
-    totals = step_totals(package_samples(random_step(seed=44)), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(random_step(seed=44)))
     with pytest.raises(ValueError, match="num_tokens"):
         moe_contract(totals=totals)
     assert moe_contract(totals=totals, calculate_per_token_loss=False).factor == 4
@@ -379,7 +383,7 @@ def test_the_gradient_that_backward_brings(per_token, num_microbatches, loss_sca
     samples = package_samples(random_step(3, num_samples=4))
     contract = scale_contract(
         None,
-        step_totals(samples, allow_different_group_sizes=True),
+        uneven_totals(samples),
         calculate_per_token_loss=per_token,
         data_parallel_size=data_parallel_size,
         context_parallel_size=context_parallel_size,
@@ -421,7 +425,7 @@ class Groups:
 
 def policy_step(config: PolicyLossConfig, samples: list[pg.Sample], **keywords: Any) -> PolicyStep:
     """A step of one micro-batch, unless `keywords` say otherwise."""
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     given = {"totals": totals, "num_microbatches": 1, "groups": Groups()} | keywords
     return PolicyStep(config, **given)
 
@@ -438,7 +442,7 @@ def chunks(per_token: bool) -> list[SimpleNamespace]:
 def test_a_micro_batch_has_the_contract_of_its_groups(per_token, has_model):
     """The model's mode counts, and the config's where there is no model."""
     samples = package_samples(random_step(seed=45))
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     for cp_rank in range(2):
         batch = pack(samples, cp_rank=cp_rank, cp_size=2)
         assert batch.num_active_tokens < batch.window.local_tokens < batch.window.num_tokens
@@ -470,7 +474,7 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
     step = policy_step(
         PolicyLossConfig(),
         samples,
-        totals=replace(step_totals(samples, allow_different_group_sizes=True), num_tokens=1000),
+        totals=replace(uneven_totals(samples), num_tokens=1000),
         model=SimpleNamespace(config=config),
         groups=Groups(context_size=cp_size),
     )
@@ -508,7 +512,7 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
     ]
     config = package_config(objective, calculate_per_token_loss=per_token)
     samples = package_samples(step)
-    totals, batch = step_totals(samples, allow_different_group_sizes=True), pack(samples)
+    totals, batch = uneven_totals(samples), pack(samples)
     vocab_size = logits[0].shape[1] - 3
     groups = Groups(data_size=2)
     packed = torch.cat(logits)[None]
@@ -530,7 +534,7 @@ def test_a_step_takes_a_divisor_of_its_own(per_token):
     for seed, num_samples in ((46, 9), (47, 5)):
         step = random_step(seed=seed, num_samples=num_samples)
         samples, logits = package_samples(step), random_logits(step)
-        totals, batch = step_totals(samples, allow_different_group_sizes=True), pack(samples)
+        totals, batch = uneven_totals(samples), pack(samples)
         count = len(oracle.rollouts(step))
         loss_func = step_loss(
             config, batch, totals, num_microbatches=1, groups=Groups(), grad_divisor=float(count**2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import pack, policy_loss_function, step_totals
+from megatron_pg import pack, policy_loss_function
 from megatron_pg.loss.metric_table import METRICS
 from tests import oracle
 from tests.cut_policy_loss import (
@@ -26,7 +26,13 @@ from tests.cut_policy_loss import (
 )
 from tests.cut_steps import gradients, whole
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+from tests.random_steps import (
+    package_samples,
+    plain_sample,
+    random_logits,
+    random_step,
+    uneven_totals,
+)
 
 ABSENT = {row.name for row in METRICS if {"rollout_log_probs", "policy_version"} & {*row.reads}}
 """Metrics of fields that these samples do not carry: 0 over 0."""
@@ -128,7 +134,7 @@ def test_ranks_without_an_active_token_stay_connected_to_the_graph(name):
     masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
     outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
     config = package_config(OBJECTIVES[name])
-    totals = step_totals(package_samples([masked, outer_chunks]), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples([masked, outer_chunks]))
     for micro_batch in ([], [masked], [outer_chunks]):
         batch = pack(package_samples(micro_batch), cp_rank=0, cp_size=2)
         weight = torch.ones((), dtype=torch.float64, requires_grad=True)

@@ -13,7 +13,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import Reducer, custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.reducer import custom_reduction, get_pg_loss_reducer, weighted_sum
 from megatron_pg.loss.weights import Weights, host_weights
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -23,31 +23,16 @@ from tests.cut_steps import DIVISOR, assert_same
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
-from tests.random_steps import package_samples, random_losses, random_step
+from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
 
 
 def mean_of_each_sample(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-    *,
-    cp_rank: int,
-    cp_size: int,
-    cp_partition_mode: str,
-    pad_to_multiple: int,
-) -> Reducer:
+    total, response, masks, per_token, *, cp_rank, cp_size, cp_partition_mode, pad_to_multiple
+):
     """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
-    return get_pg_loss_reducer(
-        total_lengths,
-        response_lengths,
-        loss_masks,
-        calculate_per_token_loss,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        cp_partition_mode=cp_partition_mode,
-        pad_to_multiple=pad_to_multiple,
-    )
+    place = {"cp_partition_mode": cp_partition_mode, "pad_to_multiple": pad_to_multiple}
+    place |= {"cp_rank": cp_rank, "cp_size": cp_size}
+    return get_pg_loss_reducer(total, response, masks, per_token, **place)
 
 
 def mean_by_rank_alone(total, response, masks, per_token, *, cp_rank, cp_size): ...
@@ -80,7 +65,7 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_si
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     found = torch.zeros((), dtype=torch.float64)
     for members in (range(4), range(4, len(step))):
         flat = torch.cat([losses[index] for index in members])
@@ -107,12 +92,7 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_si
     assert_same(found, expected, losses)
 
 
-def sum_without_gradient(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def sum_without_gradient(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda x: x.detach().sum()
 
 
@@ -121,7 +101,7 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused():
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     x = torch.ones(len(batch.window))
     assert float(reduced(config, batch, totals, x.double())) * totals.num_rollouts == pytest.approx(
         len(x)
@@ -130,12 +110,7 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused():
         reduced(config, batch, totals, x.requires_grad_())
 
 
-def sum_over_samples(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def sum_over_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the int 0."""
     torch.stack([mask.sum() for mask in loss_masks])
     return lambda x: sum(  # type: ignore[return-value]
@@ -163,7 +138,7 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name):
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    totals = step_totals([], allow_different_group_sizes=True)
+    totals = uneven_totals([])
     objective = reduced(CONFIGS[name], pack([]), totals, losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None
@@ -173,12 +148,7 @@ received: list[list[Tensor]] = []
 """The loss masks of every call of `mean_of_what_is_left`."""
 
 
-def mean_of_what_is_left(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-) -> Reducer:
+def mean_of_what_is_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     """The token mean of every sample, of the masks that it is given."""
     received.append(loss_masks)
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)

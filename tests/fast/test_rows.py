@@ -14,7 +14,6 @@ from megatron_pg import (
     PolicyLossConfig,
     add_policy_loss_args,
     policy_loss_from_log_probs,
-    step_totals,
     validate_policy_loss_args,
 )
 from megatron_pg.config.program import ProgramParser
@@ -24,6 +23,7 @@ from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_adva
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, Outcome
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+from tests.random_steps import uneven_totals
 
 
 def sequence_score(config, tokens, sums):
@@ -106,11 +106,7 @@ def everything_follows() -> None:
     batch = package_batch(sequences)
     log_probs = flat_log_probs(sequences)
     loss, metrics = policy_loss_from_log_probs(
-        config,
-        batch,
-        log_probs,
-        None,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
+        config, batch, log_probs, None, totals=uneven_totals(batch.samples)
     )
     loss.backward()
     assert set(metrics) == set(metric_names(config))

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack
 from megatron_pg.critic.value_step import ValueStep
 from megatron_pg.megatron import ParallelGroups, PolicyStep
+from megatron_pg.megatron.output_layer import take_output_processor
 from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
 from tests.oracle import PlainSample
@@ -45,6 +46,32 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
         functions = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
     return chunks
+
+
+def fused_head(chunk_tokens: int = 5) -> Head:
+    """The head of `train_step` through the fused output layer, in chunks of that many rows."""
+
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        take_output_processor(step.model)
+        fused = step.fused_head(batch, chunk_tokens=chunk_tokens)
+        added = {"output_processor": fused.output_processor}
+        return MicroBatchHead(
+            lambda output: step.scale.apply(
+                *fused.loss(output), batch.num_active_tokens, batch.window.local_tokens
+            ),
+            step.head(batch).model_inputs | added,
+            added,
+        )
+
+    return head
+
+
+def assert_zero_of_frozen(found: Outcome, expected: Outcome, frozen: str) -> None:
+    """What is frozen, the output layer or all else, has gradient 0, and is then as it is expected."""
+    for name, gradient in found.gradients.items():
+        if (frozen == "output layer") == ("output_layer" in name):
+            assert (gradient == 0).all(), name
+            found.gradients[name] = expected.gradients[name]
 
 
 def train_step(

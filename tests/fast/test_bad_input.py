@@ -315,16 +315,19 @@ def test_bshd_under_context_parallelism() -> None:
 # The loss
 # --------------------------------------------------------------------------------------------------
 
-MISSING = {
-    "old_log_probs": ({}, "--policy-loss ppo"),
-    "ref_log_probs": ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
-    "rollout_log_probs": ({"use_tis": True}, "--use-tis"),
-}
+UNBIASED = {"policy_loss": "reinforce", "kl_loss_coef": 0.1, "use_unbiased_kl": True}
 
 
-@pytest.mark.parametrize("field", MISSING)
-def test_an_input_that_a_setting_needs(field: str) -> None:
-    settings, flag = MISSING[field]
+@pytest.mark.parametrize(
+    ("field", "settings", "flag"),
+    [
+        ("old_log_probs", {}, "--policy-loss ppo"),
+        ("old_log_probs", UNBIASED, "--use-unbiased-kl"),
+        ("ref_log_probs", {"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
+        ("rollout_log_probs", {"use_tis": True}, "--use-tis"),
+    ],
+)
+def test_an_input_that_a_setting_needs(field: str, settings: dict[str, Any], flag: str) -> None:
     bare = sample(**{field: None})
     batch, totals = pack([bare]), uneven_totals([bare])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)

@@ -360,7 +360,7 @@ def test_extremes_of_advantages_that_are_all_equal():
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_metric(name, garbage):
+def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, garbage):
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     masked = ~clean.loss_mask
@@ -369,16 +369,17 @@ def test_garbage_at_masked_positions_reaches_no_metric(name, garbage):
         clean, **{field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
     )
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
-    entropy, totals = log_probs * 2, step_totals(clean.samples)
-    expected, found = (
-        reduced(config, [policy_loss_from_log_probs(config, *inputs, totals=totals)[1]])
-        for inputs in (
-            (clean, log_probs, entropy),
-            (dirty, log_probs.masked_fill(masked, garbage), entropy.masked_fill(masked, garbage)),
-        )
-    )
-    assert found == expected
-    assert not any(math.isnan(value) for value in found.values())
+    entropy, totals, results = log_probs * 2, step_totals(clean.samples), []
+    for batch, value in ((clean, 0.0), (dirty, garbage)):
+        inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
+        loss, metrics = policy_loss_from_log_probs(config, batch, *inputs, totals=totals)
+        gradients = torch.autograd.grad(loss, inputs)
+        assert all((gradient[masked] == 0).all() for gradient in gradients)
+        results.append((loss, *gradients, reduced(config, [metrics])))
+    (*expected, metrics), (*found, metrics_of_dirty) = results
+    assert all(map(torch.equal, found, expected)) and found[0].isfinite()
+    assert metrics_of_dirty == metrics
+    assert not any(math.isnan(value) for value in metrics.values())
 
 
 def test_a_rank_that_does_not_contribute_brings_nothing(caplog):

@@ -343,31 +343,6 @@ def test_metrics_are_the_steps_whatever_the_cut(cut, aggregation):
         assert metrics[name] == pytest.approx(value, rel=1e-12), name
 
 
-def checksum(step: list[PlainSample], trained: list[PlainSample], cp_ranks: range) -> float:
-    """The checksum of a step whose totals count `step` and whose ranks train on `trained`."""
-    cut = whole(len(trained), cp_size=2)
-    results = rank_losses(
-        package_config(Objective()),
-        trained,
-        random_logits(trained),
-        cut,
-        totals=uneven_totals(package_samples(step)),
-    )
-    return sum(
-        (results[cp_rank].metrics["aggregation_checksum"][0].item() for cp_rank in cp_ranks), 0.0
-    )
-
-
-def test_checksum_tells_duplicated_dropped_and_mis_sliced_samples():
-    step = random_step(seed=30)
-    both = range(2)
-    assert checksum(step, step, both) == pytest.approx(1.0, abs=1e-5)
-    assert checksum(step, [*step, step[2]], both) > 1.001
-    assert checksum(step, step[:2] + step[3:], both) < 0.999
-    # Both ranks took rank 1's slice.
-    assert abs(2 * checksum(step, step, range(1, 2)) - 1.0) > 0.001
-
-
 # --------------------------------------------------------------------------------------------------
 # Cost
 # --------------------------------------------------------------------------------------------------

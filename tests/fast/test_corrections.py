@@ -19,7 +19,6 @@ from megatron_pg import (
     step_totals,
 )
 from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
-from megatron_pg.loss.mismatch import importance_weights
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
 from tests.fast import objectives_oracle as oracle
@@ -250,26 +249,6 @@ def test_accepted_samples_adds_up_in_float64():
     assert not kept.loss_mask.any()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_importance_weights_are_float64_and_one_where_masked(level):
-    sequences = random_sequences(11)
-    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
-    config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(config, *tokens_and_sums(config, batch, log_probs))
-    expected = []
-    for s in sequences:
-        total = sum(oracle.mismatches(s))
-        for t, keep in enumerate(s.loss_mask):
-            mismatch = s.old_log_probs[t] - s.rollout_log_probs[t]
-            average = total / max(len(s.active()), 1)
-            exponent = {"token": mismatch, "sequence": total, "geometric": average}[level]
-            weight = oracle.bounded_exp(exponent)
-            expected.append(weight if keep else 1.0)
-    torch.testing.assert_close(
-        weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
-    )
-
-
 def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
     sequences = random_sequences(12)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -293,25 +272,6 @@ def test_only_the_log_probs_that_a_setting_needs_are_asked_for():
 def test_token_level_settings_need_no_sums_over_sequences(settings):
     """Nor does what a user's function takes the place of."""
     assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
-
-
-def test_means_over_a_fully_masked_sequence_are_zero():
-    sequences = random_sequences(14)
-    config = PolicyLossConfig(**GEOMETRIC, **OPSM)
-    _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (sums.mean("policy"), sums.mean("mismatch"))
-    assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
-    assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_masks_only_shrink_and_what_is_dropped_is_zero(case):
-    for seed in range(5):
-        batch = package_batch(random_sequences(seed, spread=0.5))
-        log_probs = flat_log_probs(random_sequences(seed, spread=0.5))
-        found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, log_probs)
-        assert not (found.loss_mask & ~batch.loss_mask).any()
-        assert (found.loss[~found.loss_mask] == 0).all()
 
 
 @pytest.mark.parametrize("case", ["tis", "tis_sequence", "icepop", "all_with_icepop"])

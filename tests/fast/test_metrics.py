@@ -26,7 +26,7 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
-from tests.cut_policy_loss import package_config, rank_losses
+from tests.cut_policy_loss import aggregated, package_config, rank_losses
 from tests.cut_steps import CUTS
 from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
@@ -95,10 +95,12 @@ def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
     ]
 
 
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(cut, carries_rollout):
-    objective = Objective(eps_clip=0.1, eps_clip_high=0.3, kl_loss_type="low_var_kl")
+def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout):
+    settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
+    objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
     config = package_config(objective, pg_metrics="with_entropy")
     step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
     logits = random_logits(step, seed=3)
@@ -107,18 +109,18 @@ def test_every_cut_has_the_metrics_of_the_step(cut, carries_rollout):
 
     plain = oracle.policy_loss(step, logits, objective)
     expected = oracle.metrics(step, plain, objective)
-    num_tokens = oracle.active_tokens(step, range(len(step)))
     squared = expected["ratio_new_old_squared_sum"]
     expected |= {
-        "num_tokens": num_tokens,
+        "num_tokens": oracle.active_tokens(step, range(len(step))),
         EFFECTIVE_SAMPLE_SIZE: expected["ratio_new_old_sum"] ** 2 / squared,
         "loss": plain.loss.item(),
         "pg_loss": plain.pg_loss.item(),
+        "kl_loss": plain.kl_loss.item(),
         "aggregation_checksum": 1.0,
     }
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+        assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
 def test_a_rollout_of_two_samples_counts_once():

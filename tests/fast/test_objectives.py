@@ -481,16 +481,6 @@ def test_clip_flags_and_log_ratio():
     assert found.is_clipped.tolist() == clipped
 
 
-def test_log_ratio_of_the_metrics_is_that_before_the_clamp():
-    sequence = grid_sequence([1e4], [1.0])
-    found = package_objective("ppo", {}, package_batch([sequence]), flat_log_probs([sequence]))
-    assert found.log_ratio.tolist() == [1e4]
-    clamped = clipped_log_ratio(
-        flat_log_probs([sequence]), torch.zeros(1), torch.ones(1, dtype=torch.bool)
-    )
-    assert clamped.tolist() == [20.0]
-
-
 def test_old_log_probs_are_a_constant():
     log_probs, old_log_probs = torch.zeros(2, 3, requires_grad=True).unbind()
     active = torch.ones(3, dtype=torch.bool)
@@ -498,17 +488,6 @@ def test_old_log_probs_are_a_constant():
         clipped_log_ratio(log_probs, old_log_probs, active).sum(), old_log_probs, allow_unused=True
     )
     assert gradient is None
-
-
-def test_gspo_ratio_is_one_number_a_sequence():
-    sequences = random_sequences(5)
-    batch = package_batch(sequences)
-    found = package_objective("gspo", {}, batch, flat_log_probs(sequences))
-    expected = torch.cat(
-        [torch.tensor(s.loss_mask, dtype=torch.float64) * oracle.policy_mean(s) for s in sequences]
-    )
-    assert OBJECTIVES["gspo"].ratio == "sequence"
-    torch.testing.assert_close(found.log_ratio, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sum_over_sequences_that_was_not_made_is_named():
@@ -524,15 +503,6 @@ def test_an_empty_micro_batch_is_legal_and_connected(name):
     log_probs = torch.zeros(0, requires_grad=True)
     found = package_objective(name, {}, pack([]), log_probs)
     assert found.loss.shape == (0,) and found.loss.requires_grad
-
-
-def test_only_objectives_with_a_ratio_report_one():
-    sequences = random_sequences(7)
-    for name in OF_LOG_PROBS:
-        found = package_objective(name, {}, package_batch(sequences), flat_log_probs(sequences))
-        is_reported = found.log_ratio is not None
-        assert is_reported == (OBJECTIVES[name].ratio != "none")
-        assert is_reported == (found.is_clipped is not None)
 
 
 # A user's own loss.

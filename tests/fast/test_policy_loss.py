@@ -312,37 +312,6 @@ def test_float32_stays_within_float32_of_the_oracle():
 # --------------------------------------------------------------------------------------------------
 
 
-def expected_metrics(
-    step: list[PlainSample], logits: list[Tensor], objective: Objective
-) -> dict[str, float]:
-    """All but the extrema, which are no sums."""
-    result = oracle.policy_loss(step, logits, objective)
-    assert result.kl_loss is not None
-    sums = oracle.metrics(step, result, objective) | {
-        "loss": result.loss.item(),
-        "pg_loss": result.pg_loss.item(),
-        "kl_loss": result.kl_loss.item(),
-        "num_tokens": float(oracle.active_tokens(step, range(len(step)))),
-        "aggregation_checksum": 1.0,
-    }
-    return {name: value for name, value in sums.items() if "_advantage" not in name}
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize(
-    "cut",
-    ("whole", "cp_4", "dp_3_three_micro_batches_cp_4", "ragged_dp_3_with_empty_micro_batches"),
-)
-def test_metrics_are_the_steps_whatever_the_cut(cut, aggregation):
-    step = random_step(seed=28)
-    logits = random_logits(step)
-    objective = aggregated(Objective(kl_loss_coef=0.1, eps_clip_high=0.3), aggregation)
-    config = package_config(objective, pg_metrics="with_entropy")
-    metrics = summed_metrics(rank_losses(config, step, logits, CUTS[cut](len(step))))
-    for name, value in expected_metrics(step, logits, objective).items():
-        assert metrics[name] == pytest.approx(value, rel=1e-12), name
-
-
 # --------------------------------------------------------------------------------------------------
 # Cost
 # --------------------------------------------------------------------------------------------------

@@ -63,16 +63,6 @@ def sum_over_ranks(
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_sum_over_ranks_is_the_inner_sum(aggregation: str, cp_size: int) -> None:
-    step = random_step(seed=11)
-    losses = random_losses(step)
-    found = sum_over_ranks(step, losses, cp_size, **arguments(step, aggregation))
-    objective = oracle.aggregate(step, losses, aggregation, DIVISOR)
-    assert_same(found, objective * oracle.outer_count(step, aggregation), losses)
-
-
-@pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("aggregation", ("sample_mean", "prompt_mean", "token_mean"))
 def test_per_token_mode_is_the_masked_token_sum(aggregation: str, cp_size: int) -> None:
     """Whatever the aggregation; this is what custom reducers of the field are asked for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
+from megatron_pg.loss.reducer import get_pg_loss_reducer
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -242,12 +241,8 @@ def test_gspo_under_every_aggregation() -> None:
 
 
 def mean_of_what_is_left(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-    **place: Any,
-) -> Reducer:
+    total_lengths, response_lengths, loss_masks, calculate_per_token_loss, **place
+):
     """The token mean of every sample, of the masks that it is given."""
     received.append([mask.tolist() for mask in loss_masks])
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks, **place)

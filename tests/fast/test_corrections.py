@@ -367,9 +367,7 @@ def test_accepted_samples_leaves_what_needs_no_rejection_alone():
 # A user's own correction.
 
 
-def keep_likely_tokens(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def keep_likely_tokens(config, batch, log_probs, pg_loss):
     assert torch.isfinite(batch.rollout_log_probs).all()
     assert torch.isfinite(log_probs).all() and (log_probs[~batch.loss_mask] == 0).all()
     keeps_masked_tokens_too = torch.ones_like(batch.loss_mask)
@@ -378,9 +376,7 @@ def keep_likely_tokens(
     return 2 * pg_loss / batch.loss_mask, keeps_masked_tokens_too.float()
 
 
-def wrong_shape(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def wrong_shape(config, batch, log_probs, pg_loss):
     return pg_loss, batch.loss_mask[:-1]
 
 
@@ -401,9 +397,7 @@ def test_custom_function_weights_and_only_shrinks_the_mask():
     assert set(found.metrics) == set(correction_metric_names(config))
 
 
-def without_gradient(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def without_gradient(config, batch, log_probs, pg_loss):
     return pg_loss.detach(), batch.loss_mask
 
 

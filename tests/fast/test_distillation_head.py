@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,7 +166,6 @@ WAYS = {
     "one piece": Problem.one_piece,
     "in pieces": Problem.in_pieces,
 }
-Way = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
 
 def check(problem: Problem, way: str, ranks: list, rounding: float) -> None:

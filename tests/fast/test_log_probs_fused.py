@@ -96,10 +96,16 @@ def close(found: Tensor | None, wanted: Tensor, rounding: float = 3e-6) -> None:
     assert error <= rounding, error
 
 
+OF_HEAD = ("chunk_tokens", "fp32_logits", "tensor_parallel_group")
+
+
+def head_of(settings: dict[str, object]) -> HeadOptions:
+    """The settings that are the head's, taken out of all."""
+    return options(**{name: settings.pop(name) for name in OF_HEAD if name in settings})
+
+
 def known(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
-    chunk = settings.pop("chunk_tokens", None)
-    fp32 = settings.pop("fp32_logits", False)
-    head = options(chunk_tokens=chunk, fp32_logits=fp32)
+    head = head_of(settings)
     loss, log_probs, entropy = problem.fused(hidden, weight, head, **settings)
     assert not log_probs.requires_grad and not entropy.requires_grad
     return loss
@@ -110,10 +116,9 @@ def deferred(problem: Problem, hidden: Tensor, weight: Tensor, **settings: objec
 
 
 def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
-    chunk = settings.pop("chunk_tokens", None)
-    fp32 = settings.pop("fp32_logits", False)
+    head = head_of(settings)
     log_probs, entropy = linear_log_probs_and_entropy(
-        hidden, weight, problem.targets, options(chunk_tokens=chunk, fp32_logits=fp32), **settings
+        hidden, weight, problem.targets, head, **settings
     )
     return problem.token_loss(log_probs, entropy, slice(0, TOKENS))
 
@@ -519,17 +524,11 @@ def test_bad_input(change, error, message):
 def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     problem, rank, width = Problem(), dist.get_rank(), WIDTH // dist.get_world_size()
     results = []
-    for mode in ("known", "deferred", "kept", "recomputed"):
+    for mode in MODES:
         hidden, whole = problem.leaves()
         weight = whole.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
-        settings = options(chunk_tokens=4, tensor_parallel_group=dist.group.WORLD)
-        if mode in ("known", "deferred"):
-            loss, _, _ = problem.fused(hidden, weight, settings, defer=mode == "deferred")
-        else:
-            log_probs, entropy = linear_log_probs_and_entropy(
-                hidden, weight, problem.targets, settings, keep_logits=mode == "kept"
-            )
-            loss = problem.token_loss(log_probs, entropy, slice(0, TOKENS))
+        group = dist.group.WORLD
+        loss = mode(problem, hidden, weight, chunk_tokens=4, tensor_parallel_group=group)
         loss.backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
     return results

@@ -306,9 +306,7 @@ def dropped_whatever_the_advantage(name: str) -> Callable[..., Outcome]:
     return mutant
 
 
-def divergence_of_the_new_from_the_old(
-    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
-) -> Outcome:
+def divergence_of_the_new_from_the_old(config, tokens, sums):
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
         return trust_region.binary_divergence(new, old)
 
@@ -328,9 +326,7 @@ def clipped_on_both_sides(config: PolicyLossConfig, tokens: Tokens, sums: Sequen
     return RIGHT["gmpo"](config, tokens, with_sums_of(sums, clipped))
 
 
-def mean_of_unclipped_ratios(
-    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
-) -> Outcome:
+def mean_of_unclipped_ratios(config, tokens, sums):
     """Clipped after the mean instead of before it, as gspo does."""
     log_ratio = tokens.log_probs.detach().double() - tokens.anchor(config)
     return RIGHT["gmpo"](config, tokens, with_sums_of(sums, log_ratio))
@@ -516,9 +512,7 @@ def squared_ratio_loss(config: PolicyLossConfig, batch: PackedBatch, log_probs: 
     return -(batch.advantages * (log_probs - batch.old_log_probs).exp() ** 2)
 
 
-def loss_of_the_wrong_size(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> Tensor:
+def loss_of_the_wrong_size(config, batch, log_probs):
     return log_probs.sum()
 
 
@@ -526,9 +520,7 @@ def loss_with_metrics(config: PolicyLossConfig, batch: PackedBatch, log_probs: T
     return log_probs, {"mine": 1.0}
 
 
-def loss_without_gradient(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> Tensor:
+def loss_without_gradient(config, batch, log_probs):
     return -log_probs.detach()
 
 
@@ -574,9 +566,7 @@ def test_custom_loss_that_loses_the_gradient_is_refused():
         objective(config, *tokens_and_sums(config, batch, log_probs))
 
 
-def loss_of_masked_tokens_too(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
-) -> Tensor:
+def loss_of_masked_tokens_too(config, batch, log_probs):
     return torch.where(batch.loss_mask, log_probs, 1 / log_probs) + 3
 
 

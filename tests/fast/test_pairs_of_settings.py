@@ -19,13 +19,10 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import micro_batch, policy_loss
-from megatron_pg.loss.corrections import CORRECTIONS, Corrected, accepted_samples
+from megatron_pg.loss.corrections import CORRECTIONS, accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.policy_loss import Terms
-from megatron_pg.loss.sequence import SequenceSums
-from megatron_pg.loss.tokens import Tokens
-from megatron_pg.loss.weights import Weights
 from megatron_pg.step.batch import pack
 from tests import oracle as step_oracle
 from tests.fast import objectives_oracle as oracle
@@ -385,9 +382,7 @@ def test_both_settings_of_a_pair_tell(factor):
 # Mistakes that no setting alone shows.
 
 
-def last_rejection_decides(
-    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
-) -> Corrected:
+def last_rejection_decides(config, tokens, loss, sums):
     """The mask of one correction takes the place of another's."""
     kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums)
     for row in CORRECTIONS.rows_on(config):
@@ -395,9 +390,7 @@ def last_rejection_decides(
     return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
 
 
-def rejection_forgets_weights(
-    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
-) -> Corrected:
+def rejection_forgets_weights(config, tokens, loss, sums):
     """A rejection begins with the loss that no weight has touched."""
     found = corrections_of(config, tokens, loss, sums)
     if len(CORRECTIONS.rows_on(config)) < 2:
@@ -405,9 +398,7 @@ def rejection_forgets_weights(
     return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 
 
-def divisor_of_all_terms(
-    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others: Any
-) -> Terms:
+def divisor_of_all_terms(config, tokens, weights, *others):
     """`grad_divisor` divides the KL and entropy terms too."""
     terms = terms_of(config, tokens, weights, *others)
     if config.grad_divisor is None:

@@ -154,9 +154,7 @@ def mean_of_what_is_left(total_lengths, response_lengths, loss_masks, calculate_
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)
 
 
-def drop_falling(
-    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def drop_falling(config, batch, log_probs, pg_loss):
     return pg_loss, batch.advantages >= 0
 
 

@@ -133,9 +133,7 @@ def check_aggregation(name: str) -> None:
     check_loss({"policy_loss": "reinforce", **settings}, expected)
 
 
-def half_of_likely_tokens(
-    config: PolicyLossConfig, batch: Any, log_probs: Tensor, pg_loss: Tensor
-) -> tuple[Tensor, Tensor]:
+def half_of_likely_tokens(config, batch, log_probs, pg_loss):
     return pg_loss / 2, log_probs > -1.5
 
 

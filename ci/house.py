@@ -47,7 +47,7 @@ CEILINGS = {
     "core": 13930,
     "package": 22210,
     "examples": 4431,
-    "tests": 38892,
+    "tests": 37277,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

@@ -129,7 +129,9 @@ def reference() -> dict[str, tuple[float, dict[str, Tensor]]]:
     ],
     ids=str,
 )
-def test_packed_context_parallel_model_equals_each_sequence_alone(sharding, reference):
+def test_packed_context_parallel_model_equals_each_sequence_alone(
+    sharding: Sharding, reference: dict[str, tuple[float, dict[str, Tensor]]]
+) -> None:
     found = run_ranks(all_lengths, sharding.world_size, sharding)[0]
     for name, (total, gradients) in found.items():
         expected_total, expected = reference[name]
@@ -169,7 +171,7 @@ def logits_of_a_rank_alone() -> tuple[Tensor, Tensor]:
     return logits, expected
 
 
-def test_a_context_parallel_model_runs_alone_with_another_group():
+def test_a_context_parallel_model_runs_alone_with_another_group() -> None:
     """As when it generates: the group is read when the model is called."""
     for logits, expected in run_ranks(logits_of_a_rank_alone, 2):
         assert relative_error(logits, expected) < TOLERANCE
@@ -183,7 +185,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_settings_that_the_attention_does_not_know_are_refused(flag):
+def test_settings_that_the_attention_does_not_know_are_refused(flag: str) -> None:
     config = transformer_config(Sharding(), ModelOptions())
     for name, value in REFUSED[flag].items():
         if not hasattr(config, name):
@@ -216,7 +218,7 @@ def refusals_of_modes() -> dict[str, str]:
     return found
 
 
-def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused():
+def test_a_cut_of_the_pack_that_the_attention_does_not_have_is_refused() -> None:
     said = run_ranks(refusals_of_modes, 1)[0]
     assert said["rotary zigzag"] == said["contiguous"] == said["zigzag"] == ""
     assert "rotary positions of this megatron-core" in said["rotary"]

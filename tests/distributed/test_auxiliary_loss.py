@@ -118,7 +118,9 @@ SHARDINGS = [
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_micro_batch", "per_token"])
-def test_auxiliary_gradient_is_the_mean_over_micro_batches(sharding, per_token, reference):
+def test_auxiliary_gradient_is_the_mean_over_micro_batches(
+    sharding: Sharding, per_token: bool, reference: Outcome
+) -> None:
     options = replace(OPTIONS, calculate_per_token_loss=per_token)
     if per_token and sharding.context > 1 and not per_token_moe_under_context_parallel_is_right():
         with pytest.raises(RankError, match="NotImplementedError: --calculate-per-token-loss"):
@@ -131,7 +133,7 @@ def test_auxiliary_gradient_is_the_mean_over_micro_batches(sharding, per_token, 
     assert comparison.passed, str(comparison)
 
 
-def test_counting_active_tokens_in_per_token_mode_is_caught(reference):
+def test_counting_active_tokens_in_per_token_mode_is_caught(reference: Outcome) -> None:
     sharding = Sharding(data=2)
     options = replace(OPTIONS, calculate_per_token_loss=True)
     outcome = run_ranks(

@@ -108,7 +108,7 @@ def assert_all_rows_pass(report: dict[str, Any], processes: int) -> None:
 
 
 @in_one_lane
-def test_right_loss_passes_under_torchrun():
+def test_right_loss_passes_under_torchrun() -> None:
     flags = ("--device", "cpu", "--json", "--context-parallel-size", "2")
     done = start("megatron_pg", "check", *flags)
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def test_right_loss_passes_under_torchrun():
     ],
     ids=["1 process", "TP2+SP CP2"],
 )
-def test_right_loss_passes(processes, flags):
+def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     words = ["--json", *flags.split()]
     ranks = run_ranks(run_check_command, processes, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0] * processes, ranks[0][2]
@@ -143,7 +143,7 @@ def test_right_loss_passes(processes, flags):
     ["--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"],
     ids=["CP2", "TP2+SP"],
 )
-def test_fused_head_passes(flags):
+def test_fused_head_passes(flags: list[str]) -> None:
     words = f"--json --fused-lm-head --num-layers 1 {flags}".split()
     ranks = run_ranks(run_check_command, 2, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0, 0], ranks[0][2]
@@ -165,7 +165,7 @@ def test_fused_head_passes(flags):
     ],
     ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
 )
-def test_other_shardings_pass(flags):
+def test_other_shardings_pass(flags: list[str]) -> None:
     """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
     layers = 4 if "--pipeline-model-parallel-size" in flags else 1
     words = f"--json {flags} --num-layers {layers}".split()
@@ -221,14 +221,18 @@ def context_parallel_mutants() -> dict[str, list[tuple[str, bool, str]]]:
         ("number of micro-batches dropped", "gradient is 0.2 times the reference: 1/5 = 1/M"),
     ],
 )
-def test_wrong_factor_is_named(mutant, diagnosis, context_parallel_mutants):
+def test_wrong_factor_is_named(
+    mutant: str, diagnosis: str, context_parallel_mutants: dict[str, list[tuple[str, bool, str]]]
+) -> None:
     rows = context_parallel_mutants[mutant]
     assert len(rows) == 8
     assert [row[1:] for row in rows] == [(False, diagnosis)] * 8
 
 
 @in_one_lane
-def test_denominators_of_a_micro_batch_are_wrong_weights(context_parallel_mutants):
+def test_denominators_of_a_micro_batch_are_wrong_weights(
+    context_parallel_mutants: dict[str, list[tuple[str, bool, str]]],
+) -> None:
     rows = context_parallel_mutants["denominators of the micro-batch, sample_mean"]
     # The KL term is a sample mean under every aggregation.
     for aggregation, passed, diagnosis in rows:
@@ -240,7 +244,7 @@ def test_denominators_of_a_micro_batch_are_wrong_weights(context_parallel_mutant
 
 
 @in_one_lane
-def test_uneven_micro_batches_are_named():
+def test_uneven_micro_batches_are_named() -> None:
     names = ["data-parallel size dropped", "number of micro-batches dropped"]
     dropped_size, dropped_count = run_ranks(rows_of_mutants, 2, names, [])[0]
     for _, passed, diagnosis in dropped_size:
@@ -250,7 +254,7 @@ def test_uneven_micro_batches_are_named():
         assert diagnosis.endswith("1/M, the data-parallel ranks having 5 and 6 micro-batches")
 
 
-def test_failed_row_sets_the_exit_status():
+def test_failed_row_sets_the_exit_status() -> None:
     flags = ["--context-parallel-size", "2"]
     mistake = "extra_context_parallel_factor"
     ranks = run_ranks(run_check_command, 2, free_port(), mistake, flags)
@@ -263,7 +267,7 @@ def test_failed_row_sets_the_exit_status():
 
 
 @in_one_lane
-def test_exception_in_a_custom_reducer_ends_all():
+def test_exception_in_a_custom_reducer_ends_all() -> None:
     flags = ("--context-parallel-size", "2")
     done = start("tests.distributed.wrong_check", "rank_raises_in_reducer", *flags)
     assert done.returncode == 1
@@ -272,7 +276,7 @@ def test_exception_in_a_custom_reducer_ends_all():
 
 
 @in_one_lane
-def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path):
+def test_failed_rank_ends_all_without_a_launcher_that_looks(tmp_path: Path) -> None:
     """As under srun, whose other tasks live on when one ends."""
     mistake = "rank_raises_while_others_wait"
     tasks = start_script([mistake], tmp_path / "run", program="tests.distributed.wrong_check")
@@ -327,7 +331,7 @@ MULTI_TOKEN_MISTAKES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(not derives_multi_token_labels(), reason="needs megatron-core 0.19")
-def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen():
+def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen() -> None:
     flags = ["--context-parallel-size", "2", "--mtp-num-layers", "2", "--hybrid-model"]
     models, mistakes = ["hybrid", "multi-token"], list(MULTI_TOKEN_MISTAKES)
     right, *wrong = run_ranks(rows_of_models, 2, models, flags, mistakes)[0]
@@ -343,7 +347,7 @@ def test_further_models_pass_and_mistakes_of_multi_token_prediction_are_seen():
 
 
 @pytest.mark.skipif(not derives_multi_token_labels(), reason="needs megatron-core 0.19")
-def test_multi_token_prediction_passes_beside_the_fused_head():
+def test_multi_token_prediction_passes_beside_the_fused_head() -> None:
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--fused-lm-head"]
     flags += ["--mtp-num-layers", "1"]
     rows = run_ranks(rows_of_models, 2, ["multi-token"], flags, ["none"])[0][0]
@@ -370,7 +374,7 @@ SHARDINGS_OF_TWO = [
 
 
 @in_one_lane
-def test_every_sharding_of_two_processes():
+def test_every_sharding_of_two_processes() -> None:
     lines = run_ranks(summary_of_every_sharding, 2)[0].splitlines()
     assert [line.split(" s  ")[1] for line in lines[:-2]] == SHARDINGS_OF_TWO
     assert all(line.startswith("PASS ") and " 9 rows" in line for line in lines[:-2])
@@ -402,7 +406,7 @@ def custom_rows(reducers: list[str], flags: list[str]) -> list[list[tuple[bool, 
     return found
 
 
-def test_custom_reducer_and_loss_are_compared_with_themselves_unsharded():
+def test_custom_reducer_and_loss_are_compared_with_themselves_unsharded() -> None:
     names = ["right_reducer", "local_reducer"]
     right, wrong = run_ranks(custom_rows, 2, names, ["--context-parallel-size", "2"])[0]
     # Two models in two modes.
@@ -413,7 +417,7 @@ def test_custom_reducer_and_loss_are_compared_with_themselves_unsharded():
         assert "tokens have wrong weights" in diagnosis or "times the reference" in diagnosis
 
 
-def test_custom_function_that_is_not_there_is_refused():
+def test_custom_function_that_is_not_there_is_refused() -> None:
     flags = ["--custom-pg-loss-reducer-function-path", "tests.distributed.wrong_check:none"]
     status, output, errors = run_ranks(run_check_command, 1, free_port(), None, flags)[0]
     assert status == 2 and output == "" and "no attribute 'none'" in errors
@@ -448,12 +452,12 @@ def part_in_a_thousand() -> dict[str, float]:
 
 
 @in_one_lane
-def test_a_part_in_a_thousand_of_a_term_is_seen():
+def test_a_part_in_a_thousand_of_a_term_is_seen() -> None:
     for term, error in run_ranks(part_in_a_thousand, 1)[0].items():
         assert error > 2e-6, f"{term}: {error}"
 
 
-def test_nan_on_one_rank_is_reported_by_all():
+def test_nan_on_one_rank_is_reported_by_all() -> None:
     flags = ["--context-parallel-size", "2", "--json"]
     ranks = run_ranks(run_check_command, 2, free_port(), "rank_has_nan", flags)
     assert [status for status, _, _ in ranks] == [1, 1]
@@ -488,7 +492,7 @@ def check_with_stand_in(port: int, accumulates: bool) -> tuple[int, str, str, in
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_a_stand_in_for_the_extension_of_apex_is_called_and_checked(accumulates):
+def test_a_stand_in_for_the_extension_of_apex_is_called_and_checked(accumulates: bool) -> None:
     """Apex itself is not on PyPI and was never here; one that forgets the micro-batches before is seen."""
     ((status, output, errors, calls),) = run_ranks(check_with_stand_in, 1, free_port(), accumulates)
     report = json.loads(output)

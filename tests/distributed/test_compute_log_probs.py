@@ -197,7 +197,9 @@ def errors(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(case, references):
+def test_every_rank_gets_the_oracle_s_numbers_in_the_samples_order(
+    case: str, references: Reference
+) -> None:
     sharding, options = CASES[case]
     ranks = run_ranks(scores_of_rank, sharding.world_size, sharding, options)
     assert {data_rank for data_rank, _ in ranks} == set(range(sharding.data))
@@ -256,14 +258,14 @@ def assert_seen(ranks: Any, sharding: Sharding, references: Reference) -> None:
 
 
 @in_one_lane
-def test_another_order_would_be_seen(references):
+def test_another_order_would_be_seen(references: Reference) -> None:
     ranks = run_ranks(scores_in_the_order_of_the_plan, 1, Sharding())
     assert_seen(ranks, Sharding(), references)
 
 
 @in_one_lane
 @pytest.mark.parametrize("mutant", [scores_of_own_window, scores_without_the_zigzag])
-def test_a_wrong_gather_would_be_seen(mutant, references):
+def test_a_wrong_gather_would_be_seen(mutant: Any, references: Reference) -> None:
     sharding = Sharding(context=2)
     assert_seen(run_ranks(mutant, 2, sharding), sharding, references)
 
@@ -377,7 +379,7 @@ def divergence_of_first_step(
     ],
     ids=["TP2+SP CP2, fused", "PP2 VPP2, per token", "DP2, distributed optimizer, overlapped"],
 )
-def test_training_does_not_notice(sharding, options, fused):
+def test_training_does_not_notice(sharding: Sharding, options: ModelOptions, fused: bool) -> None:
     for found in run_ranks(step_around_scoring, sharding.world_size, sharding, options, fused):
         assert found == 0.0
 
@@ -409,7 +411,7 @@ def refusals(sharding: Sharding) -> list[str]:
     return [*messages, str(refusal.value)]
 
 
-def test_mistakes_are_told_on_every_rank_before_anything_runs():
+def test_mistakes_are_told_on_every_rank_before_anything_runs() -> None:
     first, second = run_ranks(refusals, 2, Sharding(data=2))
     parts = [
         "the long one takes 9 tokens with padding, more than --max-tokens-per-microbatch leaves it (8)",
@@ -431,5 +433,5 @@ def entropy_of_nothing() -> tuple[int, int]:
     return len(scored.log_probs), len(scored.entropy)
 
 
-def test_no_samples_at_all():
+def test_no_samples_at_all() -> None:
     assert run_ranks(entropy_of_nothing, 1) == [(0, 0)]

@@ -183,7 +183,9 @@ def references() -> list[Outcome]:
     + [(case, "one pass") for case in CASES]
     + [("TP2", "one piece")],
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, references):
+def test_gradients_and_metrics_equal_the_unsharded_reference(
+    case: str, head: str, references: list[Outcome]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
     for run, outcome, expected in zip(RUNS, found, references, strict=True):
@@ -194,7 +196,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, referen
         assert expected.metrics.keys() <= outcome.metrics.keys()
 
 
-def test_a_late_teacher_would_be_seen(references):
+def test_a_late_teacher_would_be_seen(references: list[Outcome]) -> None:
     found = run_ranks(steps, 2, Sharding(context=2), DENSE, "logits", True)[0]
     for outcome, expected in zip(found, references, strict=True):
         assert not compare(outcome, expected, 1e-3).passed

@@ -64,7 +64,7 @@ def steps(sharding: Sharding, options: ModelOptions, frozen: str = "") -> list[O
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[needs_hybrid] * ("hybrid" in case)) for case in CASES]
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(case):
+def test_gradients_and_metrics_equal_the_unsharded_reference(case: str) -> None:
     """In float64, where the layer multiplies in float64: what is sent, summed and added up, not its precision."""
     sharding, options = CASES[case]
     plain = replace(options, distributed_optimizer=False, overlap_grad_reduce=False)
@@ -74,7 +74,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(case):
 
 
 @pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
-def test_frozen_weights(frozen):
+def test_frozen_weights(frozen: str) -> None:
     """Frozen after DDP has made its buffers, whose gradients then stay 0."""
     references = run_ranks(reference_steps, 1, DENSE, RUNS)[0]
     found = run_ranks(steps, 2, TP2, DENSE, frozen)[0]
@@ -102,7 +102,7 @@ def gradients_beside_prediction() -> list[dict[str, Tensor]]:
 @pytest.mark.skipif(
     not derives_multi_token_labels(), reason="needs multi-token prediction without labels, of 0.19"
 )
-def test_a_tied_weight_in_which_prediction_looks_tokens_up():
+def test_a_tied_weight_in_which_prediction_looks_tokens_up() -> None:
     """On the last of two stages, where both are; the all-reduce with the first brings the sum to both."""
     name = "embedding.word_embeddings.weight"
     for expected, found, mutant in run_ranks(gradients_beside_prediction, 2):
@@ -230,13 +230,15 @@ NARROW = ModelOptions(dtype=torch.bfloat16, output_bias=True)
     ],
     ids=["TP2", "TP2+SP hybrid", "TP2+SP"],
 )
-def test_logits_and_gradients_in_bfloat16_equal_the_loops(sharding, options):
+def test_logits_and_gradients_in_bfloat16_equal_the_loops(
+    sharding: Sharding, options: ModelOptions
+) -> None:
     assert not wrong(run_ranks(seen_steps, 2, sharding, options), sharding.sequence_parallel)
 
 
 @in_one_lane
 @pytest.mark.parametrize("mutant", ["logits", "weight"])
-def test_a_product_in_bfloat16_would_be_seen(mutant):
+def test_a_product_in_bfloat16_would_be_seen(mutant: str) -> None:
     assert wrong(run_ranks(seen_steps, 2, TP2, NARROW, mutant), False) == {mutant}
 
 
@@ -266,6 +268,6 @@ def kl_of_a_step(scored_in_float32: bool, trained_in_float32: bool) -> float:
 @pytest.mark.parametrize(
     ("scored", "trained"), [(True, True), (False, False), (True, False), (False, True)]
 )
-def test_scoring_and_training_agree_where_their_flags_do(scored, trained):
+def test_scoring_and_training_agree_where_their_flags_do(scored: bool, trained: bool) -> None:
     for kl in run_ranks(kl_of_a_step, 2, scored, trained):
         assert (kl == 0.0) == (scored == trained)

@@ -82,7 +82,9 @@ def references() -> dict[ModelOptions, list[Outcome]]:
     ("case", "mode"),
     [(case, "one pass") for case in CASES] + [("TP2", "recomputed"), ("DP2 tied", "kept")],
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(case, mode, references):
+def test_gradients_and_metrics_equal_the_unsharded_reference(
+    case: str, mode: str, references: dict[ModelOptions, list[Outcome]]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, mode)[0]
     assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
@@ -122,7 +124,7 @@ def on_sequences() -> list[Outcome]:
 
 
 @pytest.mark.parametrize("case", SEQUENCE_CASES)
-def test_losses_of_whole_sequences(case, on_sequences):
+def test_losses_of_whole_sequences(case: str, on_sequences: list[Outcome]) -> None:
     sharding, options, chunk_sizes = SEQUENCE_CASES[case]
     found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
     for outcomes in found:
@@ -146,7 +148,7 @@ def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome
     return steps_on_sequences(sharding, DENSE, (5,))
 
 
-def test_a_border_inside_a_sequence_would_be_seen(on_sequences):
+def test_a_border_inside_a_sequence_would_be_seen(on_sequences: list[Outcome]) -> None:
     (found,) = run_ranks(steps_with_borders_inside_sequences, 2, Sharding(context=2))[0]
     for name, outcome, expected in zip(SEQUENCE_SETTINGS, found, on_sequences, strict=True):
         of_data_alone = name == "tis_sequence"
@@ -182,12 +184,12 @@ def steps_after_the_optimizer(
     return outcomes
 
 
-def test_the_weight_is_waited_for_where_its_gather_overlaps(references):
+def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> None:
     found = run_ranks(steps_after_the_optimizer, 2, Sharding(data=2))[0]
     assert_equal(found, references[DENSE.unsharded][:2], RUNS, gradient_tolerance(DENSE))
 
 
-def test_a_weight_that_is_not_waited_for_would_be_seen(references):
+def test_a_weight_that_is_not_waited_for_would_be_seen(references: Any) -> None:
     worker = functools.partial(steps_after_the_optimizer, has_hooks=False)
     for outcome, expected in zip(
         run_ranks(worker, 2, Sharding(data=2))[0], references[DENSE.unsharded], strict=False
@@ -231,7 +233,9 @@ def scaled_steps(
 
 @pytest.mark.parametrize("chunk_tokens", [5, 1000])
 @pytest.mark.parametrize("case", ["CP2, per token", "TP2+SP CP2", "PP2 tied"])
-def test_with_a_loss_scale_straight_to_main_grad(case, chunk_tokens, references):
+def test_with_a_loss_scale_straight_to_main_grad(
+    case: str, chunk_tokens: int, references: dict[ModelOptions, list[Outcome]]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(scaled_steps, sharding.world_size, sharding, options, chunk_tokens)[0]
     assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
@@ -247,7 +251,7 @@ def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
 
 
 @pytest.mark.parametrize("sharding", [Sharding(context=2), Sharding(data=2)], ids=str)
-def test_a_wrong_scale_would_be_seen(sharding, references):
+def test_a_wrong_scale_would_be_seen(sharding: Sharding, references: Any) -> None:
     """In the gradient of the output layer, and through the hidden states in every other."""
     found = run_ranks(steps_with_a_lost_scale, 2, sharding)[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
@@ -268,7 +272,7 @@ def steps_with_a_frozen_weight(
 
 
 @pytest.mark.parametrize("frozen", ["output layer", "all but the output layer"])
-def test_frozen_weights(frozen, references):
+def test_frozen_weights(frozen: str, references: dict[ModelOptions, list[Outcome]]) -> None:
     """Frozen after DDP has made its buffers, whose gradients then stay 0."""
     sharding = Sharding(tensor=2)
     found = run_ranks(steps_with_a_frozen_weight, 2, sharding, DENSE, frozen)[0]
@@ -307,7 +311,9 @@ def steps_between_evaluations(sharding: Sharding, options: ModelOptions) -> list
 
 
 @pytest.mark.parametrize("case", ["CP2, per token", "PP2 tied"])
-def test_evaluation_leaves_no_gradient(case, references):
+def test_evaluation_leaves_no_gradient(
+    case: str, references: dict[ModelOptions, list[Outcome]]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps_between_evaluations, sharding.world_size, sharding, options)[0]
     expected = references[options.unsharded]
@@ -334,7 +340,9 @@ def unscaled(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "one pass")
 
 
-def test_coefficients_of_another_loss_would_be_seen(references):
+def test_coefficients_of_another_loss_would_be_seen(
+    references: dict[ModelOptions, list[Outcome]],
+) -> None:
     found = run_ranks(unscaled, 2, Sharding(context=2))[0]
     for run, outcome, expected in zip(RUNS, found, references[DENSE.unsharded], strict=True):
         assert compare(outcome, expected).passed == (not run.regularized)
@@ -354,7 +362,7 @@ def refusal_of_another_number_of_calls() -> str:
     return "taken"
 
 
-def test_an_output_layer_that_is_called_for_more_is_refused():
+def test_an_output_layer_that_is_called_for_more_is_refused() -> None:
     (message,) = run_ranks(refusal_of_another_number_of_calls, 1)
     assert "was called 2 times in a forward and 1 were expected" in message
 
@@ -381,7 +389,7 @@ def refusal_of_a_token_outside() -> str:
     return "taken"
 
 
-def test_a_token_outside_the_vocabulary_is_refused():
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
     (message,) = run_ranks(refusal_of_a_token_outside, 1)
     assert message.startswith("the sample: response token id 30 is outside the vocabulary of 30")
 
@@ -406,11 +414,11 @@ def test_a_token_outside_the_vocabulary_is_refused():
         ({"custom_pg_loss_reducer_function_path": "module.reducer"}, "micro_batch"),
     ],
 )
-def test_what_a_gradient_waits_for(setting, expected):
+def test_what_a_gradient_waits_for(setting: dict[str, Any], expected: str) -> None:
     assert gradient_scope(PolicyLossConfig(**setting)) == expected
 
 
-def test_tokens_without_advantage_come_last():
+def test_tokens_without_advantage_come_last() -> None:
     def sample(advantages: list[float], loss_mask: list[int]) -> Sample:
         length = len(advantages)
         return Sample(
@@ -455,7 +463,7 @@ def scores_beside_multi_token_prediction() -> list[float]:
 @pytest.mark.skipif(
     not derives_multi_token_labels(), reason="multi-token prediction without labels: 0.19 and later"
 )
-def test_the_last_product_of_multi_token_prediction_is_the_policy_s():
+def test_the_last_product_of_multi_token_prediction_is_the_policy_s() -> None:
     for differences in run_ranks(scores_beside_multi_token_prediction, 2):
         assert max(differences) < 1e-6  # float32, as they are returned
 
@@ -475,7 +483,7 @@ def refusals_of_layers() -> list[str]:
     return said
 
 
-def test_an_output_layer_that_is_more_than_a_product_is_refused():
+def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:
     for gathered, biased in run_ranks(refusals_of_layers, 2):
         assert gathered.startswith("--fused-lm-head of a model that gathers its logits")
         assert biased.startswith("--fused-lm-head takes an output layer without bias")

@@ -35,6 +35,8 @@ def outcomes(request: pytest.FixtureRequest) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("index", range(len(RUNS)), ids=map(str, RUNS))
-def test_gradients_and_metrics_equal_the_unsharded_reference(index, outcomes, references):
+def test_gradients_and_metrics_equal_the_unsharded_reference(
+    index: int, outcomes: list[Outcome], references: list[Outcome]
+) -> None:
     comparison = compare(outcomes[index], references[index])
     assert comparison.passed, str(comparison)

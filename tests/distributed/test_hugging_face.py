@@ -213,8 +213,8 @@ def assert_same_weights(found: Path, expected: Path) -> None:
     ids=str,
 )
 def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit(
-    name, sharding, folder_of, tmp_path
-):
+    name: str, sharding: Sharding, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     from .hugging_face_job import Job, load_and_save
 
     folder, copy = folder_of(name), tmp_path / "copy"
@@ -232,7 +232,9 @@ def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_path):
+def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
+    name: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Its gradient by the oracle's loss and autograd through the dense model, in float64 both."""
     from .hugging_face_job import LEARNING_RATE, Job, load_and_save
 
@@ -253,7 +255,9 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(name, folder_of, tmp_pa
     assert largest_error(before, after) > 1e-3
 
 
-def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
+def test_weights_are_cast_to_the_dtype_of_the_model(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The bias of the router alone stays in float32, as Megatron keeps it."""
     from .hugging_face_job import Job, convert
 
@@ -269,7 +273,7 @@ def test_weights_are_cast_to_the_dtype_of_the_model(folder_of, tmp_path):
     assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_wrong_converters_are_caught(folder_of):
+def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
     from .hugging_face_job import Job, mutants
 
     folder = folder_of("llama")
@@ -280,7 +284,7 @@ def test_wrong_converters_are_caught(folder_of):
         assert largest_error(assembled([logits], Sharding()), expected) > 1e-2, name
 
 
-def test_the_names_of_transformer_engine_mean_the_same(folder_of):
+def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str], Path]) -> None:
     """A mixture of experts with a dense layer, under the names that its fused and grouped layers have."""
     from .hugging_face_job import Job, load_by_transformer_engines_names
 
@@ -300,7 +304,9 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], No
     return folder
 
 
-def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of, tmp_path):
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """By both stages of a pipeline, the first of which has none of the last layer."""
     from .hugging_face_job import Job, load_errors, save_errors
 
@@ -347,7 +353,9 @@ def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(folder_of,
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_path):
+def test_a_config_that_no_flags_mean_is_refused(
+    changes: dict[str, Any], words: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     from trainer.hugging_face_config import WeightsError, read_config
 
     config = json.loads((folder_of("llama") / "config.json").read_text())
@@ -356,7 +364,7 @@ def test_a_config_that_no_flags_mean_is_refused(changes, words, folder_of, tmp_p
         read_config(tmp_path)
 
 
-def test_the_flags_of_an_older_config(tmp_path):
+def test_the_flags_of_an_older_config(tmp_path: Path) -> None:
     """Of Qwen3-30B-A3B, as the model was published: without `rope_parameters`, and with `num_experts`."""
     from trainer.hugging_face_config import megatron_arguments_of, read_config
 
@@ -396,7 +404,9 @@ def test_the_flags_of_an_older_config(tmp_path):
     assert sorted(flags) == sorted(expected.split())
 
 
-def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(folder_of, tmp_path):
+def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     """As published: a Qwen2 under names of its own, with one more layer."""
     from .hugging_face_job import Job, load_and_save
 
@@ -411,7 +421,7 @@ def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(folder_of, t
     assert largest_error(assembled([parts[0] for parts in found], Sharding()), expected) <= 1e-5
 
 
-def test_the_page_has_every_family():
+def test_the_page_has_every_family() -> None:
     from mbridge import AutoBridge
     from trainer.hugging_face_config import FAMILIES
 

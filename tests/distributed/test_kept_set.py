@@ -79,7 +79,9 @@ def references() -> dict[ModelOptions, list[Outcome]]:
         for head in heads
     ],
 )
-def test_gradients_and_metrics_equal_the_unsharded_reference(case, head, references):
+def test_gradients_and_metrics_equal_the_unsharded_reference(
+    case: str, head: str, references: dict[ModelOptions, list[Outcome]]
+) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, head)[0]
     for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
@@ -108,7 +110,7 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
     return steps(sharding, DENSE, "logits")
 
 
-def test_a_late_window_would_be_seen(references):
+def test_a_late_window_would_be_seen(references: dict[ModelOptions, list[Outcome]]) -> None:
     found = run_ranks(shifted_steps, 2, Sharding(context=2))[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
         assert not compare(outcome, expected, 1e-3).passed
@@ -142,7 +144,7 @@ def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | 
     ]
 
 
-def test_ranks_without_a_set_wait_for_no_one():
+def test_ranks_without_a_set_wait_for_no_one() -> None:
     """Who has no set joins as many sums over sequences as who has some."""
     of_logits, fused = run_ranks(sequence_steps, 2, Sharding(context=2), DENSE)[0]
     assert of_logits is not None and fused is not None
@@ -162,7 +164,7 @@ def scores(sharding: Sharding, head: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("head", ["logits", "sparse"])
-def test_log_probs_of_samples(head):
+def test_log_probs_of_samples(head: str) -> None:
     """Old and reference log-probs over the same sets."""
     found = run_ranks(scores, 2, Sharding(tensor=2), head)[0]
     wanted = run_ranks(reference_log_probs, 1, RUNS[0])[0]

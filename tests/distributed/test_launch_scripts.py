@@ -91,7 +91,7 @@ def write_rollouts(folder: Path, last_group: int = 127) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS + FROM_WEIGHTS, ids=lambda path: path.name)
-def test_the_script_is_bash_and_explains_every_flag(script):
+def test_the_script_is_bash_and_explains_every_flag(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK)
     text = script.read_text()
@@ -102,7 +102,7 @@ def test_the_script_is_bash_and_explains_every_flag(script):
         assert is_launcher or not re.match(r" +--", line) or "# " in line, line
 
 
-def test_the_page_shows_what_is_printed(plans):
+def test_the_page_shows_what_is_printed(plans: dict[str, str]) -> None:
     printed = re.sub(r"--rollout-files: \S+", "--rollout-files: rollouts", plans["one_node.sh"])
     assert printed in (ROOT / "docs/launch.md").read_text()
 
@@ -158,7 +158,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_plan_of_every_script(script, plans):
+def test_the_plan_of_every_script(script: Path, plans: dict[str, str]) -> None:
     plan = plans[script.name]
     sizes = re.search(r"^processes +(\d+) = TP (\d+) x PP (\d+) x CP (\d+) x DP (\d+)$", plan, re.M)
     assert sizes is not None, plan
@@ -170,7 +170,7 @@ def test_the_plan_of_every_script(script, plans):
     assert "rollouts does not exist" in plan
 
 
-def test_with_rollout_files_the_plan_counts_the_first_step(plans):
+def test_with_rollout_files_the_plan_counts_the_first_step(plans: dict[str, str]) -> None:
     # 512 rows are 64 groups; each run of 16 rows has 100 + 200 + ... + 1600 = 13600 active tokens.
     plan = plans[FILES]
     assert "N = 512 rollouts, P = 64 prompt groups, T = 435200 active tokens" in plan
@@ -182,22 +182,24 @@ def test_with_rollout_files_the_plan_counts_the_first_step(plans):
 
 
 @pytest.mark.parametrize("flags", OF_THE_FIRST_STEP)
-def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(flags, plans):
+def test_a_dry_run_says_what_the_run_would_say_at_its_first_step(
+    flags: str, plans: dict[str, str]
+) -> None:
     assert re.search(f"(?m)^{OF_THE_FIRST_STEP[flags]}", plans[flags]), plans[flags]
 
 
-def test_a_dry_run_refuses_what_a_later_step_would(plans):
+def test_a_dry_run_refuses_what_a_later_step_would(plans: dict[str, str]) -> None:
     """The first step is whole: the run would stop at its second."""
     assert "--keep-prompt-groups: " in plans[SCATTERED] and "row 1023" in plans[SCATTERED]
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
-def test_contradictions_are_named(flags, plans):
+def test_contradictions_are_named(flags: str, plans: dict[str, str]) -> None:
     assert re.search(f"(?ms)^error: .*{CONTRADICTIONS[flags]}", plans[flags]), plans[flags]
 
 
 @pytest.mark.skipif(not has_megatron_training(), reason="the scripts take Megatron's own flags")
-def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path):
+def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path: Path) -> None:
     """One real process, as a user would start it."""
     done = progress.run(
         ["bash", LAUNCH / "moe.sh", "--dry-run", "--num-experts", "100"],
@@ -210,7 +212,7 @@ def test_a_contradiction_ends_with_the_reason_and_status_1(tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-def test_slurm_and_the_script_agree_on_nodes():
+def test_slurm_and_the_script_agree_on_nodes() -> None:
     sbatch = (LAUNCH / "multi_node.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", sbatch, re.M))
     assert options["nodes"] == "8" and options["gpus-per-node"] == "8"
@@ -224,7 +226,7 @@ def test_slurm_and_the_script_agree_on_nodes():
 
 
 @pytest.mark.parametrize("script", [LAUNCH / "one_node.sh", LAUNCH / "multi_node.sh"])
-def test_without_dry_run_the_launcher_is_started(script, tmp_path):
+def test_without_dry_run_the_launcher_is_started(script: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -16,7 +16,9 @@ def results() -> dict[Case, Result]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_sharded_step_equals_the_unsharded_reference(case, results):
+def test_a_sharded_step_equals_the_unsharded_reference(
+    case: Case, results: dict[Case, Result]
+) -> None:
     failures = [
         f"{run}: {comparison}"
         for run, comparison in zip(case.runs, results[case].comparisons, strict=True)

@@ -85,7 +85,9 @@ def step(change: Any, factor: float, sharding: Sharding) -> Outcome | str | None
     [(scaled_in_the_schedule, 2.0), (scaled_in_the_loss, 2.0), (scaled_in_the_loss, 1.0)],
     ids=["the schedule's", "the loss's", "as in 0.19"],
 )
-def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(change, factor, sharding):
+def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(
+    change: Any, factor: float, sharding: Sharding
+) -> None:
     (expected,) = run_ranks(reference_steps, 1, AHEAD.unsharded, [RUN])[0]
     found = run_ranks(step, sharding.world_size, change, factor, sharding)[0]
     comparison = compare(found, expected)
@@ -99,7 +101,7 @@ def test_the_gradient_is_the_same_where_megatron_multiplies_by_cp(change, factor
         (other_arguments, "unexpected keyword"),
     ],
 )
-def test_another_factor_is_refused_on_every_rank(change, words):
+def test_another_factor_is_refused_on_every_rank(change: Any, words: str) -> None:
     for found in run_ranks(step, 2, change, 3.0, Sharding(context=2)):
         assert found.startswith("--mtp-num-layers with --context-parallel-size 2")
         assert words in found

@@ -59,7 +59,9 @@ def outcomes() -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name, outcomes, references):
+def test_mutant_is_caught(
+    name: str, outcomes: dict[str, Outcome], references: dict[Run, Outcome]
+) -> None:
     mutant = MUTANTS[name]
     comparison = compare(outcomes[name], references[mutant.run])
     assert not comparison.passed, str(comparison)
@@ -71,14 +73,16 @@ def test_mutant_is_caught(name, outcomes, references):
         assert comparison.gradient_ratio == pytest.approx(mutant.gradient_ratio, rel=1e-5)
 
 
-def test_the_steps_that_reveal_mutants_are_right_without_them(references):
+def test_the_steps_that_reveal_mutants_are_right_without_them(
+    references: dict[Run, Outcome],
+) -> None:
     """Else a mutant could be caught by a step that never passes."""
     modes = [ModelOptions(), PER_TOKEN]
     for outcomes in run_ranks(run_right, SHARDING.world_size, modes, list(references))[0]:
         assert_equal(outcomes, list(references.values()), list(references))
 
 
-def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs():
+def test_a_loss_cut_off_from_the_model_on_an_empty_rank_hangs() -> None:
     """Its context-parallel peers wait in the attention's backward for a partner that never comes. The same step with the
     package's loss ends.
     """

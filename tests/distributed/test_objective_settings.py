@@ -212,19 +212,21 @@ def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
 
 
 @pytest.mark.parametrize("name", IN_BOTH_MODES)
-def test_per_token_mode_and_the_fused_head_change_nothing(name, in_per_token_mode, outcomes):
+def test_per_token_mode_and_the_fused_head_change_nothing(
+    name: str, in_per_token_mode: dict, outcomes: dict
+) -> None:
     assert_equal(in_per_token_mode[name], outcomes[name][1])
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"])
-def test_the_steps_do_clip_tokens(name, outcomes):
+def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
     first, _ = outcomes[name][0]
     assert 0.05 < first.metrics["pg_clipfrac"] < 0.7
     assert first.metrics["pg_clipfrac"] < first.metrics["clipped_ratio_fraction"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_steps_equal_those_of_one_process(name, outcomes):
+def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None:
     assert_equal(*outcomes[name])
     config = SettingsRun(name=name).config
     for found in outcomes[name][0]:
@@ -237,7 +239,7 @@ def test_two_steps_equal_those_of_one_process(name, outcomes):
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["per_microbatch", "per_token"])
-def test_two_steps_of_a_critic_equal_those_of_one_process(per_token):
+def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> None:
     critic = ModelOptions(value_head=True, dtype=torch.float64)
     options = dataclasses.replace(critic, calculate_per_token_loss=per_token)
     runs = [ValueRun(aggregation) for aggregation in AGGREGATIONS]
@@ -256,6 +258,6 @@ def test_two_steps_of_a_critic_equal_those_of_one_process(per_token):
         *("sequence_rejection", "opsm", "everything", "reducer_of_what_is_left"),
     ],
 )
-def test_the_steps_do_reject_tokens(name, outcomes):
+def test_the_steps_do_reject_tokens(name: str, outcomes: dict) -> None:
     first, _ = outcomes[name][0]
     assert 0 < first.metrics["rejected_fraction"] < 1

@@ -94,7 +94,7 @@ def run_without_launcher(
 
 
 @in_one_lane
-def test_the_main_job_learns(project, tmp_path):
+def test_the_main_job_learns(project: Path, tmp_path: Path) -> None:
     """The documented job, ended after 24 of its 80 steps. Rewards of six steps: five seeds reach 0.74 to 0.82."""
     flags = ("--train-iters", "24")
     codes, output = run_without_launcher(project, tmp_path / "run", *flags, short=False)
@@ -126,7 +126,7 @@ def uninterrupted(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run_dir
 
 
-def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted):
+def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     assert [step["step"] for step in steps] == list(range(1, 13))
     documented = set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text()))
@@ -146,7 +146,7 @@ def test_a_run_leaves_everything_that_the_docs_promise(uninterrupted):
     assert kept == ["step_000004_000008", "step_000004_000012"]
 
 
-def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted):
+def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     for step in steps:
         assert step["aggregation_checksum"] == pytest.approx(1.0, abs=1e-6)
@@ -161,7 +161,9 @@ def test_every_sample_counts_once_and_the_first_step_is_on_policy(uninterrupted)
 
 
 @in_one_lane
-def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     """SIGTERM to the launcher, then kill -9 of one worker's launcher: twice stopped, twice resumed."""
     run_dir = tmp_path / "run"
     process = start(project, run_dir)
@@ -192,7 +194,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(project, uninterrupted, tmp_p
     assert before | {"seconds": 0} == after | {"seconds": 0}
 
 
-def test_the_reference_is_the_model_after_the_warm_start(project, tmp_path):
+def test_the_reference_is_the_model_after_the_warm_start(project: Path, tmp_path: Path) -> None:
     flags = ("--kl-loss-coef", "0.1", "--train-iters", "4")
     codes, output = run_without_launcher(project, tmp_path / "run", *flags)
     assert codes == [0, 0], output
@@ -201,7 +203,9 @@ def test_the_reference_is_the_model_after_the_warm_start(project, tmp_path):
 
 
 @in_one_lane
-def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
+def test_a_finished_run_teaches_another_model(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     """Rewards and advantages are not read: what moves the student is the divergence alone, and that falls."""
     taught = ("--policy-loss", "distill", "--distill-teacher", "hidden", "--entropy-coef", "0")
     flags = (*taught, "--teacher", str(uninterrupted), "--train-iters", "2")
@@ -215,7 +219,7 @@ def test_a_finished_run_teaches_another_model(project, uninterrupted, tmp_path):
     assert weight["output_layer.weight"].shape[1] == 128, "the teacher is wider"
 
 
-def test_a_run_with_other_settings_is_not_resumed(project, uninterrupted):
+def test_a_run_with_other_settings_is_not_resumed(project: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     flags = ("--resume", "--loss-aggregation", "token_mean")
     codes, output = run_without_launcher(project, uninterrupted, *flags)
@@ -224,7 +228,7 @@ def test_a_run_with_other_settings_is_not_resumed(project, uninterrupted):
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_is_extended(project, uninterrupted, tmp_path):
+def test_a_run_is_extended(project: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """What was done stays; from there on the learning rate is that of a run of the new length."""
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
@@ -241,7 +245,9 @@ def test_a_run_is_extended(project, uninterrupted, tmp_path):
 
 
 @in_one_lane
-def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninterrupted, tmp_path):
+def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(
+    project: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(uninterrupted, run_dir)
     older, newest = checkpoints(run_dir)
@@ -257,7 +263,7 @@ def test_a_damaged_checkpoint_of_one_rank_ends_both_with_a_line(project, uninter
     assert steps_of(run_dir) == steps_of(uninterrupted)
 
 
-def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks():
+def test_lengths_of_right_and_wrong_answers_are_means_over_all_ranks() -> None:
     for means, all_wrong in run_ranks(means_of_answers, 2):
         assert means == {
             "reward": 0.25,
@@ -298,7 +304,7 @@ def means_of_answers() -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def test_advantages_are_those_that_the_flag_names():
+def test_advantages_are_those_that_the_flag_names() -> None:
     """One right answer of four."""
     expected = {
         "grpo": [1.5, -0.5, -0.5, -0.5],
@@ -322,7 +328,7 @@ def advantages_by_flag(methods: list[str]) -> dict[str, list[float]]:
     return found
 
 
-def test_a_step_without_an_active_token_updates_nothing():
+def test_a_step_without_an_active_token_updates_nothing() -> None:
     for before, metrics, unchanged in run_ranks(step_without_active_token, 2):
         assert before["grad_norm"] > 0.0
         assert metrics == {}
@@ -376,12 +382,12 @@ def parse_for_two_ranks(flags: str) -> argparse.Namespace:
         ),
     ],
 )
-def test_bad_flags_are_refused_by_name(flags, message):
+def test_bad_flags_are_refused_by_name(flags: str, message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
         parse_for_two_ranks(flags)
 
 
-def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch):
+def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     message = "a GPU for each of the 2 processes here and torch sees 1: give --device cpu"
@@ -389,7 +395,7 @@ def test_gpus_that_are_not_there_are_refused_by_name(monkeypatch):
         parse_for_two_ranks("--device cuda")
 
 
-def test_a_student_in_its_teachers_folder_is_refused(tmp_path):
+def test_a_student_in_its_teachers_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
     flags = (
         f"--teacher {tmp_path} --run-dir {tmp_path} --policy-loss distill --distill-teacher hidden"
@@ -398,14 +404,18 @@ def test_a_student_in_its_teachers_folder_is_refused(tmp_path):
         parse_for_two_ranks(flags)
 
 
-def test_a_resumed_run_that_finds_none_says_so(tmp_path, capsys):
+def test_a_resumed_run_that_finds_none_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     claim(tmp_path / "run", "--resume").release()
     assert "no run in" in capsys.readouterr().out
     claim(tmp_path / "run", "--resume").release()
     assert capsys.readouterr().out == ""
 
 
-def test_the_script_explains_its_flags(monkeypatch, capsys):
+def test_the_script_explains_its_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = str(ROOT / "examples/train_grpo.py")
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     runpy.run_path(
@@ -419,7 +429,9 @@ def claim(folder: Path, *flags: str) -> FileLock:
     return claim_folder(parse_for_two_ranks(" ".join((*flags, f"--run-dir {folder}"))), 2)
 
 
-def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypatch):
+def test_a_folder_is_claimed_by_one_run_and_never_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("run_log.LOCK_PATIENCE", 0.2)
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "run"
@@ -444,7 +456,7 @@ def test_a_folder_is_claimed_by_one_run_and_never_overwritten(tmp_path, monkeypa
 
 
 @in_one_lane
-def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path):
+def test_a_folder_that_is_refused_ends_both_ranks_without_a_traceback(tmp_path: Path) -> None:
     """Rank 0 alone looks at it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -463,7 +475,9 @@ def die_as_it_writes(path: Path, text: str) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_log_that_is_cut_back_is_never_half_written(tmp_path, monkeypatch):
+def test_a_log_that_is_cut_back_is_never_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed as it writes, a resumed run leaves the steps that were there."""
     steps = "".join(f'{{"step": {number}}}\n' for number in range(1, 4))
     (tmp_path / "metrics.jsonl").write_text(steps)
@@ -474,7 +488,7 @@ def test_a_log_that_is_cut_back_is_never_half_written(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == steps
 
 
-def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path):
+def test_only_what_the_run_wrote_is_a_checkpoint(tmp_path: Path) -> None:
     names = ["step_000004_999999", "step_000004_1000000", "step_000004_000008"]
     for name in (*names, "step_000004_1000000_keep", "step_best", "partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -494,7 +508,9 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     "contents", [b"", b"no checkpoint", None], ids=["empty", "garbage", "gone"]
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before(tmp_path, contents):
+def test_a_damaged_checkpoint_is_named_and_the_one_before(
+    tmp_path: Path, contents: bytes | None
+) -> None:
     older, newest = checkpoint_of(tmp_path, 4), checkpoint_of(tmp_path, 8)
     path = newest / "rank_0.pt"
     path.unlink() if contents is None else path.write_bytes(contents)
@@ -508,7 +524,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before(tmp_path, contents):
         read_checkpoint(older, 0)
 
 
-def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path):
+def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path: Path) -> None:
     """Every seventh byte: the state is as it was, or the file is refused. torch.load alone loads other weights."""
     folder = checkpoint_of(tmp_path, 4)
     path = folder / "rank_0.pt"
@@ -529,7 +545,7 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen(tmp_path):
     assert changed_for_torch > 50, "the file has weights that a bit changes"
 
 
-def test_damaged_settings_are_named(tmp_path, monkeypatch):
+def test_damaged_settings_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed run does not damage them."""
     claim(tmp_path / "run").release()
     settings = tmp_path / "run/settings.json"
@@ -547,7 +563,7 @@ def test_damaged_settings_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"3", b"{}", b'{"step": null}'])
-def test_garbage_in_the_metrics_is_named(tmp_path, garbage):
+def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None:
     """A last line without its end is a killed run's, and is removed."""
     metrics = tmp_path / "metrics.jsonl"
     args, whole = parse_for_two_ranks(f"--run-dir {tmp_path}"), b'{"step": 1}\n'
@@ -574,7 +590,7 @@ def metrics_become_a_folder(rank: int) -> None:
 
 
 @in_one_lane
-def test_a_folder_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
+def test_a_folder_that_takes_no_more_ends_the_run_in_one_line(tmp_path: Path) -> None:
     flags = "--context-parallel-size 1 --train-iters 4"
     codes = wait(start_short(tmp_path / "run", flags, 1, metrics_become_a_folder))
     said = output_of(tmp_path / "run").read_text()
@@ -582,14 +598,14 @@ def test_a_folder_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
     assert f"error: {tmp_path / 'run'} cannot be written (rank 0): " in said
 
 
-def test_a_number_that_is_rounded_to_0_has_no_sign(tmp_path, capsys):
+def test_a_number_that_is_rounded_to_0_has_no_sign(tmp_path: Path, capsys: Any) -> None:
     args = parse_for_two_ranks(f"--run-dir {tmp_path}")
     Log(args, {"warm_start": 0, "step": 1}).write("step", {"reward": 0.5, "loss": -1e-9})
     assert "step 1/12: reward 0.500 loss 0.000\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [0, 3, 80, 10_000])
-def test_the_report_shows_every_curve_whole(length):
+def test_the_report_shows_every_curve_whole(length: int) -> None:
     """Whatever the rewards are; a long run has the mean over its last fiftieth too."""
     values = [-20.0 + 40.0 * (step % 7) for step in range(length)]
     steps = [
@@ -620,7 +636,9 @@ def test_the_report_shows_every_curve_whole(length):
 
 
 @in_one_lane
-def test_a_refused_run_says_why_in_one_line_and_writes_nothing(project, tmp_path):
+def test_a_refused_run_says_why_in_one_line_and_writes_nothing(
+    project: Path, tmp_path: Path
+) -> None:
     process = start(project, tmp_path / "run", "--loss-aggregation", "constant")
     output, _ = communicate(process)
     assert process.returncode != 0

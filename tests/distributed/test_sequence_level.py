@@ -14,7 +14,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.corrections import apply_corrections
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.objectives import OBJECTIVES
-from megatron_pg.loss.reducer import get_pg_loss_reducer
+from megatron_pg.loss.reducer import Reducer, get_pg_loss_reducer
 from megatron_pg.step.batch import pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
@@ -241,8 +241,12 @@ def test_gspo_under_every_aggregation() -> None:
 
 
 def mean_of_what_is_left(
-    total_lengths, response_lengths, loss_masks, calculate_per_token_loss, **place
-):
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+    **place,
+) -> Reducer:
     """The token mean of every sample, of the masks that it is given."""
     received.append([mask.tolist() for mask in loss_masks])
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks, **place)

@@ -43,7 +43,7 @@ def run_stock(aggregation: str, cut: object, *flags: str) -> tuple[object, dict[
 
 @pytest.mark.parametrize("flags", [[], ["--fused-lm-head"]], ids=["logits", "fused"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_stock_train_step_has_the_reference_gradients(aggregation, flags):
+def test_stock_train_step_has_the_reference_gradients(aggregation: str, flags: list[str]) -> None:
     """Its check of losses for NaN and its rerun state machine are on: they see no loss that backward fills in."""
     outcome, logged = run_stock(aggregation, halves, *flags)
     (reference,) = run_ranks(reference_steps, 1, ModelOptions(), [Run(aggregation)])[0]
@@ -57,7 +57,9 @@ def test_stock_train_step_has_the_reference_gradients(aggregation, flags):
 
 
 @pytest.mark.parametrize("cut, too_large", [(one_twice, True), (one_missing, False)])
-def test_the_logged_checksum_names_a_sample_trained_on_twice_or_never(cut, too_large):
+def test_the_logged_checksum_names_a_sample_trained_on_twice_or_never(
+    cut: object, too_large: bool
+) -> None:
     _, logged = run_stock("sample_mean", cut)
     assert abs(logged["aggregation_checksum"] - 1) > 0.01
     assert (logged["aggregation_checksum"] > 1) == too_large

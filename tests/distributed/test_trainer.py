@@ -67,7 +67,7 @@ def _known(step: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in step.items() if value is not None}
 
 
-def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted):
+def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted: Path) -> None:
     steps = steps_of(uninterrupted)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(10 <= step["docs"] < 14 for step in steps)
@@ -84,7 +84,7 @@ def test_steps_hold_whole_groups_and_say_what_they_hold(uninterrupted):
     assert (uninterrupted / TRACKER).read_text() == "6"
 
 
-def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted):
+def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(uninterrupted / "tensorboard"))
@@ -94,12 +94,14 @@ def test_tensorboard_has_the_metrics_and_megatrons_own(uninterrupted):
     assert len(events.Scalars("grad-norm")) == len(events.Scalars("loss-scale")) == 6
 
 
-def test_a_run_goes_on_in_the_middle_of_the_file(rollouts, uninterrupted, stopped):
+def test_a_run_goes_on_in_the_middle_of_the_file(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
     run(rollouts, stopped, STEPS)
     assert steps_of(stopped) == steps_of(uninterrupted)
 
 
-def test_a_run_is_extended(rollouts, uninterrupted, tmp_path):
+def test_a_run_is_extended(rollouts: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """With the schedule of the new length, and refused without the flag that says so."""
     longer, extended = f"{WHOLE_GROUPS}--train-iters 8 --save-interval 8 ", tmp_path / "run"
     copy_after_step(6, uninterrupted, extended)
@@ -113,7 +115,9 @@ def test_a_run_is_extended(rollouts, uninterrupted, tmp_path):
     assert [step["learning_rate"] for step in steps[6:]] == pytest.approx([1e-2 / 8, 0.0])
 
 
-def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
+def test_exit_interval_ends_a_run_after_a_checkpoint(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     flags = STEPS + "--save-interval 100 "
     run(rollouts, tmp_path / "run", flags + "--exit-interval 2")
     assert len(steps_of(tmp_path / "run")) == 2
@@ -126,14 +130,16 @@ def test_exit_interval_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tm
     ("world_size", "flags"), [(2, "--context-parallel-size 2"), (1, "")], ids=["cp2", "dp1"]
 )
 def test_a_run_of_two_data_parallel_ranks_goes_on_on_others(
-    rollouts, uninterrupted, stopped, world_size, flags
-):
+    rollouts: Path, uninterrupted: Path, stopped: Path, world_size: int, flags: str
+) -> None:
     # The budget changes the order of sums and nothing else, so it may change too.
     run(rollouts, stopped, f"{STEPS}{flags} --max-tokens-per-microbatch 128", world_size=world_size)
     assert is_close(steps_of(stopped), steps_of(uninterrupted))
 
 
-def test_forgetting_a_part_of_the_checkpoint_is_noticed(rollouts, uninterrupted, stopped):
+def test_forgetting_a_part_of_the_checkpoint_is_noticed(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
     """The mutant of the tests above: samples that were carried over are lost."""
     run(rollouts, stopped, STEPS, prepare=_lose_carried_samples)
     assert not is_close(steps_of(stopped), steps_of(uninterrupted))
@@ -150,7 +156,7 @@ def _lose_carried_samples(rank: int) -> None:
     StepCollector.load_states = load_less  # type: ignore[method-assign]
 
 
-def test_the_end_of_the_files_ends_the_run(tmp_path):
+def test_the_end_of_the_files_ends_the_run(tmp_path: Path) -> None:
     short = write_rollouts(tmp_path / "short.jsonl", 5)
     num_rows = len(short.read_text().splitlines())
     flags = WHOLE_GROUPS + "--train-iters 9 --save-interval 100"
@@ -162,7 +168,9 @@ def test_the_end_of_the_files_ends_the_run(tmp_path):
         assert len(steps) < 9
 
 
-def test_what_megatron_left_of_a_killed_save_is_passed_over(rollouts, uninterrupted, stopped):
+def test_what_megatron_left_of_a_killed_save_is_passed_over(
+    rollouts: Path, uninterrupted: Path, stopped: Path
+) -> None:
     """A tracker file cut to nothing, and half a checkpoint of the step that comes."""
     (stopped / TRACKER).write_text("")
     half = stopped / "iter_0000006"
@@ -174,7 +182,9 @@ def test_what_megatron_left_of_a_killed_save_is_passed_over(rollouts, uninterrup
     assert not (half / "__7_0.distcp").exists() and (half / "metadata.json").exists()
 
 
-def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_path):
+def test_finetune_begins_with_the_weights_alone(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     flags = f"{STEPS}--load {uninterrupted} --finetune"
     run(rollouts, tmp_path / "run", flags)
     found, first = steps_of(tmp_path / "run"), steps_of(uninterrupted)
@@ -187,7 +197,7 @@ def test_finetune_begins_with_the_weights_alone(rollouts, uninterrupted, tmp_pat
     assert "holds the checkpoints of another run: go on with it" in said
 
 
-def test_a_second_run_in_the_same_folder_is_refused(rollouts, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(rollouts: Path, tmp_path: Path) -> None:
     many = write_rollouts(tmp_path / "rollouts.jsonl", 400)
     first = start(many, tmp_path / "run", STEPS + "--train-iters 1000")
     try:
@@ -218,13 +228,15 @@ def test_a_second_run_in_the_same_folder_is_refused(rollouts, tmp_path):
         ("--held-out-tasks 32", "held_out_tasks 64 and this run has 32"),
     ],
 )
-def test_a_run_with_other_settings_does_not_go_on(rollouts, stopped, flags, message):
+def test_a_run_with_other_settings_does_not_go_on(
+    rollouts: Path, stopped: Path, flags: str, message: str
+) -> None:
     metrics = (stopped / "metrics.jsonl").read_bytes()
     assert message in end_of(rollouts, stopped, f"{STEPS}{flags}")
     assert (stopped / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_other_rollouts_of_the_same_name_are_refused(rollouts, stopped):
+def test_other_rollouts_of_the_same_name_are_refused(rollouts: Path, stopped: Path) -> None:
     (stopped / "other").mkdir()
     other = stopped / "other" / rollouts.name
     lines = rollouts.read_text().splitlines(keepends=True)
@@ -232,7 +244,7 @@ def test_other_rollouts_of_the_same_name_are_refused(rollouts, stopped):
     assert "error: --rollout-files: file 1 of the 1" in end_of(other, stopped, STEPS)
 
 
-def test_a_checkpoint_of_another_program_is_named(rollouts, tmp_path):
+def test_a_checkpoint_of_another_program_is_named(rollouts: Path, tmp_path: Path) -> None:
     """As a pre-training run leaves it, without a place in the rollouts."""
     run(rollouts, tmp_path / "run", STEPS, prepare=_store_no_place)
     said = end_of(rollouts, tmp_path / "run", STEPS + "--train-iters 9")
@@ -245,14 +257,14 @@ def _store_no_place(rank: int) -> None:
     checkpoint._store_rollout_state = lambda *_: None
 
 
-def test_a_damaged_checkpoint_is_named(rollouts, stopped):
+def test_a_damaged_checkpoint_is_named(rollouts: Path, stopped: Path) -> None:
     for path in (stopped / "iter_0000003").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:100])
     said = end_of(rollouts, stopped, STEPS)
     assert f"{stopped}/iter_0000003 cannot be read (rank 0)" in said
 
 
-def test_with_verify_integrity_a_flipped_bit_is_named(rollouts, tmp_path):
+def test_with_verify_integrity_a_flipped_bit_is_named(rollouts: Path, tmp_path: Path) -> None:
     flags = STEPS + "--verify-integrity "
     run(rollouts, tmp_path / "run", flags + "--exit-interval 3")
     path = tmp_path / "run/iter_0000003/__0_0.distcp"
@@ -263,7 +275,9 @@ def test_with_verify_integrity_a_flipped_bit_is_named(rollouts, tmp_path):
     assert "__0_0.distcp" in said and "error: --load cannot be read" in said
 
 
-def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(rollouts, tmp_path):
+def test_a_checkpoint_that_one_rank_cannot_complete_ends_all_ranks(
+    rollouts: Path, tmp_path: Path
+) -> None:
     """Rank 0 fails where it writes by itself and the other waits for it, in the middle of Megatron's save."""
     folder = tmp_path / "run"
     said = end_of(rollouts, folder, STEPS, prepare=_fail_to_write_metadata)
@@ -290,14 +304,18 @@ def _fail_to_write_metadata(rank: int) -> None:
         (WHOLE_GROUPS + "--max-tokens-per-microbatch 12", "more than --max-tokens-per-microbatch"),
     ],
 )
-def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(rollouts, tmp_path, flags, message):
+def test_what_a_step_cannot_hold_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path, flags: str, message: str
+) -> None:
     own = "--train-iters 9 --save-interval 9 --seq-length 12 "
     said = end_of(rollouts, tmp_path / "run", own + flags)
     assert [line for line in said.splitlines() if message in line and line.startswith("error: ")]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(rollouts, tmp_path, failing):
+def test_a_file_that_one_node_cannot_read_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path, failing: int
+) -> None:
     prepare = functools.partial(_fail_to_read, failing)
     whose = "data-parallel rank 1: OSError: " if failing else ""
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=prepare)
@@ -314,7 +332,9 @@ def _fail_to_read(failing: int, rank: int) -> None:
         source.open_rows = fail  # type: ignore[assignment]
 
 
-def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(rollouts, tmp_path):
+def test_a_file_that_one_node_does_not_have_ends_all_ranks_with_a_line(
+    rollouts: Path, tmp_path: Path
+) -> None:
     said = end_of(rollouts, tmp_path / "run", STEPS, prepare=_lack_the_files_on_1)
     assert "error: the run cannot begin (rank 1): --rollout-files: x.jsonl does not exist" in said
 
@@ -329,7 +349,9 @@ def _lack_the_files_on_1(rank: int) -> None:
         source.files_of = lack  # type: ignore[assignment]
 
 
-def test_a_signal_ends_a_run_after_a_checkpoint(rollouts, uninterrupted, tmp_path):
+def test_a_signal_ends_a_run_after_a_checkpoint(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     prepare = functools.partial(hold_at, 3, tmp_path / "run", tmp_path / "sent")
     ranks = start(rollouts, tmp_path / "run", STEPS + "--exit-signal-handler", prepare=prepare)
     wait_for_steps(ranks, tmp_path / "run", 1)

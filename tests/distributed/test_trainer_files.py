@@ -35,7 +35,7 @@ def uninterrupted(rollouts: Path) -> Path:
 
 
 @pytest.mark.parametrize(("rows", "message"), [(20, "20 bad rows skipped"), (0, "(no rows)")])
-def test_files_without_a_sample_are_no_success(tmp_path, rows, message):
+def test_files_without_a_sample_are_no_success(tmp_path: Path, rows: int, message: str) -> None:
     """A misspelt column makes every row a bad one, which --on-bad-row skip passes over."""
     row = {"prompt_ids": [1], "response_id": [2], "reward": 1.0, "group_index": 0}
     path = tmp_path / "misnamed.jsonl"
@@ -44,7 +44,9 @@ def test_files_without_a_sample_are_no_success(tmp_path, rows, message):
     assert f"{path}: no sample in them" in said and message in said
 
 
-def test_parquet_gives_the_steps_of_json_lines(rollouts, uninterrupted, tmp_path):
+def test_parquet_gives_the_steps_of_json_lines(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -65,7 +67,7 @@ ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
 
 
 @pytest.mark.parametrize("method", ONE_RIGHT)
-def test_advantages_are_those_that_the_flag_names(method):
+def test_advantages_are_those_that_the_flag_names(method: str) -> None:
     """Of rollout files and of tasks."""
     from trainer.rollouts import with_advantages
     from trainer.sampler import Response
@@ -91,7 +93,7 @@ def test_advantages_are_those_that_the_flag_names(method):
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"3", b"{}", b'{"step": null}'])
-def test_garbage_in_the_metrics_is_named(tmp_path, garbage):
+def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None:
     """A last line without its end is a killed run's, and is removed."""
     from trainer.log import MetricsLog
 
@@ -105,7 +107,7 @@ def test_garbage_in_the_metrics_is_named(tmp_path, garbage):
     assert metrics.read_bytes() == whole
 
 
-def test_rejected_tokens_leave_the_denominators(rollouts, tmp_path):
+def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:
     """The rollout engine's log-probs are far off in half of the answers, and those are rejected."""
     rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
     for index, row in enumerate(rows):
@@ -130,7 +132,9 @@ def test_rejected_tokens_leave_the_denominators(rollouts, tmp_path):
         assert accepted[name] == pytest.approx(ratio * original[name], rel=1e-5)
 
 
-def test_a_run_goes_on_with_more_rollouts_in_another_folder(rollouts, uninterrupted, tmp_path):
+def test_a_run_goes_on_with_more_rollouts_in_another_folder(
+    rollouts: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
     moved = tmp_path / "moved" / rollouts.name
     moved.parent.mkdir()

@@ -80,7 +80,7 @@ def sample(
     [Sharding(), Sharding(tensor=2), Sharding(context=2), Sharding(pipeline=3)],
     ids=["one", "TP2", "CP2", "PP3"],
 )
-def test_the_likeliest_tokens_are_those_of_transformers(folder, sharding):
+def test_the_likeliest_tokens_are_those_of_transformers(folder: Path, sharding: Sharding) -> None:
     world_size = sharding.tensor * sharding.context * sharding.pipeline
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for found in run_ranks(sample, world_size, sharding, folder, [STOP], None):
@@ -93,7 +93,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder, sharding):
                 assert log_probs == pytest.approx(scores(model, prompt, tokens), abs=1e-4)
 
 
-def test_sampled_tokens_have_their_log_probs(folder):
+def test_sampled_tokens_have_their_log_probs(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (found,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 1)
     (other,) = run_ranks(sample, 1, Sharding(), folder, STOPS, 2)
@@ -121,7 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_on_line_steps_and_going_on(models, tmp_path):
+def test_on_line_steps_and_going_on(models: Path, tmp_path: Path) -> None:
     """A byte tokenizer and a random model: its answers are wrong, and a run that goes on asks and hears the same."""
     settings = json.dumps({"size": 64, "min_terms": 2, "max_terms": 2}, separators=(",", ":"))
     flags = (
@@ -168,12 +168,14 @@ def test_on_line_steps_and_going_on(models, tmp_path):
         ("--task-settings 3", "--task-settings 3 of --task chain_sum: "),
     ],
 )
-def test_what_the_sampler_cannot_do_is_refused(models, tmp_path, flags, message):
+def test_what_the_sampler_cannot_do_is_refused(
+    models: Path, tmp_path: Path, flags: str, message: str
+) -> None:
     given = f"--hf-model {models} --task chain_sum --train-iters 2 --save-interval 2 --max-tokens-per-microbatch 512 "
     assert message in end_of(None, tmp_path / "run", given + flags, model="", base=TASK_FLAGS)
 
 
-def test_without_held_out_tasks_there_is_no_score():
+def test_without_held_out_tasks_there_is_no_score() -> None:
     assert run_ranks(score_no_tasks, 1) == [None]
 
 

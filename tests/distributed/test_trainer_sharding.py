@@ -74,11 +74,15 @@ def go_on(rollouts: Path, first: Path, folder: Path, flags: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_every_sharding_takes_the_same_steps(rollouts, dense, tmp_path, name):
+def test_every_sharding_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path, name: str
+) -> None:
     go_on(rollouts, dense, tmp_path, STEPS + SHARDINGS[name])
 
 
-def test_the_distributed_optimizer_takes_the_same_steps(rollouts, dense, tmp_path):
+def test_the_distributed_optimizer_takes_the_same_steps(
+    rollouts: Path, dense: Path, tmp_path: Path
+) -> None:
     flags = STEPS + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     first = in_one_process(rollouts, "distributed_optimizer", flags)
     assert_same_steps(steps_of(first), steps_of(dense))
@@ -86,7 +90,7 @@ def test_the_distributed_optimizer_takes_the_same_steps(rollouts, dense, tmp_pat
 
 
 @pytest.mark.parametrize("flags", ["--use-distributed-optimizer", ""], ids=["distributed", "plain"])
-def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts, tmp_path, flags):
+def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts: Path, tmp_path: Path, flags: str) -> None:
     """Its optimizer has float32 copies of the parameters."""
     flags = f"{STEPS} --bf16 {flags}"
     run(rollouts, tmp_path / "uninterrupted", flags)
@@ -95,7 +99,7 @@ def test_a_bfloat16_run_goes_on_bit_for_bit(rollouts, tmp_path, flags):
     assert steps_of(copy) == steps_of(tmp_path / "uninterrupted")
 
 
-def test_expert_parallelism_takes_the_same_steps(rollouts, tmp_path):
+def test_expert_parallelism_takes_the_same_steps(rollouts: Path, tmp_path: Path) -> None:
     """From the beginning: Megatron keeps one optimizer more where experts are parallel."""
     found = {}
     for size in (1, 2):

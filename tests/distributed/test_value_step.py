@@ -123,18 +123,20 @@ def found() -> list[dict[str, Any]]:
     return run_ranks(on_a_rank, SHARDING.world_size)
 
 
-def test_the_right_step_passes(found, expected):
+def test_the_right_step_passes(found: list[dict[str, Any]], expected: Any) -> None:
     comparison = compare(found[0]["right"], expected[0], 1e-12)
     assert comparison.passed, str(comparison)
 
 
 @pytest.mark.parametrize("mutant", [mutant.__name__ for mutant in MUTANTS])
-def test_a_wrong_one_is_seen(mutant, found, expected):
+def test_a_wrong_one_is_seen(mutant: str, found: list[dict[str, Any]], expected: Any) -> None:
     wrong = found[0][mutant]
     assert isinstance(wrong, str) or not compare(wrong, expected[0], 1e-12).passed
 
 
-def test_values_at_a_sharding_are_those_of_one_process(found, expected):
+def test_values_at_a_sharding_are_those_of_one_process(
+    found: list[dict[str, Any]], expected: Any
+) -> None:
     for rank in found:
         scored = rank["values"]
         for sample, values, alone in zip(RUN.samples, scored.values, expected[1], strict=True):
@@ -146,7 +148,7 @@ def test_values_at_a_sharding_are_those_of_one_process(found, expected):
         assert len({round(value, 6) for value in bootstrap}) > 3
 
 
-def test_policy_and_critic_share_one_sum_and_one_maximum(found):
+def test_policy_and_critic_share_one_sum_and_one_maximum(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["together"] == rank["apart"] == found[0]["together"]
         assert [op.rsplit(".")[-1] for op in rank["all_reduces"]] == ["SUM", "MAX"]
@@ -169,7 +171,7 @@ def whitened(rank_alone: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("rank_alone", [False, True])
-def test_whitening_is_over_the_step(rank_alone):
+def test_whitening_is_over_the_step(rank_alone: bool) -> None:
     masks = [[1] * len(each) for each in REWARDS]
     estimates = gae(REWARDS, [[0.0] * len(each) for each in REWARDS], masks, 0.5, 1.0)
     whole = [each.tolist() for each in whiten(estimates.advantages, masks)]
@@ -214,7 +216,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_refusals_say_what_to_do():
+def test_refusals_say_what_to_do() -> None:
     wrapped, predicting, flags, logits, plan, values = run_ranks(refusals, 1)[0]
     assert "add the value head before it is wrapped" in wrapped
     assert "--mtp-num-layers" in predicting

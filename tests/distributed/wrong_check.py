@@ -18,8 +18,11 @@ WRONG_RANK = "1"
 
 
 def reducer_that_raises(
-    total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False
-):
+    total_lengths: Any,
+    response_lengths: Any,
+    loss_masks: Any,
+    calculate_per_token_loss: bool = False,
+) -> Any:
     """A custom reducer that fails when one rank calls it."""
 
     def reducer(loss: Any) -> Any:
@@ -31,13 +34,13 @@ def reducer_that_raises(
 
 
 def right_reducer(
-    total_lengths,
-    response_lengths,
-    loss_masks,
-    calculate_per_token_loss=False,
-    cp_rank=0,
-    cp_size=1,
-):
+    total_lengths: Any,
+    response_lengths: Any,
+    loss_masks: Any,
+    calculate_per_token_loss: bool = False,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Any:
     """Whole responses' denominators, the window from the factory: every response divided by at most 3."""
     from megatron_pg import get_pg_loss_reducer
 
@@ -52,7 +55,12 @@ def right_reducer(
     )
 
 
-def local_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
+def local_reducer(
+    total_lengths: Any,
+    response_lengths: Any,
+    loss_masks: Any,
+    calculate_per_token_loss: bool = False,
+) -> Any:
     """The usual mistake: the mean of what this rank and micro-batch hold."""
     return lambda losses: losses.sum() / max(losses.numel(), 1)
 

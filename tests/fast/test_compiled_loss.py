@@ -117,7 +117,7 @@ def assert_same(found: Found, expected: Found, **tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_trace_has_the_numbers_of_the_formulas(name):
+def test_a_trace_has_the_numbers_of_the_formulas(name: str) -> None:
     """In float64, of other samples than it was traced for, and with a loss scale."""
     config = PolicyLossConfig(**SETTINGS[name])
     for seed in (1, 2):
@@ -137,7 +137,7 @@ def test_a_trace_has_the_numbers_of_the_formulas(name):
     ],
     ids=str,
 )
-def test_a_divergence_has_its_gradient(settings):
+def test_a_divergence_has_its_gradient(settings: dict[str, Any]) -> None:
     config = PolicyLossConfig(distill_teacher="logits", **settings)
     found = []
     for devices in ({"cpu"}, set[str]()):
@@ -160,7 +160,7 @@ def test_a_divergence_has_its_gradient(settings):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_float32_stays_within_float32_of_float64():
+def test_float32_stays_within_float32_of_float64() -> None:
     config = PolicyLossConfig(**CORRECTIONS)
     (loss, gradient, _, _), (exact, wanted, _, _) = (
         call(config, 3, dtype)
@@ -172,7 +172,7 @@ def test_float32_stays_within_float32_of_float64():
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64], ids=str)
-def test_each_dtype_has_a_program_of_its_own(first):
+def test_each_dtype_has_a_program_of_its_own(first: torch.dtype) -> None:
     """A float32 program would round a float64 loss, or give its gradient in float32."""
     other = torch.float64 if first == torch.float32 else torch.float32
     for dtype in (first, other):
@@ -190,7 +190,9 @@ def step_of(size: int) -> PackedBatch:
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy_loss": "gspo", "grad_divisor": 1.5}], ids=str)
-def test_no_size_and_no_divisor_compiles_again(settings, counted):
+def test_no_size_and_no_divisor_compiles_again(
+    settings: dict[str, Any], counted: Callable[[], int]
+) -> None:
     for index, size in enumerate((7, 1, 3, 21)):
         batch = step_of(size)
         config = PolicyLossConfig(**settings)
@@ -214,7 +216,7 @@ def test_no_size_and_no_divisor_compiles_again(settings, counted):
     assert counted() == before
 
 
-def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
+def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant reads the divisor off the config, where a trace keeps that of the step it was made in."""
     right = micro_batch.policy_loss
 
@@ -235,7 +237,9 @@ def test_a_divisor_of_the_first_step_would_be_seen(monkeypatch):
     assert not torch.allclose(gradients[1].float(), expected, rtol=1e-2)
 
 
-def test_sums_over_sequences_are_those_of_the_context_parallel_group(monkeypatch):
+def test_sums_over_sequences_are_those_of_the_context_parallel_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every rank's part is added up between the two traces; without that a rank's own sums are others."""
     config = PolicyLossConfig(policy_loss="gspo")
     sequences = random_sequences(1, spread=0.5)
@@ -288,7 +292,7 @@ def all_reduces(monkeypatch: pytest.MonkeyPatch, *, programs: int) -> list[list[
     return found
 
 
-def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
+def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has no token runs by operators, as one that may not compile any more; another size would hang them all."""
     for programs in range(3):
         ((of_first,), (of_second,)) = all_reduces(monkeypatch, programs=programs)
@@ -303,7 +307,7 @@ def test_every_rank_joins_one_all_reduce_of_one_size(monkeypatch):
     assert of_first != of_second
 
 
-def test_nan_stays_visible_and_masked_nan_out(caplog):
+def test_nan_stays_visible_and_masked_nan_out(caplog: pytest.LogCaptureFixture) -> None:
     batch = package_batch(random_sequences(1))
     log_probs = torch.full(batch.loss_mask.shape, -1.0)
     log_probs[~batch.loss_mask] = torch.nan
@@ -324,7 +328,9 @@ def doubled(config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor) -> 
     return -2.0 * batch.advantages * log_probs
 
 
-def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog):
+def test_what_is_not_compiled_runs_by_operators_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     custom = PolicyLossConfig(custom_policy_loss_path=f"{__name__}:doubled")
     for _ in range(2):
@@ -351,7 +357,7 @@ def test_what_is_not_compiled_runs_by_operators_and_says_so(monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("tokens", (0, 1))
-def test_a_window_of_one_token_or_none_is_connected(tokens):
+def test_a_window_of_one_token_or_none_is_connected(tokens: int) -> None:
     batch = package_batch(random_sequences(1)[1:2] * tokens)
     assert len(batch.window) == tokens
     leaf = torch.full((tokens,), -1.0, requires_grad=True)
@@ -362,7 +368,7 @@ def test_a_window_of_one_token_or_none_is_connected(tokens):
 
 
 @pytest.mark.parametrize("settings", [{}, {"pg_metrics": "none"}], ids=str)
-def test_no_output_is_the_loss_itself(settings):
+def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
     """A compiler returns equal outputs as one tensor, and an output beside the loss has no gradient."""
     batch = package_batch(random_sequences(1))
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))

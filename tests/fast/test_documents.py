@@ -42,16 +42,16 @@ def collected(samples: list[Sample], docs_per_step: int, **keywords: object) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_single_samples_make_steps_of_n(mode):
+def test_single_samples_make_steps_of_n(mode: str) -> None:
     assert collected(stream([None] * 8), 3, mode=mode) == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_empty_stream_has_no_step(mode):
+def test_an_empty_stream_has_no_step(mode: str) -> None:
     assert collected([], 3, mode=mode) == []
 
 
-def test_rollouts_count_once_and_stay_whole():
+def test_rollouts_count_once_and_stay_whole() -> None:
     samples = stream([0] * 9, [7, 7, None, 8, 8, 8, None, 9, 9])
     steps = [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
     assert collected(samples, 2, mode="exact") == steps
@@ -59,7 +59,7 @@ def test_rollouts_count_once_and_stay_whole():
     assert [step.num_documents for step in all_steps(collector)] == [2, 2, 1]
 
 
-def test_at_least_keeps_the_overshoot_and_exact_carries_it():
+def test_at_least_keeps_the_overshoot_and_exact_carries_it() -> None:
     """A rollout of four samples, which lets the next window ask for more than single samples need."""
     samples = stream([0] * 20, [7, 7, 7, 7, *[None] * 16])
     exact = collected(samples, 3, mode="exact")
@@ -71,13 +71,13 @@ def test_at_least_keeps_the_overshoot_and_exact_carries_it():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_groups_are_kept_whole(mode):
+def test_groups_are_kept_whole(mode: str) -> None:
     samples = stream([5, 5, 5, 6, 6, 6, 7, 7, 7])
     steps = collected(samples, 4, mode=mode, keep_prompt_groups=True)
     assert steps == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
 
-def test_a_cut_group_is_refused_by_name_before_the_step():
+def test_a_cut_group_is_refused_by_name_before_the_step() -> None:
     samples = stream([5, 5, 5, -6, -6, -6])
     with pytest.raises(ValueError, match=r"prompt group -6.*--docs-per-step 4.*--keep-prompt-gr"):
         collected(samples, 4, mode="exact", refuse_cut_groups=True)
@@ -86,25 +86,25 @@ def test_a_cut_group_is_refused_by_name_before_the_step():
     assert collected(samples, 4, mode="exact") == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_at_least_without_a_cut_ends_between_groups_by_itself():
+def test_at_least_without_a_cut_ends_between_groups_by_itself() -> None:
     samples = stream([5, 5, 5, 6, 6, 6])
     assert collected(samples, 2, refuse_cut_groups=True) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("keep", (True, False))
-def test_a_group_that_comes_back_is_refused(keep):
+def test_a_group_that_comes_back_is_refused(keep: bool) -> None:
     samples = stream([5, 5, 6, 6, 5, 5])
     with pytest.raises(ValueError, match="prompt group 5"):
         collected(samples, 2, mode="exact", keep_prompt_groups=keep, refuse_cut_groups=not keep)
 
 
-def test_a_rollout_that_comes_back_is_refused():
+def test_a_rollout_that_comes_back_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_id 1 is cut"):
         collected(stream([0] * 5, [1, 1, 2, 3, 1]), 2, mode="exact")
 
 
 @pytest.mark.parametrize("keywords", ({"keep_prompt_groups": True}, {"refuse_cut_groups": True}))
-def test_a_missing_group_is_refused_by_name(keywords):
+def test_a_missing_group_is_refused_by_name(keywords: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match="row 1 has no group_index"):
         collected(stream([3, None]), 2, **keywords)
 
@@ -113,7 +113,7 @@ def test_a_missing_group_is_refused_by_name(keywords):
     ("keywords", "flag"),
     (({"docs_per_step": 0}, "--docs-per-step .* 0"), ({"mode": "most"}, "--docs-per-step-mode")),
 )
-def test_settings_out_of_range_are_refused(keywords, flag):
+def test_settings_out_of_range_are_refused(keywords: dict[str, object], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         StepCollector(IteratorSource([]), **{"docs_per_step": 1, **keywords})
 
@@ -143,7 +143,9 @@ def plain_steps(groups: list[list[int]], docs_per_step: int, keep: bool) -> list
     keep=st.booleans(),
     stop=st.integers(0, 5),
 )
-def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_step, keep, stop):
+def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(
+    groups: list[list[int]], docs_per_step: int, keep: bool, stop: int
+) -> None:
     sizes = [(group, size) for group, rollouts in enumerate(groups) for size in rollouts]
     group_of = [group for group, size in sizes for _ in range(size)]
     rollout_of = [rollout for rollout, (_, size) in enumerate(sizes) for _ in range(size)]
@@ -165,7 +167,7 @@ def test_exact_steps_are_those_of_a_plain_loop_resumed_or_not(groups, docs_per_s
     assert found + [places(step) for step in all_steps(second)] == expected
 
 
-def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams():
+def test_a_checkpoint_of_another_size_is_refused_where_ranks_have_their_own_streams() -> None:
     collector = StepCollector(IteratorSource(stream([0] * 4)), docs_per_step=1)
     states = [collector.state()] * 2
     with pytest.raises(ValueError, match="2 data-parallel ranks and this run has 1"):
@@ -191,7 +193,7 @@ class ListSource:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode):
+def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode: str) -> None:
     slots: list[Sample | None] = [*stream([None] * 9)]
     for bad in (0, 2, 3, 8):
         slots[bad] = None
@@ -201,7 +203,7 @@ def test_bad_rows_are_counted_once_in_the_step_that_passed_them(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_collector_that_is_at_its_end_can_go_back(mode):
+def test_a_collector_that_is_at_its_end_can_go_back(mode: str) -> None:
     samples = stream([0, 0, 1, 2, 2, 3, 3])
     collector = StepCollector(ListSource([*samples]), docs_per_step=3, mode=mode)
     start = collector.state()
@@ -211,7 +213,7 @@ def test_a_collector_that_is_at_its_end_can_go_back(mode):
     assert sorted(place for step in expected for place in step) == list(range(len(samples)))
 
 
-def test_a_group_that_comes_back_after_resuming_is_refused():
+def test_a_group_that_comes_back_after_resuming_is_refused() -> None:
     samples = stream([0, 0, 1, 1, 0, 0])
     first = StepCollector(ListSource([*samples]), docs_per_step=2, keep_prompt_groups=True)
     step = first.collect()
@@ -223,7 +225,7 @@ def test_a_group_that_comes_back_after_resuming_is_refused():
         all_steps(second)
 
 
-def test_an_iterator_cannot_go_back_or_past_its_end():
+def test_an_iterator_cannot_go_back_or_past_its_end() -> None:
     source = IteratorSource(stream([0] * 4))
     source.pull(3)
     with pytest.raises(ValueError, match="has been passed"):

@@ -78,7 +78,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_cut_equals_the_loops(cut, aggregation, denominator):
+def test_every_cut_equals_the_loops(cut: str, aggregation: str, denominator: str) -> None:
     step = weighted_step()
     logits = random_logits(step, seed=3)
     objective = objective_of(aggregation, denominator)
@@ -98,7 +98,7 @@ def test_every_cut_equals_the_loops(cut, aggregation, denominator):
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_terms_by_the_loss_are_weighted_as_it_is(aggregation, denominator):
+def test_terms_by_the_loss_are_weighted_as_it_is(aggregation: str, denominator: str) -> None:
     step = weighted_step()
     logits = random_logits(step, seed=3)
     objective = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
@@ -110,7 +110,7 @@ def test_terms_by_the_loss_are_weighted_as_it_is(aggregation, denominator):
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_weights_of_one_change_nothing_to_the_bit(aggregation, denominator):
+def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:
     step = random_step(7)
     ones = [dataclasses.replace(s, loss_weights=[1.0] * s.response_length) for s in step]
     logits = random_logits(step, seed=3)
@@ -128,7 +128,9 @@ def test_weights_of_one_change_nothing_to_the_bit(aggregation, denominator):
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(aggregation):
+def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(
+    aggregation: str,
+) -> None:
     rng = random.Random(2)
     step = random_step(8)
     keeps = [[int(rng.random() < 0.6) for _ in s.loss_mask] for s in step]
@@ -151,7 +153,7 @@ def test_a_weight_of_zero_is_a_masked_token_where_denominators_count_weights(agg
     assert difference(mutant, expected) > 1e-4
 
 
-def test_denominators_of_weights_without_weights_are_refused():
+def test_denominators_of_weights_without_weights_are_refused() -> None:
     config = PolicyLossConfig(policy_loss="sft", loss_weight_denominator="weights")
     batch, log_probs = pack([sample(None)]), torch.zeros(3)
     with pytest.raises(ValueError, match="weights, and no sample of the step has loss_weights"):
@@ -168,7 +170,7 @@ def test_denominators_of_weights_without_weights_are_refused():
         validate_policy_loss_args(parser.parse_args(line.split()), sample_fields=[])
 
 
-def test_mistakes_of_weights_are_caught(monkeypatch):
+def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of other tokens; weights in the numerator alone."""
     step = weighted_step()
     logits = random_logits(step, seed=3)
@@ -215,17 +217,17 @@ def sample(weights: object, mask: Sequence[int] = (1, 1, 0), **fields: object) -
         (["x"], "row 7: loss_weights is no sequence of numbers"),
     ],
 )
-def test_bad_weights_are_refused_by_sample_and_position(weights, words):
+def test_bad_weights_are_refused_by_sample_and_position(weights: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sample(weights)
 
 
-def test_weights_at_masked_tokens_may_be_anything():
+def test_weights_at_masked_tokens_may_be_anything() -> None:
     assert sample([1.0, 0.5, math.nan]).loss_weights.tolist() == [1.0, 0.5, 0.0]
     assert sample([1.0, 0.5, -3.0]).loss_weight == 1.5
 
 
-def test_the_identity_of_a_sample_knows_its_weights():
+def test_the_identity_of_a_sample_knows_its_weights() -> None:
     """A sample whose weights changed after the totals were counted is not the one that was counted."""
     plain, one, other = sample(None), sample([1.0, 0.5, 0.0]), sample([0.5, 1.0, 0.0])
     assert len({each.identity for each in (plain, one, other)}) == 3
@@ -243,7 +245,7 @@ def test_the_identity_of_a_sample_knows_its_weights():
     reduce_metrics(config, [metrics], contributes=True, device="cpu")
 
 
-def test_the_plan_counts_weights():
+def test_the_plan_counts_weights() -> None:
     samples = [
         sample([1.0, 0.5, 0.0], rollout_id=3),
         sample([2.0, 2.0, 0.0], rollout_id=3),
@@ -260,11 +262,16 @@ def test_the_plan_counts_weights():
         without.counted_in("weights")
 
 
-def plain_sum(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def plain_sum(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
     return WeightedSum(torch.cat(loss_masks).double())
 
 
-def test_a_custom_reducer_sums_weighted_losses():
+def test_a_custom_reducer_sums_weighted_losses() -> None:
     path = f"{__name__}:plain_sum"
     config = PolicyLossConfig(policy_loss="sft", custom_pg_loss_reducer_function_path=path)
     one = sample([1.0, 0.5, 0.0])
@@ -288,7 +295,7 @@ def rollout_file(folder: Path, *weights: object) -> Path:
     return path
 
 
-def test_rollout_files_have_a_column_of_weights(tmp_path):
+def test_rollout_files_have_a_column_of_weights(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from megatron_pg.rollout_files import RolloutFiles, RowError
 
@@ -305,7 +312,9 @@ def test_rollout_files_have_a_column_of_weights(tmp_path):
 
 
 @pytest.mark.parametrize("denominator", DENOMINATORS)
-def test_explain_shares_out_what_the_weights_say(denominator, tmp_path, capsys):
+def test_explain_shares_out_what_the_weights_say(
+    denominator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("pyarrow")
     path = rollout_file(tmp_path, [0.5, 0.5], [3.0, 0.0])
     line = f"explain --rollout-files {path} --json --loss-weight-denominator {denominator}"

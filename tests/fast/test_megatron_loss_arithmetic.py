@@ -178,7 +178,7 @@ def objective_of(aggregation: str) -> Objective:
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_final_gradient_is_the_objectives(cut, aggregation, per_token):
+def test_final_gradient_is_the_objectives(cut: str, aggregation: str, per_token: bool) -> None:
     """Ragged micro-batch counts over data-parallel ranks and empty micro-batches included."""
     step = random_step(seed=40, num_samples=6)
     check_gradients(
@@ -187,7 +187,7 @@ def test_final_gradient_is_the_objectives(cut, aggregation, per_token):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_rejected(name):
+def test_mutants_are_rejected(name: str) -> None:
     output, per_token = MUTANTS[name]
     step = random_step(seed=40, num_samples=6)
     cut = CUTS["dp_2_two_micro_batches_cp_2"](len(step))
@@ -196,7 +196,7 @@ def test_mutants_are_rejected(name):
         check_gradients(output, per_token, step, cut, objective_of("token_mean"))
 
 
-def test_token_mean_in_per_token_mode_is_megatrons_usual_pair():
+def test_token_mean_in_per_token_mode_is_megatrons_usual_pair() -> None:
     """(masked sum, active tokens), as Megatron's own language-model loss returns them."""
     step = random_step(seed=41)
     logits = random_logits(step)
@@ -211,7 +211,7 @@ def test_token_mean_in_per_token_mode_is_megatrons_usual_pair():
 
 
 @pytest.mark.parametrize("per_token", (False, True))
-def test_values_that_the_schedule_can_use(per_token):
+def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     """n is a 0-d int32 tensor: a float fails in its accumulator, a Python int in torch.clamp."""
     step = random_step(seed=42)
     totals = uneven_totals(package_samples(step))
@@ -234,7 +234,7 @@ def test_values_that_the_schedule_can_use(per_token):
 
 
 @pytest.mark.parametrize("per_token", (False, True))
-def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token):
+def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token: bool) -> None:
     step = [plain_sample([0, 0]), plain_sample([0])]
     objective = Objective(loss_aggregation="token_mean")
     check_gradients(contract_output, per_token, step, CUTS["cp_2"](2), objective)
@@ -275,7 +275,7 @@ EXPERTS_ALONE = SimpleNamespace(num_moe_experts=4)
 
 
 @pytest.mark.parametrize("model_config", (None, SEVERAL, ROUTER_Z_LOSS))
-def test_auxiliary_losses_count_all_local_tokens(model_config):
+def test_auxiliary_losses_count_all_local_tokens(model_config: object) -> None:
     """By active tokens Megatron gave 4 times the router's gradient with 8 of 32 tokens active."""
     changes = {} if model_config is None else {"model_config": model_config}
     contract = moe_contract(**changes)
@@ -284,14 +284,14 @@ def test_auxiliary_losses_count_all_local_tokens(model_config):
 
 
 @pytest.mark.parametrize("model_config", (DENSE, NO_COEFFICIENT, EXPERTS_ALONE))
-def test_models_without_auxiliary_loss_count_active_tokens(model_config):
+def test_models_without_auxiliary_loss_count_active_tokens(model_config: object) -> None:
     totals = uneven_totals(package_samples(random_step(seed=44)))
     contract = moe_contract(model_config=model_config, totals=totals)
     assert num_tokens(contract) == 8
     assert contract.factor == totals.num_active_tokens
 
 
-def test_auxiliary_loss_needs_the_steps_packed_tokens():
+def test_auxiliary_loss_needs_the_steps_packed_tokens() -> None:
     totals = uneven_totals(package_samples(random_step(seed=44)))
     with pytest.raises(ValueError, match="num_tokens"):
         moe_contract(totals=totals)
@@ -299,7 +299,9 @@ def test_auxiliary_loss_needs_the_steps_packed_tokens():
 
 
 @pytest.mark.parametrize("version", ((0, 16, 1), (0, 18, 2), (0, 19, 0)))
-def test_auxiliary_loss_under_context_parallelism_needs_0_19(version, monkeypatch):
+def test_auxiliary_loss_under_context_parallelism_needs_0_19(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     if version >= (0, 19):
         assert num_tokens(moe_contract(context_parallel_size=2)) == 32
@@ -308,7 +310,9 @@ def test_auxiliary_loss_under_context_parallelism_needs_0_19(version, monkeypatc
             moe_contract(context_parallel_size=2)
 
 
-def test_multi_token_prediction_is_refused_in_per_token_mode(monkeypatch):
+def test_multi_token_prediction_is_refused_in_per_token_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     with pytest.raises(NotImplementedError, match=r"(?s)per-token-loss.*mtp-num-layers.*14/12"):
         moe_contract(model_config=MTP)
@@ -321,8 +325,8 @@ def test_multi_token_prediction_is_refused_in_per_token_mode(monkeypatch):
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize("scaled_by", ("nothing", "optimizer", "trainer"))
 def test_the_scale_of_multi_token_prediction_stays_on_the_models_device(
-    device, scaled_by, monkeypatch
-):
+    device: str, scaled_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An optimizer's loss scale is a tensor of one element there (`_scale_one`, optimizer.py of 0.19.2)."""
     monkeypatch.setattr(multi_token, "derives_multi_token_labels", lambda: True)
     loss_scale = torch.full((1,), 8.0, device=device)
@@ -342,12 +346,14 @@ def test_the_scale_of_multi_token_prediction_stays_on_the_models_device(
 
 
 @pytest.mark.parametrize("num_microbatches", (0, -1))
-def test_impossible_micro_batch_counts_are_refused(num_microbatches):
+def test_impossible_micro_batch_counts_are_refused(num_microbatches: int) -> None:
     with pytest.raises(ValueError, match="num_microbatches"):
         moe_contract(num_microbatches=num_microbatches)
 
 
-def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(monkeypatch, caplog):
+def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     scale_contract_module._warn_of_auxiliary_loss.cache_clear()
     for is_right, changes in (
         (True, {}),
@@ -369,7 +375,9 @@ def test_auxiliary_loss_that_megatron_scales_wrongly_is_warned_of_once(monkeypat
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 7])
 @pytest.mark.parametrize("loss_scale", [None, 2.0**16, 1000.0])
-def test_the_gradient_that_backward_brings(per_token, num_microbatches, loss_scale):
+def test_the_gradient_that_backward_brings(
+    per_token: bool, num_microbatches: int, loss_scale: float | None
+) -> None:
     """Against autograd through what the schedule does, in float32 and in place as it is there."""
     data_parallel_size, context_parallel_size = 5, 2
     samples = package_samples(random_step(3, num_samples=4))
@@ -431,7 +439,7 @@ def chunks(per_token: bool) -> list[SimpleNamespace]:
 
 @pytest.mark.parametrize("has_model", (False, True))
 @pytest.mark.parametrize("per_token", (False, True))
-def test_a_micro_batch_has_the_contract_of_its_groups(per_token, has_model):
+def test_a_micro_batch_has_the_contract_of_its_groups(per_token: bool, has_model: bool) -> None:
     """The model's mode counts, and the config's where there is no model."""
     samples = package_samples(random_step(seed=45))
     totals = uneven_totals(samples)
@@ -455,8 +463,8 @@ def test_a_micro_batch_has_the_contract_of_its_groups(per_token, has_model):
 
 @pytest.mark.parametrize("cp_size", (1, 2))
 def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
-    cp_size, monkeypatch
-):
+    cp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: (0, 19, 0))
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=cp_size, pad_to_multiple=64)
@@ -475,7 +483,9 @@ def test_a_micro_batch_of_a_model_with_an_auxiliary_loss_counts_its_own_tokens(
 
 
 @pytest.mark.parametrize("packed_for", ((0, 1), (1, 2), (0, 4)))
-def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for):
+def test_a_micro_batch_of_another_context_parallel_rank_is_refused(
+    packed_for: tuple[int, int],
+) -> None:
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=packed_for[0], cp_size=packed_for[1])
     step = policy_step(PolicyLossConfig(), samples, groups=Groups(context_size=2))
@@ -483,7 +493,7 @@ def test_a_micro_batch_of_another_context_parallel_rank_is_refused(packed_for):
         step.head(batch)
 
 
-def test_a_micro_batch_of_another_cut_of_the_pack_is_refused():
+def test_a_micro_batch_of_another_cut_of_the_pack_is_refused() -> None:
     samples = package_samples(random_step(seed=45))
     batch = pack(samples, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")
     zigzag, contiguous = (
@@ -496,7 +506,7 @@ def test_a_micro_batch_of_another_cut_of_the_pack_is_refused():
 
 
 @pytest.mark.parametrize("per_token", (False, True))
-def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_token):
+def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_token: bool) -> None:
     step = random_step(seed=46)
     objective = objective_of("sample_mean")
     logits = [
@@ -520,7 +530,7 @@ def test_the_loss_function_returns_the_scaled_loss_and_the_share_of_a_step(per_t
 
 
 @pytest.mark.parametrize("per_token", (False, True))
-def test_a_step_takes_a_divisor_of_its_own(per_token):
+def test_a_step_takes_a_divisor_of_its_own(per_token: bool) -> None:
     """One config, two steps, each differentiated over the square of its own number of rollouts."""
     config = package_config(objective_of("sample_mean"), calculate_per_token_loss=per_token)
     for seed, num_samples in ((46, 9), (47, 5)):
@@ -550,7 +560,9 @@ def test_a_step_takes_a_divisor_of_its_own(per_token):
         (10, 5, "long has position 5 and the model's embedding 5 rows"),
     ],
 )
-def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, words):
+def test_what_the_model_has_no_row_for_is_refused_by_sample(
+    tokens: int, positions: int, words: str | None
+) -> None:
     """Before the model runs: a GPU would say that some index is out of bounds, of no sample."""
     samples = [
         pg.Sample(tokens, 1, [1], old_log_probs=[-1.0], name=name)
@@ -572,7 +584,7 @@ def test_what_the_model_has_no_row_for_is_refused_by_sample(tokens, positions, w
         step.head(pack(samples))
 
 
-def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several():
+def test_stages_that_exchange_tensors_of_one_length_refuse_a_plan_of_several() -> None:
     samples = [
         pg.Sample(tokens=[1] * n, response_length=1, loss_mask=[1], old_log_probs=[-1.0])
         for n in (5, 9)

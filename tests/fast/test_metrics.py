@@ -98,7 +98,9 @@ def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout):
+def test_every_cut_has_the_metrics_of_the_step(
+    cut: str, aggregation: str, carries_rollout: bool
+) -> None:
     settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
     objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
     config = package_config(objective, pg_metrics="with_entropy")
@@ -123,7 +125,7 @@ def test_every_cut_has_the_metrics_of_the_step(cut, aggregation, carries_rollout
         assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
-def test_a_rollout_of_two_samples_counts_once():
+def test_a_rollout_of_two_samples_counts_once() -> None:
     """The mutant, in which a sample is a document, has other means; one sample a rollout has the same, to the bit."""
     config = package_config(Objective())
     step = step_with_rollout_log_probs(3)
@@ -144,7 +146,7 @@ def test_a_rollout_of_two_samples_counts_once():
         assert together[name] == pytest.approx(mutant[name], rel=1e-12)
 
 
-def test_means_of_single_samples_are_the_frozen_formula_to_the_bit():
+def test_means_of_single_samples_are_the_frozen_formula_to_the_bit() -> None:
     """What a mean was when a document was a sample: mask / own active tokens, one product, one division."""
     sequences = random_sequences(4)
     config, batch = PolicyLossConfig(), package_batch(sequences)
@@ -162,7 +164,7 @@ def test_means_of_single_samples_are_the_frozen_formula_to_the_bit():
     assert found["advantage"].tolist() == [frozen.item(), weights.sum().item()]
 
 
-def test_gspo_sums_are_over_sequences_where_rollouts_have_several():
+def test_gspo_sums_are_over_sequences_where_rollouts_have_several() -> None:
     sequences = [random_sequence(seed, 5, active_rate=1.0) for seed in range(4)]
     samples = [package_sample(s, rollout_id=i // 2) for i, s in enumerate(sequences)]
     config = PolicyLossConfig(policy_loss="gspo")
@@ -172,7 +174,7 @@ def test_gspo_sums_are_over_sequences_where_rollouts_have_several():
     assert found["ratio_new_old"] == pytest.approx(sum(ratios) / 4)
 
 
-def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs():
+def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs() -> None:
     """Also where a micro-batch is empty, and where only some micro-batches have the rollout engine's log-probs."""
     sequences = [random_sequence(seed, 6, active_rate=1.0) for seed in range(3)]
     samples = [package_sample(s, rollout_id=i) for i, s in enumerate(sequences)]
@@ -203,7 +205,7 @@ def test_what_no_sample_carries_is_left_out_and_what_some_carry_is_theirs():
     assert all(mixed[name] == pytest.approx(whole[name], rel=1e-12) for name in names)
 
 
-def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs():
+def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
     """One sample of six tokens: its means are token means."""
     sequence = random_sequence(5, 6, active_rate=1.0)
     config = PolicyLossConfig(ratio_anchor="rollout")
@@ -221,7 +223,7 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs():
         assert is_there == (old_log_probs is not None)
 
 
-def test_mismatch_metrics_need_no_correction_and_no_ratio():
+def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
     sequences = random_sequences(2)
     expected = None
     for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
@@ -231,7 +233,7 @@ def test_mismatch_metrics_need_no_correction_and_no_ratio():
         assert values == expected and len(values) == 9
 
 
-def test_staleness_is_reported_where_samples_and_the_step_have_versions():
+def test_staleness_is_reported_where_samples_and_the_step_have_versions() -> None:
     sequences = [random_sequence(seed, seed + 1, active_rate=1.0) for seed in range(4)]
     versions, rollouts = [7, 9, 4, 4], [0, 1, 2, 2]
     samples = [
@@ -261,7 +263,7 @@ def test_staleness_is_reported_where_samples_and_the_step_have_versions():
         package_sample(sequences[0], policy_version=1.5)
 
 
-def test_a_local_document_mean_would_be_another_one():
+def test_a_local_document_mean_would_be_another_one() -> None:
     """The mutant: per-document means of this rank's window, averaged over ranks."""
     objective, step = Objective(), random_step(3)
     config = package_config(objective)
@@ -281,7 +283,7 @@ def test_a_local_document_mean_would_be_another_one():
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
-def test_the_config_alone_decides_the_names(name, pg_metrics):
+def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
     """Ranks that hold no metrics must pack the same table; an empty micro-batch has all of it."""
     settings = EVERYTHING | {"policy_loss": name, "pg_metrics": pg_metrics}
     for changed in (settings, {"policy_loss": name, "pg_metrics": pg_metrics}):
@@ -294,7 +296,7 @@ def test_the_config_alone_decides_the_names(name, pg_metrics):
             assert not any(value.requires_grad for value in metrics.values())
 
 
-def test_gspo_metrics_are_per_sequence():
+def test_gspo_metrics_are_per_sequence() -> None:
     sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
     found = metrics_of(PolicyLossConfig(policy_loss="gspo"), sequences)
     log_ratios = [
@@ -313,7 +315,7 @@ def test_gspo_metrics_are_per_sequence():
     assert found["clipped_ratio_fraction"] == pytest.approx(sum(outside) / len(ratios))
 
 
-def test_mismatch_metrics_count_the_tokens_that_are_rejected():
+def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
     sequences = random_sequences(2)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
     found = metrics_of(PolicyLossConfig(**settings), sequences)
@@ -338,7 +340,7 @@ def test_mismatch_metrics_count_the_tokens_that_are_rejected():
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_extremes_when_all_advantages_have_one_sign(sign):
+def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
     """Masked positions, empty windows and empty micro-batches bring the identity, not zero."""
     sequences = [
         dataclasses.replace(s, advantages=[sign * (1 + t) for t in range(len(s.advantages))])
@@ -354,7 +356,7 @@ def test_extremes_when_all_advantages_have_one_sign(sign):
     assert (found["max_advantage"], found["min_advantage"]) == (max(active), min(active))
 
 
-def test_extremes_of_advantages_that_are_all_equal():
+def test_extremes_of_advantages_that_are_all_equal() -> None:
     """The largest is then the smallest, which does not mean that there is none."""
     found = metrics_of(PolicyLossConfig(), [grid_sequence([0.1] * 5, [0.5])])
     assert (found["max_advantage"], found["min_advantage"]) == (0.5, 0.5)
@@ -362,7 +364,9 @@ def test_extremes_of_advantages_that_are_all_equal():
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, garbage):
+def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(
+    name: str, garbage: float
+) -> None:
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     masked = ~clean.loss_mask
@@ -384,7 +388,7 @@ def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(name, ga
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-def test_a_rank_that_does_not_contribute_brings_nothing(caplog):
+def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Neither its numbers nor, a second time, the report of a token without a loss."""
     sequences = [random_sequence(1, 4, active_rate=1.0)]
     config, batch = PolicyLossConfig(), package_batch(sequences)
@@ -395,7 +399,7 @@ def test_a_rank_that_does_not_contribute_brings_nothing(caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_is_carried_beside_the_numbers_survives_an_addition():
+def test_what_is_carried_beside_the_numbers_survives_an_addition() -> None:
     sequences = random_sequences(11)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
@@ -406,7 +410,7 @@ def test_what_is_carried_beside_the_numbers_survives_an_addition():
     assert metrics["more"].tolist() == [1.0, 0.5]
 
 
-def test_shares_of_a_step_add_up_in_float64():
+def test_shares_of_a_step_add_up_in_float64() -> None:
     batch = package_batch(random_sequences(11))
     totals, config = step_totals(batch.samples), PolicyLossConfig(pg_metrics="none")
     log_probs = torch.zeros(len(batch.window))
@@ -418,7 +422,7 @@ def test_shares_of_a_step_add_up_in_float64():
     assert metrics["loss"].tolist() == [loss.item(), 1 / 3]
 
 
-def test_a_custom_objective_has_the_metrics_of_its_names():
+def test_a_custom_objective_has_the_metrics_of_its_names() -> None:
     """Nothing is known of its ratio, whatever --policy-loss says."""
     for name in OF_LOG_PROBS:
         config = PolicyLossConfig(
@@ -434,7 +438,7 @@ def negative_log_prob(config: PolicyLossConfig, batch: PackedBatch, log_probs: T
     return -log_probs
 
 
-def test_a_step_without_active_tokens_has_no_means():
+def test_a_step_without_active_tokens_has_no_means() -> None:
     config = PolicyLossConfig(**EVERYTHING)
     found = reduced(config, [micro_batch_metrics(config, pack([]), torch.zeros(0))])
     assert found["loss"] == 0 and found["num_tokens"] == 0
@@ -442,14 +446,14 @@ def test_a_step_without_active_tokens_has_no_means():
         assert math.isnan(found[name])
 
 
-def test_ratios_are_those_before_the_clamp():
+def test_ratios_are_those_before_the_clamp() -> None:
     found = metrics_of(PolicyLossConfig(), [grid_sequence([30.0, -30.0], [1.0])])
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
     expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
     assert found["kl_new_old"] == pytest.approx(expected)
 
 
-def test_ratios_beyond_float32_are_numbers():
+def test_ratios_beyond_float32_are_numbers() -> None:
     """exp(100) is infinite in float32, as is the square of exp(60)."""
     for log_ratio in (60.0, 100.0):
         sequences = [grid_sequence([log_ratio], [1.0])]
@@ -459,7 +463,7 @@ def test_ratios_beyond_float32_are_numbers():
         assert found[EFFECTIVE_SAMPLE_SIZE] == pytest.approx(1.0)
 
 
-def test_none_costs_nothing():
+def test_none_costs_nothing() -> None:
     """No value of a token is computed: the sums are those of the checksum and of the denominators."""
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -476,7 +480,7 @@ def test_none_costs_nothing():
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_no_host_synchronisation_before_the_end_of_the_step(name):
+def test_no_host_synchronisation_before_the_end_of_the_step(name: str) -> None:
     """Tensors on the meta device have no values: reading one on the host raises."""
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
     batch = package_batch(random_sequences(5)).to("meta")
@@ -491,7 +495,7 @@ def test_no_host_synchronisation_before_the_end_of_the_step(name):
         reduced(config, [metrics])  # this is where the host reads
 
 
-def test_metrics_do_not_change_with_the_loss_that_megatron_rescales():
+def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
     sequences = random_sequences(6)
     config = PolicyLossConfig()
     batch = package_batch(sequences)
@@ -513,7 +517,7 @@ def reported(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics
     return record.getMessage()
 
 
-def test_a_nan_loss_is_reported_with_sample_and_position(caplog):
+def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
     config = PolicyLossConfig()
@@ -527,7 +531,7 @@ def test_a_nan_loss_is_reported_with_sample_and_position(caplog):
     assert "response token 3 of sample 1 (task 1)" in said and "1 active tokens" in said
 
 
-def test_a_nan_that_a_correction_brings_is_reported(caplog):
+def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """The objective's own loss is finite there."""
     sequences = [random_sequence(1, 4, active_rate=1.0)]
     rollout_log_probs = torch.tensor(sequences[0].rollout_log_probs)
@@ -538,7 +542,7 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog):
     assert "response token 2 of sample 0" in reported(caplog, config, metrics)
 
 
-def test_a_nan_of_the_reference_is_reported(caplog):
+def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Of the first active token that has one: the KL term is as much of the loss as the objective."""
     ref_log_probs = [math.nan, -1.0, math.nan]
     sample = three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")
@@ -551,7 +555,7 @@ def test_a_nan_of_the_reference_is_reported(caplog):
     assert not caplog.records
 
 
-def test_nothing_is_reported_while_the_loss_is_finite(caplog):
+def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
     sequences = random_sequences(7)
     config = PolicyLossConfig()
     metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
@@ -561,7 +565,7 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog):
 
 
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
-def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob):
+def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: float) -> None:
     """A token that one of the policies, or its engine, holds to be impossible."""
     sample = three_tokens(
         old_log_probs=[-1.0, -1.0, log_prob], rollout_log_probs=[-1.0, log_prob, -1.0]
@@ -578,7 +582,7 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob):
 
 
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
-def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob):
+def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
     batch = pack([three_tokens()])
     metrics = micro_batch_metrics(PolicyLossConfig(), batch, torch.full((3,), log_prob))
@@ -588,7 +592,9 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob):
     assert found["new_logprobs"] == log_prob
 
 
-def test_an_infinite_loss_is_reported_with_sample_and_position(caplog):
+def test_an_infinite_loss_is_reported_with_sample_and_position(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
     metrics = micro_batch_metrics(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
     assert reduced(config, [metrics])["loss"] == math.inf
@@ -597,7 +603,7 @@ def test_an_infinite_loss_is_reported_with_sample_and_position(caplog):
     assert "the first is response token 1 of sample 0 (it)" in said
 
 
-def test_metrics_keep_no_side_channel_alive():
+def test_metrics_keep_no_side_channel_alive() -> None:
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
     sample = three_tokens(
         old_values=[0.0] * 3, returns=[0.0] * 3, side_channels={"teacher_logits": torch.zeros(3, 8)}
@@ -619,7 +625,7 @@ def test_metrics_keep_no_side_channel_alive():
         assert channel() is None
 
 
-def test_the_checksum_of_a_custom_reducer_counts_every_token_once():
+def test_the_checksum_of_a_custom_reducer_counts_every_token_once() -> None:
     """With and without metrics and loss weights, in per-token mode and over empty micro-batches."""
     sequences = random_sequences(8)
     samples = list(package_batch(sequences).samples)
@@ -652,20 +658,35 @@ def test_the_checksum_of_a_custom_reducer_counts_every_token_once():
                     reduce_metrics(config, parts, contributes=True, device="cpu")
 
 
-def plain_sum(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def plain_sum(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
     return WeightedSum(torch.cat(loss_masks).double())
 
 
-def window_of_losses(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def window_of_losses(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
     return lambda x: x
 
 
-def no_function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def no_function(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+):
     return torch.zeros(())
 
 
 @pytest.mark.parametrize("reducer", ["window_of_losses", "no_function"])
-def test_a_custom_reducer_of_another_result_is_refused(reducer):
+def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:{reducer}")
     sequences = random_sequences(8)
     with pytest.raises(ValueError, match=f"--custom-pg-loss-reducer-function-path .*{reducer}"):
@@ -673,7 +694,7 @@ def test_a_custom_reducer_of_another_result_is_refused(reducer):
 
 
 @pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
-def test_an_entropy_that_is_needed_and_absent_is_refused(setting):
+def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]) -> None:
     batch = package_batch(random_sequences(8))
     log_probs, totals = torch.zeros(len(batch.window)), step_totals(batch.samples)
     with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
@@ -682,7 +703,9 @@ def test_an_entropy_that_is_needed_and_absent_is_refused(setting):
         )
 
 
-def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monkeypatch):
+def test_accepted_denominators_without_accepted_samples_are_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.1}
@@ -697,7 +720,9 @@ def test_accepted_denominators_without_accepted_samples_are_noticed(caplog, monk
     assert "accepted_samples(config, samples)" in caplog.text
 
 
-def test_rejections_that_the_totals_are_to_count_are_no_news(caplog, monkeypatch):
+def test_rejections_that_the_totals_are_to_count_are_no_news(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
     sequences = random_sequences(9, spread=0.5)
     config = PolicyLossConfig(use_tis=True, tis_mode="mask", tis_clip=1.1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_a_line_computes(line):
+def test_what_a_line_computes(line: str) -> None:
     assert terms(line) == LINES[line]
 
 
@@ -129,7 +130,7 @@ OFF = {
 
 
 @pytest.mark.parametrize("line", OFF)
-def test_where_a_line_is_off(line, capsys):
+def test_where_a_line_is_off(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *shlex.split(line)]) == 0
     printed = capsys.readouterr().out
     for words in OFF[line]:
@@ -156,20 +157,24 @@ TERMS_HERE = {
 
 
 @pytest.mark.parametrize("line", TERMS_HERE)
-def test_the_aggregation_of_kl_and_entropy_here(line, capsys):
+def test_the_aggregation_of_kl_and_entropy_here(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--", *shlex.split(line)]) == 0
     printed = capsys.readouterr().out.partition("per-token loss in a training script")[2]
     assert TERMS_HERE[line] in printed
 
 
-def test_the_terms_go_with_an_aggregation_that_is_asked_for(capsys):
+def test_the_terms_go_with_an_aggregation_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = SLIME + "--use-kl-loss --kl-loss-coef 0.1"
     assert main(["--loss-aggregation", "prompt_mean", "--", *shlex.split(line)]) == 0
     flags = "--loss-aggregation prompt_mean --regularizer-aggregation loss "
     assert flags in capsys.readouterr().out
 
 
-def test_a_line_that_is_right_has_nothing_off(capsys):
+def test_a_line_that_is_right_has_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *shlex.split(SLIME)]) == 0
     assert "Where it is off\n  - nowhere that is known" in capsys.readouterr().out
 
@@ -195,13 +200,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_named(line, capsys):
+def test_bad_input_is_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *shlex.split(line)]) == 2
     printed = capsys.readouterr()
     assert BAD[line] in printed.err and not printed.out
 
 
-def test_all_bad_keys_are_named_at_once(capsys):
+def test_all_bad_keys_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--", *shlex.split(SLIME + "--kl-loss-coeff 1 --use-tiss --eps-clip wide")]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in ("--kl-loss-coeff", "--use-tiss", "--eps-clip is 'wide'"))
@@ -221,7 +226,7 @@ PYTHONUNBUFFERED=1 python3 train.py --rollout-max-response-len $long "${GRPO_ARG
 """
 
 
-def test_a_shell_script_is_read_and_not_run(tmp_path):
+def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SCRIPT + f"touch {tmp_path}/run\n")
     given = read_file(path)
@@ -244,12 +249,16 @@ def test_a_shell_script_is_read_and_not_run(tmp_path):
         "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant",
     ],
 )
-def test_both_halves_of_dr_grpo_and_none_are_no_remark(line, capsys):
+def test_both_halves_of_dr_grpo_and_none_are_no_remark(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--", *shlex.split(line)]) == 0
     assert "Dr.GRPO" not in capsys.readouterr().out
 
 
-def test_yaml_with_defaults_and_settings_beside_a_line(tmp_path, capsys):
+def test_yaml_with_defaults_and_settings_beside_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "base.yaml").write_text(
         "loss_fn: {token_level_loss: false, ratio_clip_max: 0.28}\n"
@@ -295,13 +304,13 @@ ALL_TERMS = [
 
 
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.aggregation)
-def test_weights_are_those_of_plain_loops(term):
+def test_weights_are_those_of_plain_loops(term: Term) -> None:
     assert weights(term, LENGTHS, GROUP_SIZE) == pytest.approx(oracle_weights(term), rel=1e-14)
 
 
 @pytest.mark.parametrize("policy", ALL_TERMS, ids=lambda term: term.aggregation)
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.aggregation)
-def test_effective_coefficients_are_those_of_plain_loops(term, policy):
+def test_effective_coefficients_are_those_of_plain_loops(term: Term, policy: Term) -> None:
     expected = [
         0.001 * own / other
         for own, other in zip(oracle_weights(term), oracle_weights(policy), strict=True)
@@ -316,7 +325,7 @@ def test_effective_coefficients_are_those_of_plain_loops(term, policy):
     assert [0.001**2 / value for value in expected] != pytest.approx(shown, rel=5e-3)
 
 
-def test_sixteen_fold(capsys):
+def test_sixteen_fold(capsys: pytest.CaptureFixture[str]) -> None:
     """KL as a sample mean beside the constant divisor: L / D times its coefficient."""
     reducer = "--custom-pg-loss-reducer-function-path megatron_pg.integrations.constant --use-kl-loss --kl-loss-coef 0.001"
     options = ["--lengths", "500", "--loss-aggregation-divisor", "8192"]
@@ -333,7 +342,9 @@ def test_sixteen_fold(capsys):
 
 
 @pytest.mark.parametrize("divisor", ["0", "-1", "nan", "inf"])
-def test_the_divisor_is_finite_and_above_0(divisor, capsys):
+def test_the_divisor_is_finite_and_above_0(
+    divisor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([f"--loss-aggregation-divisor={divisor}", "--", *shlex.split(SLIME)]) == 2
     printed = capsys.readouterr()
     assert f"--loss-aggregation-divisor is {divisor}: expected a finite" in printed.err
@@ -360,7 +371,7 @@ WHOSE = {
 
 
 @pytest.mark.parametrize("line", WHOSE)
-def test_whose_line_it_is(line, capsys):
+def test_whose_line_it_is(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, whose = shlex.split(line), WHOSE[line]
     if whose is not None:
         assert trainer_of(read_line(words), words).name == whose
@@ -370,7 +381,7 @@ def test_whose_line_it_is(line, capsys):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_tables_are_whole(name):
+def test_tables_are_whole(name: str) -> None:
     """Every condition names settings that exist, every aggregation has its lines, every flag of this package is one."""
     trainer = TRAINERS[name]
     given = trainer.read({})
@@ -410,7 +421,9 @@ def taken(flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_line_of_this_package_is_taken_by_its_parser(line, capsys):
+def test_the_line_of_this_package_is_taken_by_its_parser(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = "--loss-aggregation constant --loss-aggregation-divisor 64"
     args = taken(here(options, line, capsys)[1])
     assert (args.loss_aggregation, args.loss_aggregation_divisor) == ("constant", 64.0)
@@ -461,7 +474,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("line", SAME)
-def test_the_same_loss(line, capsys):
+def test_the_same_loss(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     which, flags, lost = here("", line, capsys)
     assert (which, lost) == ("same", [])
     taken(flags)
@@ -495,14 +508,14 @@ LOST = {
 
 
 @pytest.mark.parametrize("line", LOST)
-def test_what_has_no_counterpart_is_said(line, capsys):
+def test_what_has_no_counterpart_is_said(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     which, flags, lost = here("", line, capsys)
     assert which == "nearest" and LOST[line] in lost
     taken(flags)
     assert "--use-tis" not in flags or "--custom-tis-function-path" not in line
 
 
-def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys):
+def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys: pytest.CaptureFixture[str]) -> None:
     """Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step."""
     line = VERL_KL + f"k3 {MODE}=geo_mean"
     assert terms(line).startswith("unknown 1, token_mean 0.001,")
@@ -511,25 +524,25 @@ def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys):
 
 
 @pytest.mark.parametrize("given", ["200,,", "", "0", "2.5", "200,-1", "x"])
-def test_lengths_are_whole_numbers(given, capsys):
+def test_lengths_are_whole_numbers(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--lengths", given, "--", *shlex.split(VERL)])
     assert f"--lengths: {given!r}: expected whole numbers" in capsys.readouterr().err
 
 
-def test_likelihood_is_not_printed_as_ppo(capsys):
+def test_likelihood_is_not_printed_as_ppo(capsys: pytest.CaptureFixture[str]) -> None:
     line = SLIME + "--loss-type sft_loss --use-tis --eps-clip-c 3 --advantage-estimator gspo"
     assert "--policy-loss sft --eps-clip-high 0.28" in (flags := here("", line, capsys)[1])
     assert "tis" not in flags and "gspo" not in flags and taken(flags).policy_loss == "sft"
 
 
-def test_thresholds_of_a_divergence(capsys):
+def test_thresholds_of_a_divergence(capsys: pytest.CaptureFixture[str]) -> None:
     line = VERL + f"{MODE}=dppo_tv {ACTOR}clip_ratio_low=0.15 {ACTOR}clip_ratio_high=0.1"
     flags = here("", line, capsys)[1]
     assert flags.endswith("--policy-loss dppo_tv --dppo-delta 0.15 --dppo-delta-high 0.1")
 
 
-def test_every_value_is_printed_or_said(capsys):
+def test_every_value_is_printed_or_said(capsys: pytest.CaptureFixture[str]) -> None:
     """A value that is not the default changes the flags, is named, or is of a row that is no setting of this loss."""
     bases = {"verl": VERL + f"{ACTOR}use_kl_loss=true", "nemo-rl": NEMO_RL + ON}
     slime = "train.py --use-kl-loss --kl-loss-coef 0.1 --use-tis --use-opsm"
@@ -560,7 +573,7 @@ def test_every_value_is_printed_or_said(capsys):
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])
-def test_the_hooks_that_are_named_exist(name):
+def test_the_hooks_that_are_named_exist(name: str) -> None:
     module = pytest.importorskip(f"megatron_pg.integrations.{name}")
     paths = re.findall(rf"megatron_pg\.integrations\.{name}\.(\w+)", str(TRAINERS[name].exact))
     assert set(paths) == {"prompt_mean", "token_mean", "constant", "check"}

@@ -125,7 +125,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("case", SETTINGS)
-def test_random_sequences_equal_the_formula(case, dtype):
+def test_random_sequences_equal_the_formula(case: str, dtype: torch.dtype) -> None:
     check(case, random_sequences(1), dtype)
 
 
@@ -133,13 +133,15 @@ def test_random_sequences_equal_the_formula(case, dtype):
 @pytest.mark.parametrize(
     "case", [case for case in SETTINGS if case not in (*OF_SEQUENCES, *OF_PROBABILITIES)]
 )
-def test_around_the_bounds_and_at_extreme_ratios(case, dtype):
+def test_around_the_bounds_and_at_extreme_ratios(case: str, dtype: torch.dtype) -> None:
     check(case, [grid_sequence((*AROUND_BOUNDS, *EXTREMES), ADVANTAGES)], dtype)
 
 
 @pytest.mark.parametrize("case", OF_SEQUENCES)
 @pytest.mark.parametrize("log_ratio", [*AROUND_BOUNDS, *EXTREMES])
-def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(case, log_ratio):
+def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(
+    case: str, log_ratio: float
+) -> None:
     """Every token of a sequence has the same log-ratio, so it is that of the sequence."""
     check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
 
@@ -151,7 +153,7 @@ def test_sequence_ratios_around_the_bounds_and_at_extreme_ratios(case, log_ratio
         *("gspo", "cispo_lower_bound"),
     ],
 )
-def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case):
+def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case: str) -> None:
     for log_ratio in (*ON_BOUNDS, math.log(3.0), math.log(DUAL)):
         check(case, [grid_sequence([log_ratio], ADVANTAGES)], torch.float64)
     sequence = grid_sequence(ON_BOUNDS, [1.0, -1.0])
@@ -165,7 +167,7 @@ def test_on_the_bounds_the_gradient_is_that_of_the_unclipped_side(case):
     assert (log_probs.grad != 0).all()
 
 
-def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient():
+def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient() -> None:
     sequence = grid_sequence([math.log(DUAL)], [-2.0])
     assert sequence.log_probs.exp().item() == DUAL
     name, settings, _ = SETTINGS["ppo_dual_clip_met_exactly"]
@@ -177,7 +179,7 @@ def test_a_ratio_on_the_bound_of_dual_clip_keeps_its_gradient():
 @pytest.mark.parametrize(
     "name", ["ppo", "gspo", "cispo", "reinforce", "sapo", "dppo_tv", "dppo_kl", "gmpo"]
 )
-def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name):
+def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name: str) -> None:
     sequences = [
         dataclasses.replace(s, old_log_probs=s.log_probs.tolist()) for s in random_sequences(2)
     ]
@@ -187,7 +189,7 @@ def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(name):
     torch.testing.assert_close(log_probs.grad, expected, rtol=0, atol=1e-15)
 
 
-def test_a_gradient_through_the_sequence_mean_would_be_another_one():
+def test_a_gradient_through_the_sequence_mean_would_be_another_one() -> None:
     """The mutant of gspo: without the stop-gradient a token gets 1/n of every token's gradient."""
     sequences = random_sequences(3)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -221,7 +223,7 @@ def probability_grid() -> Sequence1:
 
 
 @pytest.mark.parametrize("case", OF_PROBABILITIES)
-def test_divergences_of_all_probabilities(case):
+def test_divergences_of_all_probabilities(case: str) -> None:
     sequence = probability_grid()
     check(case, [sequence], torch.float64)
     name, settings, _ = SETTINGS[case]
@@ -235,7 +237,7 @@ def test_divergences_of_all_probabilities(case):
     assert int(found.is_clipped.sum()) > int(is_dropped.sum())
 
 
-def test_deltas_that_are_not_given_are_those_of_the_help_text():
+def test_deltas_that_are_not_given_are_those_of_the_help_text() -> None:
     text = field_docstrings(PolicyLossConfig)["dppo_delta"]
     said = {
         name: float(number) for number, name in re.findall(r"([0-9.]+) (?:nats )?for (\w+)", text)
@@ -244,7 +246,7 @@ def test_deltas_that_are_not_given_are_those_of_the_help_text():
 
 
 @pytest.mark.parametrize("anchor", ["old", "rollout"])
-def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor):
+def test_gmpo_under_the_sample_mean_is_the_objective_of_its_paper(anchor: str) -> None:
     """arXiv:2507.20673 eq. 4, a product over the tokens of a sequence, with one advantage a sequence."""
     sequences = [
         dataclasses.replace(s, advantages=[(-1.0) ** place * (place + 1)] * len(s.advantages))
@@ -306,7 +308,9 @@ def dropped_whatever_the_advantage(name: str) -> Callable[..., Outcome]:
     return mutant
 
 
-def divergence_of_the_new_from_the_old(config, tokens, sums):
+def divergence_of_the_new_from_the_old(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
+) -> Outcome:
     def reversed_(old: Tensor, new: Tensor) -> Tensor:
         return trust_region.binary_divergence(new, old)
 
@@ -326,7 +330,9 @@ def clipped_on_both_sides(config: PolicyLossConfig, tokens: Tokens, sums: Sequen
     return RIGHT["gmpo"](config, tokens, with_sums_of(sums, clipped))
 
 
-def mean_of_unclipped_ratios(config, tokens, sums):
+def mean_of_unclipped_ratios(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums
+) -> Outcome:
     """Clipped after the mean instead of before it, as gspo does."""
     log_ratio = tokens.log_probs.detach().double() - tokens.anchor(config)
     return RIGHT["gmpo"](config, tokens, with_sums_of(sums, log_ratio))
@@ -350,7 +356,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
-def test_mistakes_are_caught(mistake, monkeypatch):
+def test_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, function = MUTANTS[mistake]
     name = SETTINGS[case][0]
     sequences = [*random_sequences(1, spread=0.6), probability_grid()]
@@ -361,7 +367,7 @@ def test_mistakes_are_caught(mistake, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [case for case in SETTINGS if case.endswith("_against_rollout")])
-def test_the_anchor_matters(case):
+def test_the_anchor_matters(case: str) -> None:
     """Neither the ratio nor the mask or the clip may stay with the old log-probs."""
     name, _, oracle_settings = SETTINGS[case]
     sequences = random_sequences(1)
@@ -382,7 +388,7 @@ def test_the_anchor_matters(case):
         *((name, "log_probs") for name in OF_LOG_PROBS),
     ],
 )
-def test_nan_at_an_active_position_reaches_loss_and_gradient(name, field):
+def test_nan_at_an_active_position_reaches_loss_and_gradient(name: str, field: str) -> None:
     sequences = [grid_sequence([0.0, 0.1], [1.0, -1.0])]
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     if field == "log_probs":
@@ -414,7 +420,7 @@ def with_impossible_tokens(sequences: list[Sequence1], field: str) -> list[Seque
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", SETTINGS)
-def test_a_token_that_the_policy_cannot_sample(case, dtype):
+def test_a_token_that_the_policy_cannot_sample(case: str, dtype: torch.dtype) -> None:
     """A ratio is e^-20 without gradient; a log-prob is a loss of infinity, but at an advantage of 0."""
     sequences = with_impossible_tokens(random_sequences(11), "log_probs")
     check(case, sequences, dtype)
@@ -430,7 +436,7 @@ def test_a_token_that_the_policy_cannot_sample(case, dtype):
 @pytest.mark.parametrize(
     "case", [case for case in SETTINGS if "ratio_anchor" not in SETTINGS[case][1]]
 )
-def test_a_token_that_the_old_policy_could_not_sample(case):
+def test_a_token_that_the_old_policy_could_not_sample(case: str) -> None:
     """A sample refuses it; the objectives hold its ratio at e^20, without gradient."""
     clean = random_sequences(12)
     sequences = with_impossible_tokens(clean, "old_log_probs")
@@ -443,7 +449,7 @@ def test_a_token_that_the_old_policy_could_not_sample(case):
     check(case, sequences, torch.float64, batch)
 
 
-def test_divergence_of_a_token_that_either_policy_cannot_sample():
+def test_divergence_of_a_token_that_either_policy_cannot_sample() -> None:
     """0 log 0 is 0: KL(old || new) of {this token, any other} is -log(1 - p) where old has nothing for the token."""
     old = torch.tensor([-math.inf, -math.inf, -1.0, -200.0], dtype=torch.float64)
     new = torch.tensor([math.log(0.5), -3.0, -math.inf, -3.0], dtype=torch.float64)
@@ -458,7 +464,7 @@ def test_divergence_of_a_token_that_either_policy_cannot_sample():
     ]  # fmt: skip
 
 
-def test_clip_flags_and_log_ratio():
+def test_clip_flags_and_log_ratio() -> None:
     """is_clipped: outside the range; effectively: on the side that the sign of A makes active."""
     log_ratios = (-1.0, 0.0, 1.0)
     sequence = grid_sequence(log_ratios, (-1.0, 0.0, 1.0))
@@ -477,7 +483,7 @@ def test_clip_flags_and_log_ratio():
     assert found.is_clipped.tolist() == clipped
 
 
-def test_old_log_probs_are_a_constant():
+def test_old_log_probs_are_a_constant() -> None:
     log_probs, old_log_probs = torch.zeros(2, 3, requires_grad=True).unbind()
     active = torch.ones(3, dtype=torch.bool)
     (gradient,) = torch.autograd.grad(
@@ -486,7 +492,7 @@ def test_old_log_probs_are_a_constant():
     assert gradient is None
 
 
-def test_a_sum_over_sequences_that_was_not_made_is_named():
+def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     sequences = random_sequences(6)
     config = PolicyLossConfig(policy_loss="gspo")
     tokens, _ = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
@@ -495,7 +501,7 @@ def test_a_sum_over_sequences_that_was_not_made_is_named():
 
 
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_an_empty_micro_batch_is_legal_and_connected(name):
+def test_an_empty_micro_batch_is_legal_and_connected(name: str) -> None:
     log_probs = torch.zeros(0, requires_grad=True)
     found = package_objective(name, {}, pack([]), log_probs)
     assert found.loss.shape == (0,) and found.loss.requires_grad
@@ -512,7 +518,9 @@ def squared_ratio_loss(config: PolicyLossConfig, batch: PackedBatch, log_probs: 
     return -(batch.advantages * (log_probs - batch.old_log_probs).exp() ** 2)
 
 
-def loss_of_the_wrong_size(config, batch, log_probs):
+def loss_of_the_wrong_size(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
     return log_probs.sum()
 
 
@@ -520,7 +528,9 @@ def loss_with_metrics(config: PolicyLossConfig, batch: PackedBatch, log_probs: T
     return log_probs, {"mine": 1.0}
 
 
-def loss_without_gradient(config, batch, log_probs):
+def loss_without_gradient(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
     return -log_probs.detach()
 
 
@@ -528,7 +538,7 @@ def custom_config(function: str) -> PolicyLossConfig:
     return PolicyLossConfig(custom_policy_loss_path=f"{__name__}:{function}")
 
 
-def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient():
+def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient() -> None:
     sequences = random_sequences(8)
     batch = package_batch(sequences)
     masked = ~batch.loss_mask
@@ -551,7 +561,7 @@ def test_custom_loss_gets_masked_inputs_and_passes_no_masked_gradient():
     torch.testing.assert_close(log_probs.grad, 2 * expected)
 
 
-def test_custom_loss_that_loses_the_gradient_is_refused():
+def test_custom_loss_that_loses_the_gradient_is_refused() -> None:
     """Megatron's schedules would pass over it, and training go on without learning."""
     sequences = random_sequences(9)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -566,11 +576,13 @@ def test_custom_loss_that_loses_the_gradient_is_refused():
         objective(config, *tokens_and_sums(config, batch, log_probs))
 
 
-def loss_of_masked_tokens_too(config, batch, log_probs):
+def loss_of_masked_tokens_too(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor
+) -> Tensor:
     return torch.where(batch.loss_mask, log_probs, 1 / log_probs) + 3
 
 
-def test_custom_loss_is_zero_at_masked_positions():
+def test_custom_loss_is_zero_at_masked_positions() -> None:
     sequences = random_sequences(10)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
     config = custom_config("loss_of_masked_tokens_too")
@@ -582,7 +594,7 @@ def test_custom_loss_is_zero_at_masked_positions():
 
 
 @pytest.mark.parametrize("function", ["loss_of_the_wrong_size", "loss_with_metrics"])
-def test_custom_loss_of_another_result_is_refused(function):
+def test_custom_loss_of_another_result_is_refused(function: str) -> None:
     sequences = random_sequences(9)
     config = custom_config(function)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)

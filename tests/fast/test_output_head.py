@@ -33,7 +33,7 @@ def validate(line: str, **found: Any) -> argparse.Namespace:
     ("line", "words"),
     [("--fused-lm-head --qkv-format bshd", "--fused-lm-head .* --qkv-format thd")],
 )
-def test_flags_that_would_be_ignored_are_refused(line, words):
+def test_flags_that_would_be_ignored_are_refused(line: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(line)
 
@@ -45,7 +45,9 @@ def test_flags_that_would_be_ignored_are_refused(line, words):
         ({"gtp_weight_remat_size": 2}, ".*--tensor-parallel-num-weight-shards cuts it further"),
     ],
 )
-def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting, words):
+def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(
+    setting: dict[str, Any], words: str
+) -> None:
     """At startup by the flags, and where there were none by the model's settings."""
     for flag in ["--fp32-lm-head", "--fused-lm-head"]:
         config = PolicyLossConfig.from_args(validate(flag))
@@ -59,7 +61,7 @@ def test_what_takes_the_gradient_of_the_weight_from_the_layer_is_refused(setting
 
 
 @pytest.mark.parametrize("flag", ["--fp32-lm-head", "--fused-lm-head"])
-def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag):
+def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag: str) -> None:
     config = PolicyLossConfig.from_args(validate(flag))
     step = {"totals": step_totals([]), "num_microbatches": 1}
     with pytest.raises(ValueError, match=rf"{flag} .* give PolicyStep the model="):
@@ -74,7 +76,7 @@ def test_a_model_whose_output_layer_stays_what_it_is_is_named(flag):
         PolicyStep(config, **step, model=[model])
 
 
-def test_narrow_logits_are_refused():
+def test_narrow_logits_are_refused() -> None:
     sample = Sample([1, 2, 3], 2, [1, 1], 1.0, old_log_probs=[-1.0, -1.0])
     batch, totals = pack([sample]), step_totals([sample])
     logits, config = torch.zeros(3, 4), PolicyLossConfig(fp32_lm_head=True)
@@ -83,7 +85,7 @@ def test_narrow_logits_are_refused():
         policy_loss_function(config, batch, logits.bfloat16(), totals=totals)
 
 
-def test_scaled_logits_are_refused_by_the_fused_head():
+def test_scaled_logits_are_refused_by_the_fused_head() -> None:
     line = "--fused-lm-head --fp32-lm-head"
     config = PolicyLossConfig.from_args(validate(line))
     assert config.fused_lm_head and config.fp32_lm_head
@@ -92,7 +94,7 @@ def test_scaled_logits_are_refused_by_the_fused_head():
 
 
 @pytest.mark.parametrize("mtp_num_layers", [0, 2])
-def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers):
+def test_the_gradient_of_multi_token_prediction_is_not_lost(mtp_num_layers: int) -> None:
     """It uses the same weight, and without fused addition DDP's hook has to add it to what the head has added."""
     weight = torch.ones(8, 4, requires_grad=True)
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 4), False
@@ -144,7 +146,9 @@ def step_of_one_micro_batch(
 @pytest.mark.parametrize("chunk_tokens", [1, 3, None])
 @pytest.mark.parametrize("pg_metrics", ["none", "basic", "with_entropy"])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
-def test_metrics_are_filled_in_by_backward(chunk_tokens, pg_metrics, policy_loss):
+def test_metrics_are_filled_in_by_backward(
+    chunk_tokens: int | None, pg_metrics: str, policy_loss: str
+) -> None:
     """In place, the extremes and the tokens of a NaN loss with them; under no_grad they are there at once."""
     samples = [
         Sample([1, 2, 3, 4], 3, [1, 0, 1], [1.0, 2.0, -1.0], old_log_probs=[-1.0, -2.0, -3.0]),
@@ -219,7 +223,9 @@ FUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, None])
 @pytest.mark.parametrize("name", FUSED)
-def test_settings_through_the_fused_head_equal_plain_logits(name, chunk_tokens):
+def test_settings_through_the_fused_head_equal_plain_logits(
+    name: str, chunk_tokens: int | None
+) -> None:
     """Value and gradients, in one pass where the rows allow it; the loss of plain logits is that of the loops elsewhere."""
 
     def sample(tokens: list[int], old: list[float], shift: float, weights: list[float]) -> Sample:

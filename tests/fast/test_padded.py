@@ -249,7 +249,9 @@ def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
         ({"rollout_id": [4, 4]}, {}, "rollout_id"),
     ],
 )
-def test_rows_that_the_totals_do_not_know_are_named(counted, given, words) -> None:
+def test_rows_that_the_totals_do_not_know_are_named(
+    counted: dict[str, Any], given: dict[str, Any], words: str
+) -> None:
     ones = torch.ones(2, 3)
     totals = padded_totals(ones, allow_different_group_sizes=True, **counted)
     with pytest.raises(ValueError, match=words):

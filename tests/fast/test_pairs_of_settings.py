@@ -19,10 +19,13 @@ from torch import Tensor
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss import micro_batch, policy_loss
-from megatron_pg.loss.corrections import CORRECTIONS, accepted_samples
+from megatron_pg.loss.corrections import CORRECTIONS, Corrected, accepted_samples
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.loss.policy_loss import Terms
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
+from megatron_pg.loss.weights import Weights
 from megatron_pg.step.batch import pack
 from tests import oracle as step_oracle
 from tests.fast import objectives_oracle as oracle
@@ -328,11 +331,11 @@ def check(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(rows())))
-def test_two_settings_together_equal_the_formulas(number):
+def test_two_settings_together_equal_the_formulas(number: int) -> None:
     check(settings_of(rows()[number]))
 
 
-def test_the_rows_hold_every_pair_that_the_config_takes():
+def test_the_rows_hold_every_pair_that_the_config_takes() -> None:
     held = set().union(*map(pairs_of, rows()))
     every = {frozenset(pair) for pair in itertools.combinations(choices(), 2)}
     refused = {pair for pair in every - held if len({factor for factor, _ in pair}) == 2}
@@ -363,7 +366,7 @@ def both_tell(row: Row, pair: frozenset[Choice]) -> bool:
 
 
 @pytest.mark.parametrize("factor", CORRECTING)
-def test_both_settings_of_a_pair_tell(factor):
+def test_both_settings_of_a_pair_tell(factor: str) -> None:
     """A row in which one of them changes nothing says nothing of the two together; then they are tried by themselves."""
     pairs = {
         frozenset([(factor, choice), (other, second)])
@@ -382,7 +385,9 @@ def test_both_settings_of_a_pair_tell(factor):
 # Mistakes that no setting alone shows.
 
 
-def last_rejection_decides(config, tokens, loss, sums):
+def last_rejection_decides(
+    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+) -> Corrected:
     """The mask of one correction takes the place of another's."""
     kept, found = tokens.loss_mask, corrections_of(config, tokens, loss, sums)
     for row in CORRECTIONS.rows_on(config):
@@ -390,7 +395,9 @@ def last_rejection_decides(config, tokens, loss, sums):
     return found._replace(loss=torch.where(kept, loss, 0.0), loss_mask=kept)
 
 
-def rejection_forgets_weights(config, tokens, loss, sums):
+def rejection_forgets_weights(
+    config: PolicyLossConfig, tokens: Tokens, loss: Tensor, sums: SequenceSums
+) -> Corrected:
     """A rejection begins with the loss that no weight has touched."""
     found = corrections_of(config, tokens, loss, sums)
     if len(CORRECTIONS.rows_on(config)) < 2:
@@ -398,7 +405,9 @@ def rejection_forgets_weights(config, tokens, loss, sums):
     return found._replace(loss=torch.where(found.loss_mask, loss, 0.0))
 
 
-def divisor_of_all_terms(config, tokens, weights, *others):
+def divisor_of_all_terms(
+    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others
+) -> Terms:
     """`grad_divisor` divides the KL and entropy terms too."""
     terms = terms_of(config, tokens, weights, *others)
     if config.grad_divisor is None:
@@ -426,7 +435,9 @@ MUTANTS: dict[Callable[..., Any], tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mistakes_in_pairs_are_caught(mutant, monkeypatch):
+def test_mistakes_in_pairs_are_caught(
+    mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*MUTANTS[mutant], mutant)
 
     def fails(row: Row) -> bool:

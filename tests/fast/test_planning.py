@@ -61,7 +61,7 @@ def check_bins(
     assert loads == sorted(loads, reverse=True)
 
 
-def test_bins_of_a_known_case():
+def test_bins_of_a_known_case() -> None:
     assert planned([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     assert planned([5, 5, 5], 10, multiple=3) == [[0], [1], [2]]
     assert planned([1, 1], 10, multiple=4) == [[0], [1], [], []]
@@ -74,7 +74,9 @@ def test_bins_of_a_known_case():
     multiple=st.integers(1, 4),
     seed=st.none() | st.integers(0, 3),
 )
-def test_every_sequence_is_in_one_bin_within_its_capacity(lengths, multiple, seed):
+def test_every_sequence_is_in_one_bin_within_its_capacity(
+    lengths: list[int], multiple: int, seed: int | None
+) -> None:
     bins = planned(lengths, 40, multiple=multiple, seed=seed)
     check_bins(bins, lengths, 40)
     assert len(bins) % multiple == 0 and bins
@@ -87,7 +89,9 @@ def test_every_sequence_is_in_one_bin_within_its_capacity(lengths, multiple, see
     multiple=st.integers(1, 4),
     capacity=st.sampled_from((40, 57, 400)),
 )
-def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(lengths, multiple, capacity):
+def test_time_is_evened_out_within_the_capacity_and_with_no_more_bins(
+    lengths: list[int], multiple: int, capacity: int
+) -> None:
     """Integers, so that costs add up without rounding."""
     cost = SampleCost(3.0, 2.0)
     bins = planned(lengths, capacity, multiple=multiple, cost=cost)
@@ -108,7 +112,7 @@ def dealt_to_the_cheapest(lengths: list[int], num_bins: int, capacity: int) -> B
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40))
-def test_bins_are_those_of_the_plain_rule(lengths):
+def test_bins_are_those_of_the_plain_rule(lengths: list[int]) -> None:
     found = planned(lengths, 60, cost=SampleCost(1.0, 1.0))
     plain = dealt_to_the_cheapest(lengths, len(found), 60)
     if plain is not None:
@@ -118,7 +122,7 @@ def test_bins_are_those_of_the_plain_rule(lengths):
         assert as_lengths[0] == as_lengths[1]
 
 
-def test_one_long_sequence_weighs_as_many_short_ones():
+def test_one_long_sequence_weighs_as_many_short_ones() -> None:
     """81 against five times 16: by tokens the long one has company."""
     lengths, square = [9, 4, 4, 4, 4, 4], SampleCost(0.0, 1.0)
     assert planned(lengths, 100, multiple=2) == [[1, 2, 3, 5], [0, 4]]
@@ -127,7 +131,7 @@ def test_one_long_sequence_weighs_as_many_short_ones():
     assert by_rank == [[0], [1, 2, 3, 4, 5]]
 
 
-def test_cost_of_a_model_is_its_operations():
+def test_cost_of_a_model_is_its_operations() -> None:
     """By hand: 2 layers of hidden 8, 4 heads of 2, 2 key-value groups, gated 16; vocabulary 10."""
     shape = SimpleNamespace(
         num_layers=2,
@@ -150,14 +154,14 @@ def test_cost_of_a_model_is_its_operations():
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
-def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths):
+def test_number_of_bins_is_within_the_guarantee_of_first_fit(lengths: list[int]) -> None:
     found, fewest = len(planned(lengths, 20)), fewest_bins(lengths, 20)
     assert fewest <= found <= 11 / 9 * fewest + 6 / 9
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), max_size=40), seed=st.integers(0, 2**32))
-def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths, seed):
+def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths: list[int], seed: int) -> None:
     shuffled = random.Random(seed).sample(lengths, len(lengths))
 
     def as_lengths(order: list[int]) -> list[list[int]]:
@@ -166,31 +170,31 @@ def test_lengths_of_the_bins_do_not_depend_on_the_order(lengths, seed):
     assert as_lengths(lengths) == as_lengths(shuffled)
 
 
-def test_distinct_lengths_permute_with_their_samples():
+def test_distinct_lengths_permute_with_their_samples() -> None:
     lengths = random.Random(0).sample(range(1, 200), 50)
     order = random.Random(1).sample(range(50), 50)
     permuted = planned([lengths[i] for i in order], 300)
     assert [sorted(order[i] for i in members) for members in permuted] == planned(lengths, 300)
 
 
-def test_loads_are_even_where_there_is_room():
+def test_loads_are_even_where_there_is_room() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 100, size=400).tolist()
     loads = [sum(lengths[i] for i in b) for b in planned(lengths, 4000, multiple=8)]
     assert max(loads) - min(loads) <= max(lengths) / 10
 
 
-def test_loads_are_even_where_a_bin_is_full():
+def test_loads_are_even_where_a_bin_is_full() -> None:
     """First fit, which is not needed here, would leave the third bin empty."""
     assert planned([5, 1, 1, 1], 5, multiple=3) == [[0], [1, 3], [2]]
 
 
-def test_first_fit_takes_over_where_even_loads_do_not_fit():
+def test_first_fit_takes_over_where_even_loads_do_not_fit() -> None:
     """Two bins hold 5 + 5 and 4 + 3 + 3; longest-to-lightest would make 5 + 4 and 5 + 3 + 3."""
     assert sorted(planned([5, 5, 4, 3, 3], 10)) == [[0, 1], [2, 3, 4]]
 
 
-def test_oversized_sequences():
+def test_oversized_sequences() -> None:
     with pytest.raises(ValueError, match=r"lengths\[1\] is 12.*10"):
         plan_bins([4, 12, 5], 10)
     assert planned([4, 12, 5], 10, oversized_alone=True) == [[1], [0, 2]]
@@ -198,7 +202,7 @@ def test_oversized_sequences():
 
 
 @pytest.mark.parametrize("keywords", ({"capacity": 0}, {"capacity": 5, "multiple": 0}))
-def test_bins_out_of_range_are_refused(keywords):
+def test_bins_out_of_range_are_refused(keywords: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         plan_bins([1], **keywords)
     with pytest.raises(ValueError, match=r"lengths\[1\] is 0"):
@@ -237,8 +241,8 @@ def packed_tokens(samples: list[Sample], cp_size: int, pad_to_multiple: int) -> 
     group_size=st.integers(1, 4),
 )
 def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
-    lengths, cp_size, pad_to_multiple, group_size
-):
+    lengths: list[int], cp_size: int, pad_to_multiple: int, group_size: int
+) -> None:
     samples = samples_of(lengths)
     plan = plan_step(
         samples,
@@ -259,7 +263,7 @@ def test_a_plan_keeps_the_budget_and_counts_what_is_packed(
     assert dataclasses.replace(plan.totals, num_tokens=None) == step_totals(samples)
 
 
-def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch():
+def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch() -> None:
     samples = samples_of([4, 17, 4])
     with pytest.raises(ValueError, match=r"(?s)answer-1 takes 20.*--max-tokens-per-microbatch.*16"):
         plan_step(samples, max_tokens_per_microbatch=16, cp_size=2)
@@ -268,14 +272,14 @@ def test_a_sample_longer_than_the_budget_is_named_or_gets_its_own_microbatch():
     assert plan.microbatch_tokens == (20, 8)
 
 
-def test_padding_counts_against_the_budget():
+def test_padding_counts_against_the_budget() -> None:
     """Two samples of 5 take 8 each at context-parallel size 2: 10 tokens that a budget of 15 does not hold."""
     assert plan_step(samples_of([5, 5]), max_tokens_per_microbatch=15).num_microbatches == 1
     samples = samples_of([5, 5])
     assert plan_step(samples, max_tokens_per_microbatch=15, cp_size=2).num_microbatches == 2
 
 
-def test_the_seed_deals_equally_long_samples_differently():
+def test_the_seed_deals_equally_long_samples_differently() -> None:
     samples = samples_of([3] * 40)
     plans = [
         plan_step(samples, max_tokens_per_microbatch=12, seed=seed).microbatches
@@ -284,14 +288,14 @@ def test_the_seed_deals_equally_long_samples_differently():
     assert len(set(plans)) == 3 and plans[1] == plans[3]
 
 
-def test_settings_out_of_range_are_refused_by_flag():
+def test_settings_out_of_range_are_refused_by_flag() -> None:
     with pytest.raises(ValueError, match=r"--max-tokens-per-microbatch is 3.*at least 4"):
         plan_step([], max_tokens_per_microbatch=3, cp_size=2)
     with pytest.raises(ValueError, match="--oversized-samples .*found 'drop'"):
         plan_step([], max_tokens_per_microbatch=3, oversized="drop")
 
 
-def test_assignment_to_ranks_is_a_split_with_even_tokens():
+def test_assignment_to_ranks_is_a_split_with_even_tokens() -> None:
     lengths = np.random.default_rng(0).integers(2, 60, size=64).tolist()
     ranks = assign_to_data_parallel_ranks(samples_of(lengths), 4, cp_size=2)
     assert Counter(i for indices in ranks for i in indices) == Counter(range(64))
@@ -316,7 +320,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return add_planning_args(argparse.ArgumentParser(exit_on_error=False)).parse_args(words)
 
 
-def test_flags_become_the_config():
+def test_flags_become_the_config() -> None:
     words = "--max-tokens-per-microbatch 64 --docs-per-step 8 --docs-per-step-mode exact"
     config = validate_planning_args(parsed(*words.split(), "--keep-prompt-groups"))
     assert config == PlanningConfig(
@@ -335,12 +339,12 @@ def test_flags_become_the_config():
         ("--max-tokens-per-microbatch 9 --docs-per-step-mode exact", "--docs-per-step-mode"),
     ),
 )
-def test_flags_out_of_range_are_refused_by_name(words, flag):
+def test_flags_out_of_range_are_refused_by_name(words: str, flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         validate_planning_args(parsed(*words.split()))
 
 
-def test_ragged_microbatches_are_refused_with_expert_parallelism():
+def test_ragged_microbatches_are_refused_with_expert_parallelism() -> None:
     args = parsed("--max-tokens-per-microbatch", "9", "--ragged-microbatches")
     assert validate_planning_args(args).ragged_microbatches
     args.expert_model_parallel_size = 2
@@ -348,7 +352,7 @@ def test_ragged_microbatches_are_refused_with_expert_parallelism():
         validate_planning_args(args)
 
 
-def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere():
+def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--docs-per-step", type=int, default=5)
     args = add_planning_args(parser).parse_args(["--max-tokens-per-microbatch", "9"])
@@ -371,7 +375,9 @@ def test_a_flag_of_the_parsers_own_is_left_alone_unless_it_stores_elsewhere():
         ),
     ],
 )
-def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(settings, weights):
+def test_the_cost_of_a_model_whose_settings_are_left_to_megatron(
+    settings: dict[str, object], weights: int
+) -> None:
     shape = SimpleNamespace(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
     assert SampleCost.of_model(shape, 0) == SampleCost(2.0 * weights, 2.0 * 8)
     assert SampleCost.balancing("time", shape, 3).per_token == 2.0 * (weights + 8 * 3)

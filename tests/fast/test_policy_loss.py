@@ -56,7 +56,7 @@ def check_policy_loss(
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_objectives_equal_the_oracle(name, aggregation):
+def test_objectives_equal_the_oracle(name: str, aggregation: str) -> None:
     step = random_step(seed=20)
     objective = aggregated(OBJECTIVES[name], aggregation)
     check_policy_loss(step, random_logits(step), objective, whole(len(step)))
@@ -65,7 +65,7 @@ def test_objectives_equal_the_oracle(name, aggregation):
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", ["everything", "everything_by_the_loss"])
-def test_no_cut_changes_value_or_gradient(name, cut, aggregation):
+def test_no_cut_changes_value_or_gradient(name: str, cut: str, aggregation: str) -> None:
     """The KL and entropy terms are sample means, or follow the aggregation of the policy loss."""
     step = random_step(seed=21)
     objective = aggregated(OBJECTIVES[name], aggregation)
@@ -73,7 +73,7 @@ def test_no_cut_changes_value_or_gradient(name, cut, aggregation):
 
 
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean", "constant"])
-def test_the_two_aggregations_of_the_regularizers_differ(aggregation):
+def test_the_two_aggregations_of_the_regularizers_differ(aggregation: str) -> None:
     """Each, taken for the other, is noticed; under the sample mean they are one."""
     step = random_step(seed=21)
     by_the_loss = aggregated(OBJECTIVES["everything_by_the_loss"], aggregation)
@@ -86,7 +86,7 @@ def test_the_two_aggregations_of_the_regularizers_differ(aggregation):
             assert_same(found, other, logits)
 
 
-def test_a_kl_that_follows_the_token_mean():
+def test_a_kl_that_follows_the_token_mean() -> None:
     """2 tokens of .5 and 8 of 4.5: 2.5 as a mean over samples, 3.7 as a mean over tokens."""
     values = ((2, 0.5), (8, 4.5))
     samples = [
@@ -117,8 +117,14 @@ def test_a_kl_that_follows_the_token_mean():
     name=st.sampled_from(sorted(OBJECTIVES)),
 )
 def test_random_steps_and_cuts(
-    seed, num_samples, dp_size, num_microbatches, cp_size, aggregation, name
-):
+    seed: int,
+    num_samples: int,
+    dp_size: int,
+    num_microbatches: int,
+    cp_size: int,
+    aggregation: str,
+    name: str,
+) -> None:
     step = random_step(seed, num_samples=num_samples)
     cut = random_cut(
         random.Random(seed),
@@ -132,7 +138,7 @@ def test_random_steps_and_cuts(
 
 
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
-def test_padding_takes_no_part(cp_size):
+def test_padding_takes_no_part(cp_size: int) -> None:
     """The extra segment that sequence parallelism asks for; its logits are NaN here."""
     step = random_step(seed=33)
     logits = random_logits(step)
@@ -148,7 +154,7 @@ def test_padding_takes_no_part(cp_size):
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
 
-def test_the_random_ratios_reach_every_side_of_the_clip():
+def test_the_random_ratios_reach_every_side_of_the_clip() -> None:
     """A step without clipped tokens would make the tests above blind to the clip."""
     step = random_step(seed=20)
     result = oracle.policy_loss(step, random_logits(step), Objective())
@@ -167,7 +173,7 @@ def test_the_random_ratios_reach_every_side_of_the_clip():
 
 @pytest.mark.parametrize("distance", (-60.0, -16.0, 16.0, 60.0))
 @pytest.mark.parametrize("advantage", (-1.0, 0.0, 1.0))
-def test_log_ratio_is_clamped_to_20(distance, advantage):
+def test_log_ratio_is_clamped_to_20(distance: float, advantage: float) -> None:
     """Beyond it the ratio is exp(+-20) and has no gradient."""
     sample = replace(plain_sample([1]), advantages=[advantage], old_log_probs=[min(distance, 0.0)])
     logits = random_logits([sample])
@@ -176,7 +182,7 @@ def test_log_ratio_is_clamped_to_20(distance, advantage):
     check_policy_loss([sample], logits, Objective(), whole(1))
 
 
-def test_ratio_is_one_at_the_first_step_whatever_the_temperature():
+def test_ratio_is_one_at_the_first_step_whatever_the_temperature() -> None:
     """The symptom in the field: old log-probs at temperature t against new ones at 1."""
     step = random_step(seed=22)
     logits = random_logits(step)
@@ -197,7 +203,7 @@ def test_ratio_is_one_at_the_first_step_whatever_the_temperature():
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation):
+def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation: str) -> None:
     """Of pg_loss alone: the KL and entropy terms keep their own count. The divisor is no count of the step."""
     step = random_step(seed=23)
     logits = random_logits(step)
@@ -218,7 +224,7 @@ def test_grad_divisor_scales_the_gradient_and_not_the_report(aggregation):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_a_gradient_that_is_divided_twice(aggregation, cp_size):
+def test_a_gradient_that_is_divided_twice(aggregation: str, cp_size: int) -> None:
     """By the outer count of this step, whatever it is: two steps of one config have two divisors."""
     objective = aggregated(OBJECTIVES["everything"], aggregation)
     config = package_config(objective, divide_gradient_twice=True)
@@ -253,7 +259,7 @@ def loss_and_gradient(loss: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_default_is_the_plain_sample_mean_to_the_bit(seed):
+def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     sequences = random_sequences(seed, spread=0.5)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
     loss, _ = policy_loss_from_log_probs(
@@ -276,7 +282,7 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed):
     assert not torch.equal(other, expected[0])
 
 
-def test_padded_vocabulary_takes_no_part():
+def test_padded_vocabulary_takes_no_part() -> None:
     step = random_step(seed=24)
     logits = random_logits(step)
     padded = [torch.nn.functional.pad(part, (0, 5), value=30.0) for part in logits]
@@ -287,7 +293,7 @@ def test_padded_vocabulary_takes_no_part():
     assert_same(summed_loss(results), oracle.policy_loss(step, logits, objective).loss, logits)
 
 
-def test_float32_stays_within_float32_of_the_oracle():
+def test_float32_stays_within_float32_of_the_oracle() -> None:
     step = random_step(seed=25)
     logits = random_logits(step)
     objective = OBJECTIVES["everything"]
@@ -333,7 +339,7 @@ def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_dispatches_do_not_grow_with_samples(aggregation):
+def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
     assert count_dispatches(2, aggregation) == count_dispatches(500, aggregation)
 
 
@@ -342,7 +348,7 @@ def test_dispatches_do_not_grow_with_samples(aggregation):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_logits_of_another_length_are_refused():
+def test_logits_of_another_length_are_refused() -> None:
     step = random_step(seed=31)
     batch = pack(package_samples(step), cp_rank=0, cp_size=2)
     totals = uneven_totals(package_samples(step))

@@ -74,7 +74,9 @@ def with_garbage_logits(
 @pytest.mark.parametrize("garbage", (math.nan, math.inf, -math.inf))
 @pytest.mark.parametrize("cp_size", (1, 2))
 @pytest.mark.parametrize("name", ("everything", "kl_unbiased", "ppo"))
-def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(name, cp_size, garbage):
+def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
+    name: str, cp_size: int, garbage: float
+) -> None:
     """-inf or NaN old_log_probs, under exp, give a NaN gradient if only the result is masked."""
     clean = random_step(seed=26)
     assert any(0 in sample.loss_mask for sample in clean)
@@ -96,7 +98,7 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(name, cp_
 
 
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_nan_at_an_active_position_stays_visible(field):
+def test_nan_at_an_active_position_stays_visible(field: str) -> None:
     step = random_step(seed=27)
     last = next(index for index, sample in enumerate(step) if 1 in sample.loss_mask)
     token = step[last].loss_mask.index(1)
@@ -111,7 +113,7 @@ def test_nan_at_an_active_position_stays_visible(field):
 
 
 @pytest.mark.parametrize("garbage", (math.nan, math.inf))
-def test_garbage_logits_at_an_active_position_stay_visible(garbage):
+def test_garbage_logits_at_an_active_position_stay_visible(garbage: float) -> None:
     sample = plain_sample([1, 1])
     (logits,) = random_logits([sample])
     with torch.no_grad():
@@ -121,7 +123,7 @@ def test_garbage_logits_at_an_active_position_stay_visible(garbage):
 
 
 @pytest.mark.parametrize("name", ("ppo", "everything"))
-def test_ranks_without_an_active_token_stay_connected_to_the_graph(name):
+def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) -> None:
     """An empty micro-batch, a rank without response tokens and a fully masked sample."""
     masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
     outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
@@ -137,7 +139,7 @@ def test_ranks_without_an_active_token_stay_connected_to_the_graph(name):
         assert weight.grad is not None and weight.grad.item() == 0.0
 
 
-def test_step_without_an_active_token_is_zero_and_finite():
+def test_step_without_an_active_token_is_zero_and_finite() -> None:
     step = [plain_sample([0, 0]), plain_sample([0])]
     logits = random_logits(step)
     for aggregation in oracle.AGGREGATIONS:

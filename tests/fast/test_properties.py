@@ -79,19 +79,21 @@ def check_permutation(
 
 @settings(max_examples=150)
 @given(case=cut_steps())
-def test_no_cut_changes_value_or_gradient(case):
+def test_no_cut_changes_value_or_gradient(case: tuple) -> None:
     check_cut(Package(), *case)
 
 
 @settings(max_examples=50)
 @given(case=cut_steps())
-def test_no_order_of_samples_changes_value_or_gradient(case):
+def test_no_order_of_samples_changes_value_or_gradient(case: tuple) -> None:
     check_permutation(Package(), *case)
 
 
 @settings(max_examples=30)
 @given(step=steps, aggregation=aggregations, seed=seeds)
-def test_no_context_parallel_size_changes_value_or_gradient(step, aggregation, seed):
+def test_no_context_parallel_size_changes_value_or_gradient(
+    step: list[PlainSample], aggregation: str, seed: int
+) -> None:
     losses = random_losses(step, seed)
     unsharded = Package().objective(step, losses, whole(len(step)), aggregation)
     for cp_size in (2, 4, 8):
@@ -110,7 +112,9 @@ def value(step: list[PlainSample], losses: list[Tensor], aggregation: str) -> Te
 
 @settings(max_examples=30)
 @given(step=steps, seed=seeds, factor=st.floats(0.25, 64))
-def test_constant_is_linear_in_the_inverse_divisor(step, seed, factor):
+def test_constant_is_linear_in_the_inverse_divisor(
+    step: list[PlainSample], seed: int, factor: float
+) -> None:
     losses = random_losses(step, seed)
     found = Package(DIVISOR * factor).objective(step, losses, whole(len(step)), "constant")
     assert_same(found * factor, value(step, losses, "constant"), losses)
@@ -122,7 +126,9 @@ def test_constant_is_linear_in_the_inverse_divisor(step, seed, factor):
     count=st.integers(1, 6),
     seed=seeds,
 )
-def test_token_mean_of_equally_long_samples_is_sample_mean(mask, count, seed):
+def test_token_mean_of_equally_long_samples_is_sample_mean(
+    mask: list[int], count: int, seed: int
+) -> None:
     step = [plain_sample(mask) for _ in range(count)]
     losses = random_losses(step, seed)
     assert_same(value(step, losses, "token_mean"), value(step, losses, "sample_mean"), losses)
@@ -130,7 +136,7 @@ def test_token_mean_of_equally_long_samples_is_sample_mean(mask, count, seed):
 
 @settings(max_examples=30)
 @given(step=steps, seed=seeds)
-def test_prompt_mean_of_one_group_is_its_token_mean(step, seed):
+def test_prompt_mean_of_one_group_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
     step = [replace(sample, group_index=5) for sample in step]
     losses = random_losses(step, seed)
     assert_same(value(step, losses, "prompt_mean"), value(step, losses, "token_mean"), losses)
@@ -138,7 +144,9 @@ def test_prompt_mean_of_one_group_is_its_token_mean(step, seed):
 
 @settings(max_examples=30)
 @given(step=steps, seed=seeds)
-def test_prompt_mean_of_one_rollout_a_group_is_sample_mean(step, seed):
+def test_prompt_mean_of_one_rollout_a_group_is_sample_mean(
+    step: list[PlainSample], seed: int
+) -> None:
     step = [
         replace(sample, group_index=index, rollout_id=None) for index, sample in enumerate(step)
     ]
@@ -148,7 +156,7 @@ def test_prompt_mean_of_one_rollout_a_group_is_sample_mean(step, seed):
 
 @settings(max_examples=30)
 @given(step=steps, seed=seeds)
-def test_sample_mean_of_one_rollout_is_its_token_mean(step, seed):
+def test_sample_mean_of_one_rollout_is_its_token_mean(step: list[PlainSample], seed: int) -> None:
     step = [replace(sample, rollout_id=5, group_index=5) for sample in step]
     losses = random_losses(step, seed)
     assert_same(value(step, losses, "sample_mean"), value(step, losses, "token_mean"), losses)
@@ -156,7 +164,9 @@ def test_sample_mean_of_one_rollout_is_its_token_mean(step, seed):
 
 @settings(max_examples=30)
 @given(step=steps, aggregation=aggregations, seed=seeds)
-def test_objective_is_linear_in_the_losses(step, aggregation, seed):
+def test_objective_is_linear_in_the_losses(
+    step: list[PlainSample], aggregation: str, seed: int
+) -> None:
     """Hence the gradient is the weight of each token: it does not depend on the losses."""
     first, second = random_losses(step, seed), random_losses(step, seed + 1)
     weights = gradients(value(step, first, aggregation), first)
@@ -174,7 +184,7 @@ def test_objective_is_linear_in_the_losses(step, aggregation, seed):
     response_lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     aggregation=st.sampled_from(("sample_mean", "prompt_mean", "token_mean")),
 )
-def test_a_mean_of_equal_losses_is_that_loss(response_lengths, aggregation):
+def test_a_mean_of_equal_losses_is_that_loss(response_lengths: list[int], aggregation: str) -> None:
     step = [
         plain_sample([1] * length, group=index % 2) for index, length in enumerate(response_lengths)
     ]
@@ -203,11 +213,11 @@ def fails(check: Callable[..., None], mutant: Package, examples: int = 150) -> b
 
 
 @pytest.mark.parametrize("name", mutants.MUTANTS)
-def test_the_cut_property_rejects(name):
+def test_the_cut_property_rejects(name: str) -> None:
     assert fails(check_cut, mutants.MUTANTS[name]())
 
 
-def test_the_cut_property_accepts_the_package():
+def test_the_cut_property_accepts_the_package() -> None:
     assert not fails(check_cut, Package(), examples=20)
 
 
@@ -219,7 +229,7 @@ class FirstSampleCountsMore(Package):
 
 
 @pytest.mark.parametrize("mutant", (FirstSampleCountsMore(), mutants.MicroBatchDenominator()))
-def test_the_order_property_rejects(mutant):
+def test_the_order_property_rejects(mutant: Package) -> None:
     assert fails(check_permutation, mutant)
 
 
@@ -239,7 +249,7 @@ CAUGHT_BY_CUT = {
 
 
 @pytest.mark.parametrize("name", mutants.MUTANTS)
-def test_the_named_cuts_reject(name):
+def test_the_named_cuts_reject(name: str) -> None:
     """The same steps and cuts as test_aggregation's, so that those tests can fail too."""
     aggregation, cut = CAUGHT_BY_CUT[name]
     step = random_step(seed=0)
@@ -249,7 +259,7 @@ def test_the_named_cuts_reject(name):
         check_cut(mutants.MUTANTS[name](), *case)
 
 
-def test_random_steps_leave_some_rank_without_a_response():
+def test_random_steps_leave_some_rank_without_a_response() -> None:
     """The property would be easier if every window held something."""
     step = random_step(seed=0)
     layout = token_layout(*lengths(step[:2]), 8)

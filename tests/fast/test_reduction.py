@@ -13,7 +13,7 @@ from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.policy_loss import quotient
-from megatron_pg.loss.reducer import custom_reduction, get_pg_loss_reducer, weighted_sum
+from megatron_pg.loss.reducer import Reducer, custom_reduction, get_pg_loss_reducer, weighted_sum
 from megatron_pg.loss.weights import Weights, host_weights
 from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
@@ -61,7 +61,9 @@ def reduced(config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, x:
 @pytest.mark.parametrize("per_token", (False, True))
 @pytest.mark.parametrize("cp_size", (1, 2, 4))
 @pytest.mark.parametrize("mode", ("zigzag", "contiguous"))
-def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_size, per_token):
+def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
+    mode: str, cp_size: int, per_token: bool
+) -> None:
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
@@ -92,11 +94,16 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(mode, cp_si
     assert_same(found, expected, losses)
 
 
-def sum_without_gradient(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def sum_without_gradient(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
     return lambda x: x.detach().sum()
 
 
-def test_a_users_reducer_that_loses_the_gradient_is_refused():
+def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     samples = package_samples(random_step(seed=50))
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
@@ -110,7 +117,12 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused():
         reduced(config, batch, totals, x.requires_grad_())
 
 
-def sum_over_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def sum_over_samples(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
     """As trainers write it that have no empty micro-batch: Python's sum over samples, of none the int 0."""
     torch.stack([mask.sum() for mask in loss_masks])
     return lambda x: sum(  # type: ignore[return-value]
@@ -135,7 +147,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_without_samples_is_zero_and_connected(name):
+def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
     totals = uneven_totals([])
@@ -148,13 +160,20 @@ received: list[list[Tensor]] = []
 """The loss masks of every call of `mean_of_what_is_left`."""
 
 
-def mean_of_what_is_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+def mean_of_what_is_left(
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    calculate_per_token_loss: bool,
+) -> Reducer:
     """The token mean of every sample, of the masks that it is given."""
     received.append(loss_masks)
     return get_pg_loss_reducer(total_lengths, response_lengths, loss_masks)
 
 
-def drop_falling(config, batch, log_probs, pg_loss):
+def drop_falling(
+    config: PolicyLossConfig, batch: PackedBatch, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
     return pg_loss, batch.advantages >= 0
 
 
@@ -203,7 +222,7 @@ def evaluated(
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_users_reducer_gets_the_masks_that_corrections_leave(name):
+def test_a_users_reducer_gets_the_masks_that_corrections_leave(name: str) -> None:
     settings, correction = DROPPING[name]
     for terms in ({}, TERMS):
         sequences = random_sequences(4, spread=0.5)
@@ -232,7 +251,7 @@ def test_a_users_reducer_gets_the_masks_that_corrections_leave(name):
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_masked_token_and_one_that_a_custom_correction_drops():
+def test_a_masked_token_and_one_that_a_custom_correction_drops() -> None:
     log_probs = [0.0] * 5
     sample = Sample(
         tokens=[1] * 7,
@@ -255,7 +274,7 @@ def test_a_masked_token_and_one_that_a_custom_correction_drops():
         assert [mask.tolist() for mask in received[0]] == [expected]
 
 
-def test_a_reducer_that_cannot_know_its_slice_is_refused():
+def test_a_reducer_that_cannot_know_its_slice_is_refused() -> None:
     step = package_samples(random_step(seed=50))
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=f"{__name__}:mean_by_rank_alone")
     batch = pack(step, cp_rank=0, cp_size=2, cp_partition_mode="contiguous")

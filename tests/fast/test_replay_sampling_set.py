@@ -26,7 +26,7 @@ def loss_of(*samples: Sample, cp: tuple[int, int] = (0, 1), **settings: Any) -> 
     )
 
 
-def test_without_sets():
+def test_without_sets() -> None:
     with pytest.raises(ValueError, match="a has no kept_tokens, which --replay-sampling-set needs"):
         loss_of(sample(kept_tokens=None))
     assert loss_of().batch.kept_tokens is not None  # an empty micro-batch
@@ -42,7 +42,9 @@ def test_without_sets():
     ],
 )
 @pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
-def test_log_probs_of_the_whole_vocabulary(field, settings, cp):
+def test_log_probs_of_the_whole_vocabulary(
+    field: str, settings: dict[str, Any], cp: tuple[int, int]
+) -> None:
     """A KL to them would be of no two distributions, and a ratio one of two supports."""
     good = {name: [-0.5, 1e-4, -2.0, 0.0] for name in ("ref_log_probs", "rollout_log_probs")}
     loss_of(sample(**good), sample("b", **good), cp=cp, **settings)
@@ -54,7 +56,7 @@ def test_log_probs_of_the_whole_vocabulary(field, settings, cp):
     loss_of(sample(**unread), cp=cp)
 
 
-def test_metrics():
+def test_metrics() -> None:
     """Size and mass of the sets: 0 and 1 where all tokens were kept."""
     samples = [sample("a"), sample("b")]
     config = PolicyLossConfig(replay_sampling_set=True, kept_set_mass=True)
@@ -76,7 +78,7 @@ def test_metrics():
     assert not {"kept_set_size", "kept_set_mass"} & metrics.keys()
 
 
-def test_an_id_outside_the_vocabulary():
+def test_an_id_outside_the_vocabulary() -> None:
     samples = [sample(kept_tokens=[[3, 40], [4], [], [5]])]
     config = PolicyLossConfig(replay_sampling_set=True)
     with pytest.raises(

@@ -70,7 +70,7 @@ def numbers(slots: list[Sample | None]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_becomes_a_sample(tmp_path, kind):
+def test_a_row_becomes_a_sample(tmp_path: Path, kind: str) -> None:
     rows = [
         row(3, response_ids=[4, 5, 6], loss_mask=[1, 0, 1], log_probs=[-1.0, None, -2.5],
             rollout_log_probs=[-1.5, -2.0, -3.0], rollout_id=2**62, text="ignored"),
@@ -90,7 +90,7 @@ def test_a_row_becomes_a_sample(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_sets(tmp_path, kind):
+def test_kept_sets(tmp_path: Path, kind: str) -> None:
     """Ragged lists of lists, an empty or missing set where all tokens were kept, in the middle of a file too."""
     sets = [[[5]], [[], [5, 9]], [[5, 1, 2], [7, 5], []], [], [[3, 5], [5]], [[], [], [5]], [[5]]]
     rows = [
@@ -118,7 +118,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_are_read_alone_and_among_others(tmp_path, kind, variant):
+def test_variants_are_read_alone_and_among_others(tmp_path: Path, kind: str, variant: str) -> None:
     path = write(tmp_path, [VARIANTS[variant]], kind)
     assert numbers(pull_all(RolloutFiles([path]))) == [2]
     if kind == "jsonl":  # a Parquet column has one type
@@ -183,7 +183,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_says_where_and_what(tmp_path, kind, case):
+def test_a_bad_row_says_where_and_what(tmp_path: Path, kind: str, case: str) -> None:
     bad, field, found, expected = BAD_ROWS[case]
     # In a Parquet file the type of a column is that of all its rows.
     rows = [row(4), row(5), bad, row(6)] if kind == "jsonl" else [bad]
@@ -224,7 +224,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_broken_line_spoils_only_itself(tmp_path, case):
+def test_a_broken_line_spoils_only_itself(tmp_path: Path, case: str) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(f"{json.dumps(row(3))}\n\n{BAD_LINES[case]}\n  \n{json.dumps(row(4))}")
     with pytest.raises(RowError, match="row 1: "):
@@ -233,13 +233,13 @@ def test_a_broken_line_spoils_only_itself(tmp_path, case):
     assert numbers(pull_all(source)) == [3, None, 4] and source.num_skipped == 1
 
 
-def test_a_line_of_many_brackets_is_read(tmp_path):
+def test_a_line_of_many_brackets_is_read(tmp_path: Path) -> None:
     """Their number is no matter: what nests too deeply is refused."""
     path = write(tmp_path, [row(0), row(1, text=[[]] * 5000), row(2, text="{[" * 5000)], "jsonl")
     assert numbers(pull_all(RolloutFiles([path]))) == [0, 1, 2]
 
 
-def test_integers_beyond_float64_spoil_only_their_rows(tmp_path):
+def test_integers_beyond_float64_spoil_only_their_rows(tmp_path: Path) -> None:
     """The integers of Python have no bound."""
     rows = [row(0), row(1, reward=True), row(2, reward=10**400), row(3, advantages=-(10**400))]
     path = write(tmp_path, rows, "jsonl")
@@ -249,7 +249,7 @@ def test_integers_beyond_float64_spoil_only_their_rows(tmp_path):
     assert numbers(pull_all(RolloutFiles([path], on_bad_row="skip"))) == [0, None, None, None]
 
 
-def test_the_only_line_may_lack_its_newline(tmp_path):
+def test_the_only_line_may_lack_its_newline(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row(3)))
     assert numbers(pull_all(RolloutFiles([path]))) == [3]
@@ -268,7 +268,7 @@ def files_of_both_kinds(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("size", (1, 2, 3, 5))
 @pytest.mark.parametrize("count", (1, 3, 4, 40))
-def test_ranks_share_the_rows_over_all_files(tmp_path, size, count):
+def test_ranks_share_the_rows_over_all_files(tmp_path: Path, size: int, count: int) -> None:
     paths = files_of_both_kinds(tmp_path)
     for rank in range(size):
         source = RolloutFiles(paths, data_parallel_rank=rank, data_parallel_size=size)
@@ -276,7 +276,7 @@ def test_ranks_share_the_rows_over_all_files(tmp_path, size, count):
 
 
 @pytest.mark.parametrize("sizes", ((1, 1), (2, 3), (3, 1)))
-def test_a_run_goes_on_anywhere_at_any_size(tmp_path, sizes):
+def test_a_run_goes_on_anywhere_at_any_size(tmp_path: Path, sizes: tuple[int, int]) -> None:
     paths = files_of_both_kinds(tmp_path)
     before, after = sizes
     for num_pulls in range(34 // before):
@@ -317,7 +317,7 @@ OTHER_LISTS = {
 
 
 @pytest.mark.parametrize("case", OTHER_LISTS)
-def test_resuming_with_another_list_of_files_is_refused(tmp_path, case):
+def test_resuming_with_another_list_of_files_is_refused(tmp_path: Path, case: str) -> None:
     paths, position = files_of_a_stopped_run(tmp_path)
     order, message = OTHER_LISTS[case]
     with pytest.raises(ValueError, match=f"--rollout-files: {message}.*same order"):
@@ -325,7 +325,9 @@ def test_resuming_with_another_list_of_files_is_refused(tmp_path, case):
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_resuming_with_other_contents_of_the_same_size_is_refused(tmp_path, index):
+def test_resuming_with_other_contents_of_the_same_size_is_refused(
+    tmp_path: Path, index: int
+) -> None:
     """As step1/rollouts.jsonl and step2/rollouts.jsonl may be."""
     (tmp_path / "step1").mkdir()
     (tmp_path / "step2").mkdir()
@@ -340,7 +342,7 @@ def test_resuming_with_other_contents_of_the_same_size_is_refused(tmp_path, inde
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_resuming_with_a_shorter_file_is_refused(tmp_path, index):
+def test_resuming_with_a_shorter_file_is_refused(tmp_path: Path, index: int) -> None:
     paths, position = files_of_a_stopped_run(tmp_path)
     size = paths[index].stat().st_size
     kind = paths[index].suffix[1:]
@@ -352,7 +354,9 @@ def test_resuming_with_a_shorter_file_is_refused(tmp_path, index):
         RolloutFiles(paths).seek(position)
 
 
-def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tmp_path):
+def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path, [row(i) for i in range(2000)], "jsonl")
     source = RolloutFiles([path])
     source.pull(1990)
@@ -364,7 +368,7 @@ def test_a_file_that_changed_where_the_account_does_not_look_has_too_few_rows(tm
         RolloutFiles([path]).seek(source.position)
 
 
-def test_files_in_another_folder_go_on(tmp_path):
+def test_files_in_another_folder_go_on(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     paths, position = files_of_a_stopped_run(tmp_path / "before")
     (tmp_path / "before").rename(tmp_path / "after")
@@ -379,7 +383,7 @@ def add_lines(path: Path, rows: list[Row]) -> None:
         file.writelines(json.dumps(fields) + "\n" for fields in rows)
 
 
-def test_rows_may_be_added_after_the_last(tmp_path):
+def test_rows_may_be_added_after_the_last(tmp_path: Path) -> None:
     paths, position = files_of_a_stopped_run(tmp_path)
     add_lines(paths[3], [row(50)])
     more = write(tmp_path, [row(60)], "jsonl", "e")
@@ -388,7 +392,7 @@ def test_rows_may_be_added_after_the_last(tmp_path):
     assert numbers(pull_all(source)) == [3, 4, 2, 3, 4, 5, 3, 4, 5, 6, 50, 60]
 
 
-def test_files_may_be_added_to_those_that_have_ended(tmp_path):
+def test_files_may_be_added_to_those_that_have_ended(tmp_path: Path) -> None:
     paths, _ = files_of_a_stopped_run(tmp_path)
     ended = RolloutFiles(paths)
     pull_all(ended)
@@ -402,7 +406,7 @@ def test_files_may_be_added_to_those_that_have_ended(tmp_path):
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_a_file_that_has_grown_before_the_last_is_refused(tmp_path, index):
+def test_a_file_that_has_grown_before_the_last_is_refused(tmp_path: Path, index: int) -> None:
     paths, position = files_of_a_stopped_run(tmp_path)
     rows = [row(i) for i in range(index, index + 5)]
     write(tmp_path, rows, paths[index].suffix[1:], paths[index].stem)
@@ -411,7 +415,9 @@ def test_a_file_that_has_grown_before_the_last_is_refused(tmp_path, index):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(tmp_path, kind):
+def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
     source = RolloutFiles([write(tmp_path, [row(0), row(1)], kind)])
     source.pull(1)
     longer = write(tmp_path, [row(7), row(8), row(9)], kind)
@@ -419,7 +425,7 @@ def test_a_last_file_that_was_replaced_by_a_longer_one_is_refused(tmp_path, kind
         RolloutFiles([longer]).seek(source.position)
 
 
-def test_a_directory_stands_for_its_files(tmp_path):
+def test_a_directory_stands_for_its_files(tmp_path: Path) -> None:
     files_of_both_kinds(tmp_path)
     (tmp_path / "notes.txt").write_text("no rollouts")
     (tmp_path / "notes.gz").write_text("no rollouts")
@@ -428,7 +434,7 @@ def test_a_directory_stands_for_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_name_may_end_in_capitals(tmp_path, kind):
+def test_a_name_may_end_in_capitals(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, [row(3)], kind)
     capitals = path.rename(path.with_suffix(path.suffix.upper()))
     assert numbers(pull_all(RolloutFiles([tmp_path]))) == [3]
@@ -437,7 +443,7 @@ def test_a_name_may_end_in_capitals(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "b.JSON.ZST", "b.parquet.gz"])
-def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path, name):
+def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path: Path, name: str) -> None:
     write(tmp_path, [row(3)], "jsonl")
     compressed = tmp_path / name
     compressed.write_bytes(b"\x1f\x8b")
@@ -448,7 +454,7 @@ def test_a_compressed_file_is_refused_and_not_passed_over(tmp_path, name):
         validate_rollout_file(compressed)
 
 
-def test_a_folder_that_is_named_as_a_file(tmp_path):
+def test_a_folder_that_is_named_as_a_file(tmp_path: Path) -> None:
     """Spark writes such folders: one of them may be given, and one among files is refused."""
     folder = tmp_path / "part.parquet"
     folder.mkdir()
@@ -459,7 +465,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path):
         RolloutFiles([tmp_path])
 
 
-def test_a_column_that_comes_twice_is_refused(tmp_path):
+def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
     names = ["prompt_ids", "response_ids", "reward", "text", "text"]
     values = [pa.array([[1]]), pa.array([[2]]), *[pa.array([1.0])] * 3]
     path = tmp_path / "twice.parquet"
@@ -472,7 +478,7 @@ def test_a_column_that_comes_twice_is_refused(tmp_path):
             read()
 
 
-def test_bad_files_and_settings_are_refused(tmp_path):
+def test_bad_files_and_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b")
     (tmp_path / "x.parquet").write_text("no parquet")
     (tmp_path / "empty").mkdir()
@@ -497,7 +503,7 @@ def test_bad_files_and_settings_are_refused(tmp_path):
             RolloutFiles([path], **options)
 
 
-def test_samples_share_no_memory_with_their_window(tmp_path):
+def test_samples_share_no_memory_with_their_window(tmp_path: Path) -> None:
     """One that is carried over would keep the whole window alive, and a checkpoint would hold it."""
     path = write(tmp_path, [row(i) for i in range(200)], "parquet")
     sample = RolloutFiles([path]).pull(200)[7]
@@ -507,7 +513,7 @@ def test_samples_share_no_memory_with_their_window(tmp_path):
             assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
-def test_steps_of_documents_from_a_file(tmp_path):
+def test_steps_of_documents_from_a_file(tmp_path: Path) -> None:
     """The carry-over and the position make a checkpoint; bad rows are counted with the step."""
     rows = [row(i) if i != 5 else row(i, reward="?") for i in range(20)]
     path = write(tmp_path, rows, "jsonl")
@@ -527,7 +533,7 @@ def test_steps_of_documents_from_a_file(tmp_path):
     assert rest == [list(range(8, 16)), list(range(16, 20))]
 
 
-def test_rewards_become_advantages_within_their_groups(tmp_path):
+def test_rewards_become_advantages_within_their_groups(tmp_path: Path) -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 3.0, 3.0]
     rows = [row(i, reward=reward, group_index=i // 4) for i, reward in enumerate(rewards)]
     samples = RolloutFiles([write(tmp_path, rows, "jsonl")]).pull(6)
@@ -540,7 +546,7 @@ def test_rewards_become_advantages_within_their_groups(tmp_path):
         with_group_advantages([lone])
 
 
-def test_a_missing_pyarrow_is_named(monkeypatch):
+def test_a_missing_pyarrow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "megatron_pg.rollout_files.reader")
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[tools\]'"):
@@ -548,7 +554,7 @@ def test_a_missing_pyarrow_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_columns_of_vllm_are_read(tmp_path, kind):
+def test_the_columns_of_vllm_are_read(tmp_path: Path, kind: str) -> None:
     """As the columns of ours that mean the same; not in the place of one of ours, nor one alone."""
     names = {
         "prompt_ids": "prompt_token_ids",
@@ -585,7 +591,7 @@ def grouped_rows(path: Path, groups: Sequence[int], rollouts: Sequence[int | Non
     return path
 
 
-def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path):
+def test_validate_names_groups_and_rollouts_whose_rows_are_scattered(tmp_path: Path) -> None:
     """As the run says at the step after; rows of one that follow each other are not, over two files neither."""
     whole = grouped_rows(tmp_path / "whole.jsonl", [1, 1, 2, 2], [5, 5, 6, None])
     report = validate_rollout_file(whole)

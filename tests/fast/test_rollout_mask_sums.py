@@ -81,7 +81,7 @@ def bare(step: Sequence[PlainSample], **others: Any) -> list[BareSample]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_the_sample_mean_becomes_the_aggregation(aggregation):
+def test_the_sample_mean_becomes_the_aggregation(aggregation: str) -> None:
     step = ragged(1)
     sums = rollout_mask_sums(
         AGGREGATIONS[aggregation],
@@ -92,7 +92,7 @@ def test_the_sample_mean_becomes_the_aggregation(aggregation):
     assert_is(aggregation, step, sums[0], 1e-12)
 
 
-def test_a_divisor_of_one_half_per_mille_more_is_seen():
+def test_a_divisor_of_one_half_per_mille_more_is_seen() -> None:
     step = ragged(1)
     rows = AGGREGATIONS["prompt_mean"]
     counted = lambda: [TrainerStep(bare(step), len(oracle.rollouts(step)))]  # noqa: E731
@@ -106,7 +106,7 @@ def sums_of(aggregation: str, *steps: list[BareSample], rollouts: int) -> list[T
     return rollout_mask_sums(AGGREGATIONS[aggregation], None, lambda: cut, trainer="slime")
 
 
-def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number():
+def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number() -> None:
     group = [BareSample(int(number < 3), 7, number) for number in range(4)]
     other = [BareSample(9, 8, 10 + number) for number in range(4)]
     with pytest.raises(
@@ -115,25 +115,25 @@ def test_a_group_of_fewer_tokens_than_rollouts_is_refused_by_its_number():
         sums_of("prompt_mean", group + other, rollouts=8)
 
 
-def test_a_divisor_of_exactly_one_is_kept():
+def test_a_divisor_of_exactly_one_is_kept() -> None:
     """49 / 49 comes out below 1 where the quotient is taken first."""
     group = [BareSample(1, 0, number) for number in range(49)]
     (sums,) = sums_of("prompt_mean", group, rollouts=49)
     assert sums.tolist() == [1.0] * 49
 
 
-def test_masked_groups_below_one_are_not_refused():
+def test_masked_groups_below_one_are_not_refused() -> None:
     masked = [BareSample(0, 0, number) for number in range(8)]
     (sums,) = sums_of("prompt_mean", masked + [BareSample(9, 1, 9)], rollouts=9)
     assert sums[-1].item() == 9 * 2 / 9
 
 
-def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean():
+def test_a_step_of_fewer_tokens_than_rollouts_has_no_token_mean() -> None:
     with pytest.raises(ValueError, match=r"token_mean: the step has 1 active tokens in 4 rollouts"):
         sums_of("token_mean", [BareSample(int(n == 0), None, n) for n in range(4)], rollouts=4)
 
 
-def test_groups_split_over_steps_are_refused_by_number():
+def test_groups_split_over_steps_are_refused_by_number() -> None:
     first = [BareSample(9, group, 10 * group + n) for group in (1, 2) for n in range(2)]
     second = [BareSample(9, group, 100 + 10 * group + n) for group in (2, 3) for n in range(2)]
     with pytest.raises(ValueError, match=r"1 prompt groups in several.*2 \(steps 0 and 1\)"):
@@ -141,7 +141,7 @@ def test_groups_split_over_steps_are_refused_by_number():
     sums_of("token_mean", first, second, rollouts=4)
 
 
-def test_a_group_of_different_prompts_is_refused():
+def test_a_group_of_different_prompts_is_refused() -> None:
     step = [BareSample(9, 1, n, f"sample {n}", prompt_hash=n // 2) for n in range(4)]
     with pytest.raises(ValueError, match=r"sample 0 and sample 2 of prompt group 1 have different"):
         sums_of("prompt_mean", step, rollouts=4)
@@ -190,7 +190,7 @@ def slime_data(step: list[PlainSample]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation):
+def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation: str) -> None:
     step = ragged(2)
     data = slime_data(step)
     divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
@@ -206,7 +206,7 @@ def test_slimes_hook_is_exact_in_each_of_two_steps(aggregation):
         assert_is(aggregation, members, data["rollout_mask_sums"][places].double(), 2e-7)
 
 
-def test_slimes_groups_by_a_field_of_the_rollout():
+def test_slimes_groups_by_a_field_of_the_rollout() -> None:
     step = ragged(2)
     by_index, by_field = slime_data(step), slime_data(step)
     by_field["round_number"] = [index // ROLLOUTS_PER_GROUP for index in by_field["sample_indices"]]
@@ -218,14 +218,14 @@ def test_slimes_groups_by_a_field_of_the_rollout():
         slime.prompt_mean(arguments(loss_aggregation_group_key="group"), 0, by_field)
 
 
-def test_slimes_samples_without_an_index_are_refused():
+def test_slimes_samples_without_an_index_are_refused() -> None:
     data = slime_data(ragged(2))
     data["sample_indices"][3] = None
     with pytest.raises(ValueError, match="sample_indices of sample 3 of this rank is None"):
         slime.prompt_mean(arguments(), 0, data)
 
 
-def test_slimes_indices_that_do_not_count_from_a_whole_group_are_refused():
+def test_slimes_indices_that_do_not_count_from_a_whole_group_are_refused() -> None:
     """As after a resumption with another --n-samples-per-prompt: a group would be two halves of two prompts."""
     data = slime_data(ragged(2))
     data["sample_indices"] = [index + 2 for index in data["sample_indices"]]
@@ -264,7 +264,9 @@ def miles_samples(step: list[PlainSample]) -> list[Any]:
 
 
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_miles_hook_is_exact_in_each_step(aggregation, conversion):
+def test_miles_hook_is_exact_in_each_step(
+    aggregation: str, conversion: types.SimpleNamespace
+) -> None:
     step = ragged(3)
     divisor = {"loss_aggregation_divisor": DIVISOR} if aggregation == "constant" else {}
     args = arguments(custom_reward_post_process_path="my.rewards", **divisor)
@@ -277,7 +279,7 @@ def test_miles_hook_is_exact_in_each_step(aggregation, conversion):
         assert_is(aggregation, [step[n] for n in places], sums, 1e-12)
 
 
-def test_miles_last_step_of_fewer_rollouts(conversion):
+def test_miles_last_step_of_fewer_rollouts(conversion: types.SimpleNamespace) -> None:
     """`--allow-partial-train-step` trains on the rest as a step of its own."""
     step = ragged(3, num_groups=3)
     data = miles.token_mean(arguments(), miles_samples(step))
@@ -287,7 +289,7 @@ def test_miles_last_step_of_fewer_rollouts(conversion):
     assert data["rollout_mask_sums"][0] == oracle.active_tokens(full, range(len(full))) / 8
 
 
-def test_miles_samples_without_a_group_are_refused(conversion):
+def test_miles_samples_without_a_group_are_refused(conversion: types.SimpleNamespace) -> None:
     samples = miles_samples(ragged(3))
     samples[2].group_index = None
     with pytest.raises(ValueError, match=r"group_index of sample 2 \(index 2\) is None"):
@@ -295,7 +297,7 @@ def test_miles_samples_without_a_group_are_refused(conversion):
     miles.token_mean(arguments(), samples)
 
 
-def test_miles_multimodal_rollouts_are_refused(conversion):
+def test_miles_multimodal_rollouts_are_refused(conversion: types.SimpleNamespace) -> None:
     conversion.extra = {"multimodal_train_inputs": []}
     with pytest.raises(ValueError, match="multimodal inputs let miles cut the steps"):
         miles.token_mean(arguments(), miles_samples(ragged(3)))

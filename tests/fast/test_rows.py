@@ -22,6 +22,8 @@ from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.gradient_scope import gradient_scope, leaves_out_zero_advantages
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, Outcome
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 from tests.random_steps import uneven_totals
 
@@ -34,7 +36,9 @@ def sequence_score(config, tokens, sums):
     return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
-def drop_long_mismatch(config, tokens, sums, loss: torch.Tensor) -> Corrected:
+def drop_long_mismatch(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: torch.Tensor
+) -> Corrected:
     """Drops the sequences whose log-probs add up to less than the rollout engine's."""
     total = sums.total("mismatch")
     return Corrected(loss, tokens.loss_mask & (total >= 0), {"mismatch_sum": total})
@@ -171,7 +175,9 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
         ("tokn_mean", "token_mean"),
     ],
 )
-def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> None:
+def test_the_parser_names_the_aggregation_that_is_meant(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parsed(f"--loss-aggregation {word}")
     assert f"did you mean {meant}?" in capsys.readouterr().err
@@ -184,7 +190,9 @@ def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> 
         ("--lr 1", ""),  # it has no flag but --help near it
     ],
 )
-def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, capsys) -> None:
+def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = add_policy_loss_args(ProgramParser(prog="ours"))
     with pytest.raises(SystemExit) as end:
         parser.parse_args(line.split())
@@ -192,7 +200,9 @@ def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, 
     assert capsys.readouterr().err == f"ours: error: unrecognized arguments: {line}{hint}\n"
 
 
-def test_a_parser_of_ours_prints_its_help_once_on_a_node(capsys, monkeypatch) -> None:
+def test_a_parser_of_ours_prints_its_help_once_on_a_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit):

@@ -133,7 +133,9 @@ def check_aggregation(name: str) -> None:
     check_loss({"policy_loss": "reinforce", **settings}, expected)
 
 
-def half_of_likely_tokens(config, batch, log_probs, pg_loss):
+def half_of_likely_tokens(
+    config: PolicyLossConfig, batch: Any, log_probs: Tensor, pg_loss: Tensor
+) -> tuple[Tensor, Tensor]:
     return pg_loss / 2, log_probs > -1.5
 
 
@@ -460,11 +462,11 @@ def check_row(table: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("table", "name"), ROWS)
-def test_every_row_is_what_its_loops_say(table, name):
+def test_every_row_is_what_its_loops_say(table: str, name: str) -> None:
     check_row(table, name)
 
 
-def test_every_table_has_a_door():
+def test_every_table_has_a_door() -> None:
     assert set(TABLES) <= set(DOORS)
 
 
@@ -529,14 +531,18 @@ def mutants() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("table", "name", "change"), mutants())
-def test_a_row_with_its_sign_flipped_is_refused(table, name, change, monkeypatch):
+def test_a_row_with_its_sign_flipped_is_refused(
+    table: str, name: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken(table, name, CHANGES[change], monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
         check_row(table, name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in CORRECTIONS.items() if row.rejects])
-def test_a_correction_that_drops_nothing_is_refused(name, monkeypatch):
+def test_a_correction_that_drops_nothing_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = CORRECTIONS[name]
 
     def keeps_all(config: PolicyLossConfig, tokens: Tokens, *others: Any) -> Corrected:
@@ -548,7 +554,7 @@ def test_a_correction_that_drops_nothing_is_refused(name, monkeypatch):
 
 
 @pytest.mark.parametrize("table", DOORS)
-def test_a_row_without_loops_is_refused(table, monkeypatch):
+def test_a_row_without_loops_is_refused(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the last row under another name: right, and nobody could say so."""
     if table in TABLES:
         copy = dataclasses.replace(list(TABLES[table].values())[-1], name="unheard_of")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import study  # noqa: E402
 
 
-def test_an_interval_by_hand():
+def test_an_interval_by_hand() -> None:
     centre, width = study.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert centre == 3.0
     assert width == pytest.approx(2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5))
@@ -42,7 +42,9 @@ def write_run(folder: Path, offset: float, learns_at: int | None = None) -> None
     (folder / "summary.json").write_text(json.dumps({"held_out_after": offset}))
 
 
-def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch, capsys):
+def test_finished_runs_are_read_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, mode in enumerate(study.STUDIES["aggregations"].modes):
         for seed in (1, 2, 3):
             # Seeds differ by 0.1, modes by 0.01 whatever the seed.
@@ -62,7 +64,9 @@ def test_finished_runs_are_read_and_not_repeated(tmp_path, monkeypatch, capsys):
     assert table in capsys.readouterr().out
 
 
-def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys):
+def test_a_student_is_run_after_its_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands = []
 
     def run(command: list[str], **kwargs: object) -> object:
@@ -86,7 +90,7 @@ def test_a_student_is_run_after_its_teacher(tmp_path, monkeypatch, capsys):
         assert f"| {row} |\n" in shown
 
 
-def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
+def test_a_run_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
     def fail(command: list[str], **kwargs: object) -> object:

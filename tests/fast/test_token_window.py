@@ -90,7 +90,9 @@ def check_window(
 @pytest.mark.parametrize("size", [1, 4, 9, 1000])
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_parts_of_whole_samples_fit_every_rank(name, cp_size, size, mode):
+def test_parts_of_whole_samples_fit_every_rank(
+    name: str, cp_size: int, size: int, mode: str
+) -> None:
     """By counting rows: no rank has more than `size` of a part unless it is one sample; one sample more may not fit."""
     totals, responses = MICRO_BATCHES[name]
     rng = random.Random(size)
@@ -127,7 +129,7 @@ def test_parts_of_whole_samples_fit_every_rank(name, cp_size, size, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_window_equals_simulation(name, cp_size, mode):
+def test_window_equals_simulation(name: str, cp_size: int, mode: str) -> None:
     total_lengths, response_lengths = MICRO_BATCHES[name]
     for pad_to_multiple in (1, 3, cp_size, 4 * cp_size, 64):
         check_window(total_lengths, response_lengths, cp_size, pad_to_multiple, mode)
@@ -145,7 +147,9 @@ def test_window_equals_simulation(name, cp_size, mode):
     tp_size=st.sampled_from((1, 2, 3, 4)),
     mode=st.sampled_from(MODES),
 )
-def test_random_windows_equal_simulation(lengths, cp_size, tp_size, mode):
+def test_random_windows_equal_simulation(
+    lengths: list[tuple[int, int]], cp_size: int, tp_size: int, mode: str
+) -> None:
     totals = [total for total, _ in lengths]
     responses = [response for _, response in lengths]
     check_window(totals, responses, cp_size, cp_size * tp_size, mode)
@@ -163,7 +167,9 @@ MICRO_BATCH = st.lists(
         st.tuples(MICRO_BATCH, st.integers(1, 9), st.sampled_from(MODES)), min_size=1, max_size=4
     )
 )
-def test_the_union_over_ranks_is_every_response_token_once(step):
+def test_the_union_over_ranks_is_every_response_token_once(
+    step: list[tuple[list[tuple[int, int]], int, str]],
+) -> None:
     """Whatever the layout and the group size, and where every micro-batch has its own of both."""
     for lengths, cp_size, mode in step:
         totals, responses = [total for total, _ in lengths], [response for _, response in lengths]
@@ -200,7 +206,9 @@ WRONG_POSITIONS = {
 
 
 @pytest.mark.parametrize("name", WRONG_POSITIONS)
-def test_a_wrong_offset_of_a_contiguous_slice_is_seen(name, monkeypatch):
+def test_a_wrong_offset_of_a_contiguous_slice_is_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = token_window._positions
 
     def wrong(layout: Layout, padded: Any) -> tuple:
@@ -213,7 +221,7 @@ def test_a_wrong_offset_of_a_contiguous_slice_is_seen(name, monkeypatch):
         check_window(*MICRO_BATCHES["ragged"], 2, 1, "contiguous")
 
 
-def test_written_out_example_of_contiguous_slices_at_cp_2():
+def test_written_out_example_of_contiguous_slices_at_cp_2() -> None:
     """Totals 5 and 2, a token of padding: |0 1 2 3|4 0 1 .|, the first sequence on both ranks."""
     build = functools.partial(
         TokenWindow.build, [5, 2], [3, 1], cp_size=2, cp_partition_mode="contiguous"
@@ -230,7 +238,7 @@ def test_written_out_example_of_contiguous_slices_at_cp_2():
     assert second.response_indices.tolist() == [3]
 
 
-def test_written_out_example_at_cp_2():
+def test_written_out_example_at_cp_2() -> None:
     """Total 7, response 4, by hand: chunks |0 1|2 3|4 5|6 .|, rank 0 holds the outer two."""
     outer = TokenWindow.build([7], [4], cp_rank=0, cp_size=2)
     inner = TokenWindow.build([7], [4], cp_rank=1, cp_size=2)
@@ -262,7 +270,7 @@ BAD_WINDOWS = {
 
 
 @pytest.mark.parametrize("name", BAD_WINDOWS)
-def test_impossible_windows_are_refused(name):
+def test_impossible_windows_are_refused(name: str) -> None:
     (total_lengths, response_lengths, keywords), message = BAD_WINDOWS[name]
     with pytest.raises(ValueError, match=message):
         TokenWindow.build(total_lengths, response_lengths, **keywords)
@@ -329,14 +337,14 @@ def check_pack(
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_packed_batch_holds_the_windows_of_the_samples(cp_size):
+def test_packed_batch_holds_the_windows_of_the_samples(cp_size: int) -> None:
     for pad_to_multiple in (1, 3 * cp_size):
         check_pack(random_step(seed=cp_size), cp_size, pad_to_multiple)
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_windows_back_among_the_responses_add_up_to_them(name, cp_size):
+def test_windows_back_among_the_responses_add_up_to_them(name: str, cp_size: int) -> None:
     totals, responses = MICRO_BATCHES[name]
     whole = torch.rand(2, sum(responses))
     found = torch.zeros_like(whole)
@@ -348,7 +356,7 @@ def test_windows_back_among_the_responses_add_up_to_them(name, cp_size):
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
 @pytest.mark.parametrize("pad_to_multiple", (1, 16))
-def test_empty_micro_batch_is_one_masked_dummy_segment(cp_size, pad_to_multiple):
+def test_empty_micro_batch_is_one_masked_dummy_segment(cp_size: int, pad_to_multiple: int) -> None:
     smallest = math.lcm(1 if cp_size == 1 else 2 * cp_size, pad_to_multiple)
     for cp_rank in range(cp_size):
         batch = pack([], cp_rank=cp_rank, cp_size=cp_size, pad_to_multiple=pad_to_multiple)
@@ -359,7 +367,7 @@ def test_empty_micro_batch_is_one_masked_dummy_segment(cp_size, pad_to_multiple)
         assert batch.samples == ()
 
 
-def test_moving_a_batch_keeps_it_equal():
+def test_moving_a_batch_keeps_it_equal() -> None:
     batch = pack(package_samples(random_step(seed=0)), cp_rank=1, cp_size=2)
     moved = batch.to(torch.device("cpu"))
     assert torch.equal(moved.tokens, batch.tokens)
@@ -370,14 +378,14 @@ def test_moving_a_batch_keeps_it_equal():
     assert elsewhere.window.response_indices.device.type == "cpu"
 
 
-def test_the_largest_target_is_that_of_the_responses():
+def test_the_largest_target_is_that_of_the_responses() -> None:
     """A prompt may hold placeholders that no row of the vocabulary stands for."""
     sample = Sample(tokens=[7, 900, 3, 4], response_length=2, loss_mask=[1, 0], advantages=0.0)
     assert pack([sample]).largest_target == 4
     assert [pack([sample], cp_rank=rank, cp_size=2).largest_target for rank in (0, 1)] == [0, 4]
 
 
-def test_number_for_advantages_is_one_per_response_token():
+def test_number_for_advantages_is_one_per_response_token() -> None:
     sample = Sample(tokens=[1, 2, 3, 4], response_length=3, loss_mask=[1, 0, 1], advantages=0.5)
     assert sample.advantages.tolist() == [0.5, 0.5, 0.5]
     assert sample.advantages.dtype == torch.float32

@@ -34,30 +34,34 @@ ROOT = Path(__file__).parents[2]
         ("0.20", (0, 20, 0)),
     ],
 )
-def test_versions_are_read(text, version):
+def test_versions_are_read(text: str, version: tuple[int, int, int]) -> None:
     assert parse_version(text) == version
 
 
-def test_text_that_is_no_version_is_refused():
+def test_text_that_is_no_version_is_refused() -> None:
     with pytest.raises(UnsupportedMegatronError, match="'main'"):
         parse_version("main")
 
 
 @pytest.mark.parametrize("version", [(0, 15, 0), (0, 19, 2), (0, 20, 9)])
-def test_supported_versions_are_accepted(version, monkeypatch):
+def test_supported_versions_are_accepted(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     require_supported_version()
 
 
 @pytest.mark.parametrize("version", [(0, 14, 9), (0, 21, 0), (1, 0, 0)])
-def test_other_versions_are_refused_with_the_range(version, monkeypatch):
+def test_other_versions_are_refused_with_the_range(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "megatron_core_version", lambda: version)
     found = ".".join(map(str, version))
     with pytest.raises(UnsupportedMegatronError, match=rf"{found}.*>=0\.15,<0\.21"):
         require_supported_version()
 
 
-def test_without_megatron_an_import_says_what_to_install():
+def test_without_megatron_an_import_says_what_to_install() -> None:
     """In a process of its own, where `megatron` cannot be imported; what needs no Megatron works there."""
     code = (
         "import sys; sys.modules['megatron'] = None\n"
@@ -74,14 +78,14 @@ def test_without_megatron_an_import_says_what_to_install():
     assert all("pip install 'megatron-core>=0.15,<0.21'" in line for line in said)
 
 
-def test_the_critic_is_importable_from_where_it_stood_before():
+def test_the_critic_is_importable_from_where_it_stood_before() -> None:
     for name in ("ValueHead", "ValueStep", "add_value_head", "compute_values"):
         assert getattr(megatron_pg.megatron, name) is getattr(megatron_pg.critic, name)
     with pytest.raises(AttributeError, match="ValueStap"):
         megatron_pg.megatron.ValueStap  # noqa: B018
 
 
-def test_every_page_says_the_same_range():
+def test_every_page_says_the_same_range() -> None:
     pages = [
         "setup.py",
         "README.md",
@@ -94,7 +98,7 @@ def test_every_page_says_the_same_range():
     assert {"setup.py", "README.md", "docs/megatron_versions.md"} <= named
 
 
-def test_known_mistakes_of_a_version():
+def test_known_mistakes_of_a_version() -> None:
     said = {
         version: " ".join(map(str, mistakes_in(version)))
         for version in ((0, 15, 3), (0, 18, 2), (0, 19, 2))

@@ -93,7 +93,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [(700, 256, 3840), (256, 192, 4096), (300, 1024, 128256)],
     ids=["ragged rows", "whole tiles", "many tiles"],
 )
-def test_against_float64_and_our_own_kernels(tokens, size, columns, entropy_coef, used):
+def test_against_float64_and_our_own_kernels(
+    tokens: int, size: int, columns: int, entropy_coef: float, used: list[int]
+) -> None:
     problem = Problem(tokens, size, columns, entropy_coef)
     wanted = problem.wanted()
     found = problem.found()
@@ -110,7 +112,9 @@ def test_against_float64_and_our_own_kernels(tokens, size, columns, entropy_coef
 
 @pytest.mark.parametrize("defer", [True, False])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
+def test_chunks_and_rows_without_gradient(
+    entropy_coef: float, defer: bool, used: list[int]
+) -> None:
     problem = Problem(700, 256, 3840, entropy_coef)
     problem.advantages[500:] = 0
     if entropy_coef:
@@ -125,7 +129,7 @@ def test_chunks_and_rows_without_gradient(entropy_coef, defer, used):
     assert max(errors(found[3:], wanted[3:])) <= bound, errors(found[3:], wanted[3:])
 
 
-def test_it_does_not_synchronise(used):
+def test_it_does_not_synchronise(used: list[int]) -> None:
     problem = Problem(700, 256, 3840, 0.0)
     problem.found()
     problem.weight, problem.hidden = problem.weight.clone(), problem.hidden.clone()
@@ -144,7 +148,7 @@ def test_it_does_not_synchronise(used):
     assert used == [700, 700]
 
 
-def test_what_it_does_not_take_is_said_once_and_computed(used):
+def test_what_it_does_not_take_is_said_once_and_computed(used: list[int]) -> None:
     problem = Problem(100, 256, 3841, 0.0)
     choice._say.cache_clear()
     with pytest.warns(UserWarning, match="multiple of 128 columns.* found 3841"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def from_hidden_states(rank: int, mode: str) -> None:
         assert error <= 4e-3, error
 
 
-def twice_without_a_wait(call) -> tuple[Tensor, ...]:
+def twice_without_a_wait(call: Any) -> tuple[Tensor, ...]:
     """The second time with CUDA's synchronisation check set to error; the first compiles, and makes NCCL's communicator."""
     call()
     torch.cuda.synchronize()

@@ -54,20 +54,22 @@ def found(trainer: Trainer) -> dict[Case, Steps]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_equal_plain_loops(case, trainer, found):
+def test_gradients_equal_plain_loops(
+    case: Case, trainer: Trainer, found: dict[Case, Steps]
+) -> None:
     error = largest_error(found[case], case.aggregation)
     print(f"{trainer.name}: {case}: {error:.1e}")
     assert error <= 1e-6
 
 
 @pytest.mark.parametrize("case", MUTANTS, ids=str)
-def test_mutants_fail(case, trainer, found):
+def test_mutants_fail(case: Case, trainer: Trainer, found: dict[Case, Steps]) -> None:
     error = largest_error(found[case], case.aggregation)
     print(f"{trainer.name}: {case}: {error:.1e}, as it must fail")
     assert error > 1e-4
 
 
-def test_the_fingerprints_are_those_of_the_commit_that_they_name(trainer):
+def test_the_fingerprints_are_those_of_the_commit_that_they_name(trainer: Trainer) -> None:
     tree = trees.tree(trainer.name)
     assert tree is not None
     trees.skip_other_commits(tree, trainer.proven.proven_with)

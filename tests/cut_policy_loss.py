@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg.step.totals import StepTotals
 
 from .cut_steps import DIVISOR, Cut
 from .oracle import Objective, PlainSample
-from .random_steps import VOCAB_SIZE, lengths, package_samples
+from .random_steps import VOCAB_SIZE, lengths, package_samples, uneven_totals
 from .token_layout import token_layout
 
 OBJECTIVES = {
@@ -94,7 +94,7 @@ def rank_losses(
     pad_to_multiple: int = 1,
 ) -> list[RankLoss]:
     """One entry for every (data-parallel rank, micro-batch, context-parallel rank)."""
-    totals = totals or step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = totals or uneven_totals(package_samples(step))
     results = []
     for micro_batches in cut.ranks:
         for indices in micro_batches:

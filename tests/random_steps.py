@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_pg.step.sample import Sample
+from megatron_pg import Sample, StepTotals, step_totals
 
 from .oracle import PlainSample
 
@@ -94,28 +95,23 @@ def random_step(
     return samples
 
 
+def leaf(generator: torch.Generator, *shape: int, requires_grad: bool = True) -> Tensor:
+    values = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    return values.requires_grad_(requires_grad)
+
+
 def random_losses(
     samples: Sequence[PlainSample], seed: int = 0, requires_grad: bool = True
 ) -> list[Tensor]:
     """A float64 leaf [response_length] for each sample."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(
-            sample.response_length, dtype=torch.float64, generator=generator
-        ).requires_grad_(requires_grad)
-        for sample in samples
-    ]
+    return [leaf(generator, s.response_length, requires_grad=requires_grad) for s in samples]
 
 
 def random_logits(samples: Sequence[PlainSample], seed: int = 0) -> list[Tensor]:
     """A float64 leaf [total_length, VOCAB_SIZE] for each sample."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(
-            len(sample.tokens), VOCAB_SIZE, dtype=torch.float64, generator=generator
-        ).requires_grad_()
-        for sample in samples
-    ]
+    return [leaf(generator, len(sample.tokens), VOCAB_SIZE) for sample in samples]
 
 
 class RandomSample(Sample):
@@ -150,6 +146,11 @@ def package_sample(sample: PlainSample) -> Sample:
 
 def package_samples(samples: Sequence[PlainSample]) -> list[Sample]:
     return [package_sample(sample) for sample in samples]
+
+
+def uneven_totals(samples: Sequence[Sample], **keywords: Any) -> StepTotals:
+    """The totals of a step whose prompt groups may differ in size."""
+    return step_totals(samples, allow_different_group_sizes=True, **keywords)
 
 
 def lengths(samples: Sequence[PlainSample]) -> tuple[list[int], list[int]]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_pg import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, StepTotals
 from megatron_pg.megatron import PolicyStep
-from megatron_pg.step.batch import PackedBatch
-from megatron_pg.step.totals import StepTotals
 
 
 def step_loss(

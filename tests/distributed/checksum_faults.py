@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack, step_totals
-from megatron_pg.megatron import PolicyStep
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
+from megatron_pg.megatron import ParallelGroups, PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
+from tests.random_steps import uneven_totals
 
 from .models import ModelOptions, Sharding
 from .one_step import build
@@ -82,9 +82,7 @@ def messages_of_faults() -> dict[tuple[str, bool, str], tuple[str, int]]:
         chunks = build(Sharding(context=2), ModelOptions(calculate_per_token_loss=per_token))
         groups = ParallelGroups.from_model(chunks)
         counted = [each for part in fed("none", groups.data_rank) for each in part]
-        totals = step_totals(
-            counted, data_parallel_group=groups.data, allow_different_group_sizes=True
-        )
+        totals = uneven_totals(counted, data_parallel_group=groups.data)
         for aggregation, fault in itertools.product(AGGREGATIONS_OF_MODE[per_token], FAULTS):
             config = PolicyLossConfig(
                 loss_aggregation=aggregation,

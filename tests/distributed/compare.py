@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,18 @@ class Comparison:
             f"{self.gradient_ratio:.4g} times the reference), metric error "
             f"{self.metric_error:.2g} ({self.worst_metric})"
         )
+
+
+def assert_equal(
+    found: Sequence[Outcome],
+    expected: Sequence[Outcome],
+    names: Sequence[object] = (),
+    tolerance: float = 1e-6,
+) -> None:
+    """Each step has the gradients and metrics that are expected of it; `names` are for the message."""
+    for number, (outcome, reference) in enumerate(zip(found, expected, strict=True)):
+        comparison = compare(outcome, reference, tolerance)
+        assert comparison.passed, f"{names[number] if names else number}: {comparison}"
 
 
 def compare(found: Outcome, expected: Outcome, tolerance: float = 1e-6) -> Comparison:

@@ -24,10 +24,9 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, pack, plan_step
+from megatron_pg import PackedBatch, PolicyLossConfig, pack, plan_step
 from megatron_pg.megatron import ParallelGroups, PolicyStep, packed_seq_params, torch_block_spec
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import PackedBatch
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg import AGGREGATIONS, PackedBatch, StepTotals, pack
+from megatron_pg.megatron import ParallelGroups
+from tests.random_steps import uneven_totals
 from tests.step_loss import step_loss
 
 from .models import ModelOptions
@@ -73,7 +72,7 @@ def changed_output(
 
 def local_denominators(totals: StepTotals, batch: PackedBatch) -> StepTotals:
     """Active tokens of a rollout or group counted in this micro-batch alone."""
-    here = step_totals(batch.samples, allow_different_group_sizes=True)
+    here = uneven_totals(batch.samples)
     return replace(
         totals,
         rollout_active_tokens={**totals.rollout_active_tokens, **here.rollout_active_tokens},
@@ -90,7 +89,7 @@ def phantom_tokens(totals: StepTotals, batch: PackedBatch) -> StepTotals:
 
 def mean_of_micro_batch_means(config, batch, totals, *, num_microbatches, model):  # type: ignore[no-untyped-def]
     """Each micro-batch normalized by itself, then averaged by the schedule and over data."""
-    here = step_totals(batch.samples, allow_different_group_sizes=True)
+    here = uneven_totals(batch.samples)
     right = step_loss(config, batch, here, num_microbatches=num_microbatches, model=model)
     share = ParallelGroups.from_model(model).data_size * num_microbatches
 

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megatron_pg.critic.settings import CriticConfig
+from megatron_pg import CriticConfig, PackedBatch, Sample, StepTotals, pack
 from megatron_pg.critic.value_step import ValueStep
-from megatron_pg.megatron.groups import ParallelGroups
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
+from megatron_pg.megatron import ParallelGroups, PolicyStep
+from megatron_pg.megatron.output_layer import take_output_processor
+from megatron_pg.megatron.policy_step import MicroBatchHead
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
 from tests.oracle import PlainSample
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .steps import VALUE_CLIP, Run, ValueRun
@@ -48,6 +46,25 @@ def build(sharding: Sharding, options: ModelOptions) -> list[DistributedDataPara
         functions = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = functions if len(chunks) > 1 else functions[0]
     return chunks
+
+
+def fused_head(chunk_tokens: int = 5) -> Head:
+    """The head of `train_step` through the fused output layer, in chunks of that many rows."""
+
+    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
+        take_output_processor(step.model)
+        step.config = replace(step.config, fused_lm_head=True)
+        return step.head(batch, chunk_tokens=chunk_tokens)
+
+    return head
+
+
+def assert_zero_of_frozen(found: Outcome, expected: Outcome, frozen: str) -> None:
+    """What is frozen, the output layer or all else, has gradient 0, and is then as it is expected."""
+    for name, gradient in found.gradients.items():
+        if (frozen == "output layer") == ("output_layer" in name):
+            assert (gradient == 0).all(), name
+            found.gradients[name] = expected.gradients[name]
 
 
 def train_step(
@@ -122,10 +139,8 @@ def _cut_step(
     multiple = sharding.pipeline if sharding.virtual_pipeline is not None else 1
     indices = run.micro_batches(groups.data_size, groups.data_rank, multiple)
     micro_batches = [[samples[index] for index in each] for each in indices]
-    totals = step_totals(
-        [sample for each in micro_batches for sample in each],
-        data_parallel_group=groups.data,
-        allow_different_group_sizes=True,
+    totals = uneven_totals(
+        [sample for each in micro_batches for sample in each], data_parallel_group=groups.data
     )
     # All tokens of the step, padding included: per-token mode with an auxiliary loss counts them.
     count = torch.tensor(sum(pack(each, **layout).window.local_tokens for each in micro_batches))

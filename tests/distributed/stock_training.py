@@ -19,11 +19,10 @@ from megatron_pg import (
     Sample,
     add_policy_loss_args,
     pack,
-    step_totals,
     validate_policy_loss_args,
 )
 from megatron_pg.megatron import PolicyStep
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
 from .models import ModelOptions, Sharding, build_model, gather_gradients, initialize_groups
 from .one_step import Outcome
@@ -59,12 +58,7 @@ def stock_step(
     samples = package_samples(run.samples)
     micro_batches = cut(samples)
     count = get_num_microbatches()
-    step = PolicyStep(
-        config,
-        totals=step_totals(samples, allow_different_group_sizes=True),
-        num_microbatches=count,
-        model=chunks,
-    )
+    step = PolicyStep(config, totals=uneven_totals(samples), num_microbatches=count, model=chunks)
 
     def batches() -> Iterator[PackedBatch]:
         rank = torch.distributed.get_rank()

@@ -120,19 +120,17 @@ def test_right_loss_passes_under_torchrun() -> None:
 @pytest.mark.parametrize(
     ("processes", "flags"),
     [
-        (1, []),
+        (1, ""),
         (
             4,
-            [
-                *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
-                *("--sequence-parallel", "--use-distributed-optimizer"),
-            ],
+            "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
         ),
     ],
     ids=["1 process", "TP2+SP CP2"],
 )
 def test_right_loss_passes(processes: int, flags: list[str]) -> None:
-    ranks = run_ranks(run_check_command, processes, free_port(), None, ["--json", *flags])
+    words = ["--json", *flags.split()]
+    ranks = run_ranks(run_check_command, processes, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0] * processes, ranks[0][2]
     assert not any(output for _, output, _ in ranks[1:])
     report = json.loads(ranks[0][1])
@@ -142,20 +140,12 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--context-parallel-size", "2"],
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-    ],
+    ["--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"],
     ids=["CP2", "TP2+SP"],
 )
 def test_fused_head_passes(flags: list[str]) -> None:
-    ranks = run_ranks(
-        run_check_command,
-        2,
-        free_port(),
-        None,
-        ["--json", "--fused-lm-head", "--num-layers", "1", *flags],
-    )
+    words = f"--json --fused-lm-head --num-layers 1 {flags}".split()
+    ranks = run_ranks(run_check_command, 2, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0, 0], ranks[0][2]
     report = json.loads(ranks[0][1])
     assert report["passed"] is True
@@ -167,24 +157,19 @@ def test_fused_head_passes(flags: list[str]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        [
-            *("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"),
-            "--overlap-grad-reduce",
-        ],
-        ["--num-experts", "4", "--expert-model-parallel-size", "2"],
-        [
-            *("--num-experts", "4", "--expert-tensor-parallel-size", "2", "--sequence-parallel"),
-            *("--tensor-model-parallel-size", "2"),
-        ],
-        ["--dtype", "bf16", "--context-parallel-size", "2"],
-        ["--cp-partition-mode", "contiguous", "--context-parallel-size", "2"],
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --overlap-grad-reduce",
+        "--num-experts 4 --expert-model-parallel-size 2",
+        "--num-experts 4 --expert-tensor-parallel-size 2 --sequence-parallel --tensor-model-parallel-size 2",
+        "--dtype bf16 --context-parallel-size 2",
+        "--cp-partition-mode contiguous --context-parallel-size 2",
     ],
     ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
 )
 def test_other_shardings_pass(flags: list[str]) -> None:
     """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
-    layers = ["--num-layers", "4" if "--pipeline-model-parallel-size" in flags else "1"]
-    ranks = run_ranks(run_check_command, 2, free_port(), None, ["--json", *flags, *layers], True)
+    layers = 4 if "--pipeline-model-parallel-size" in flags else 1
+    words = f"--json {flags} --num-layers {layers}".split()
+    ranks = run_ranks(run_check_command, 2, free_port(), None, words, True)
     report = json.loads(ranks[0][1])
     assert report["passed"] is True, ranks[0][1]
     found = {row["what"] for row in report["rows"]}

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_pg import PolicyLossConfig, pack, policy_loss_function, step_totals
+from megatron_pg import PolicyLossConfig, pack, policy_loss_function
 from megatron_pg.loss.padded import padded_totals, reduce_padded
 from tests import oracle
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import VOCAB_SIZE, package_samples, random_step
+from tests.random_steps import VOCAB_SIZE, package_samples, random_step, uneven_totals
 
 from .launch import run_ranks
 
@@ -75,11 +75,7 @@ def packed_loss(model: nn.Module, rows: list[int], aggregation: str, factor: int
     )
     mine = [row for each in MICRO_BATCHES[dist.get_rank()] for row in each]
     samples = package_samples(STEP)
-    totals = step_totals(
-        [samples[row] for row in mine],
-        data_parallel_group=dist.group.WORLD,
-        allow_different_group_sizes=True,
-    )
+    totals = uneven_totals([samples[row] for row in mine], data_parallel_group=dist.group.WORLD)
     batch = pack([samples[row] for row in rows])
     loss, _ = policy_loss_function(config, batch, model(batch.tokens), totals=totals)
     return loss * factor

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import Sample
-from megatron_pg.config.policy_loss import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss.gradient_scope import GradientScope
 from megatron_pg.megatron import ParallelGroups
-from megatron_pg.step.batch import PackedBatch, pack
 from tests import oracle
 from tests.fast import distillation_oracle
 from tests.lanes import in_one_lane

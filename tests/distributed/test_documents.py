@@ -135,15 +135,6 @@ def test_whole_groups_over_ranks(world_size: int) -> None:
     assert sum(len(group) for group in groups) == len({s.group_index for s in rows() if s})
 
 
-@pytest.mark.parametrize("sizes", ((2, 2), (2, 3), (3, 2), (2, 1)))
-def test_resuming_at_another_size_goes_on_with_the_same_steps(sizes: tuple[int, int]) -> None:
-    before = run_ranks(collect, sizes[0], "exact", 5, True, [], 2)
-    states = [state for _, state, _ in before]
-    assert any(state.carried for state in states)
-    after = run_ranks(collect, sizes[1], "exact", 5, True, states, 100)
-    assert over_ranks(before) + over_ranks(after) == kept_groups(5)
-
-
 NUM_RANDOM_STREAMS = 12
 SIZES = (1, 2, 3)
 CASES = [(a, b, c) for a in SIZES for b in SIZES for c in SIZES if a != b]

@@ -9,23 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pg import PolicyLossConfig, Sample, pack
 from megatron_pg.check import model as builder
-from megatron_pg.config.policy_loss import PolicyLossConfig
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
-from megatron_pg.megatron import ParallelGroups, compute_log_probs
+from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
-from .compare import compare, gradient_tolerance
+from .compare import assert_equal, compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Head, Outcome, build, run_schedule, train_step
+from .one_step import Outcome, assert_zero_of_frozen, build, fused_head, run_schedule, train_step
 from .reference import references_of
 from .steps import AGGREGATIONS, Run
 
@@ -55,15 +51,6 @@ CASES = {
 }
 LOSS_SCALE = 1024.0
 """A power of two, as loss scales are: dividing by it is exact."""
-
-
-def fused_head(chunk_tokens: int = 5) -> Head:
-    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        take_output_processor(step.model)
-        step.config = replace(step.config, fused_lm_head=True)
-        return step.head(batch, chunk_tokens=chunk_tokens)
-
-    return head
 
 
 def fused_step(chunks: list, sharding: Sharding, run: Run, chunk_tokens: int = 5) -> Outcome | None:
@@ -100,9 +87,7 @@ def test_gradients_and_metrics_equal_the_unsharded_reference(
 ) -> None:
     sharding, options = CASES[case]
     found = run_ranks(steps, sharding.world_size, sharding, options, mode)[0]
-    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
-        comparison = compare(outcome, expected, gradient_tolerance(options))
-        assert comparison.passed, f"{run}: {comparison}"
+    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
 
 
 SEQUENCE_SETTINGS = ("gspo", "gmpo", "opsm", "everything", "tis_sequence")
@@ -143,9 +128,7 @@ def test_losses_of_whole_sequences(case: str, on_sequences: list[Outcome]) -> No
     sharding, options, chunk_sizes = SEQUENCE_CASES[case]
     found = run_ranks(steps_on_sequences, sharding.world_size, sharding, options, chunk_sizes)[0]
     for outcomes in found:
-        for name, outcome, expected in zip(SEQUENCE_SETTINGS, outcomes, on_sequences, strict=True):
-            comparison = compare(outcome, expected, gradient_tolerance(options))
-            assert comparison.passed, f"{name}: {comparison}"
+        assert_equal(outcomes, on_sequences, SEQUENCE_SETTINGS, gradient_tolerance(options))
 
 
 def steps_with_borders_inside_sequences(sharding: Sharding) -> list[list[Outcome | None]]:
@@ -203,9 +186,7 @@ def steps_after_the_optimizer(
 
 def test_the_weight_is_waited_for_where_its_gather_overlaps(references: Any) -> None:
     found = run_ranks(steps_after_the_optimizer, 2, Sharding(data=2))[0]
-    for run, outcome, expected in zip(RUNS[:2], found, references[DENSE.unsharded], strict=False):
-        comparison = compare(outcome, expected, gradient_tolerance(DENSE))
-        assert comparison.passed, f"{run}: {comparison}"
+    assert_equal(found, references[DENSE.unsharded][:2], RUNS, gradient_tolerance(DENSE))
 
 
 def test_a_weight_that_is_not_waited_for_would_be_seen(references: Any) -> None:
@@ -257,9 +238,7 @@ def test_with_a_loss_scale_straight_to_main_grad(
 ) -> None:
     sharding, options = CASES[case]
     found = run_ranks(scaled_steps, sharding.world_size, sharding, options, chunk_tokens)[0]
-    for run, outcome, expected in zip(RUNS, found, references[options.unsharded], strict=True):
-        comparison = compare(outcome, expected, gradient_tolerance(options))
-        assert comparison.passed, f"{run}: {comparison}"
+    assert_equal(found, references[options.unsharded], RUNS, gradient_tolerance(options))
 
 
 def steps_with_a_lost_scale(sharding: Sharding) -> list[Outcome | None]:
@@ -298,12 +277,8 @@ def test_frozen_weights(frozen: str, references: dict[ModelOptions, list[Outcome
     sharding = Sharding(tensor=2)
     found = run_ranks(steps_with_a_frozen_weight, 2, sharding, DENSE, frozen)[0]
     for outcome, expected in zip(found, references[DENSE.unsharded], strict=True):
-        for name, gradient in outcome.gradients.items():
-            if (frozen == "output layer") == ("output_layer" in name):
-                assert (gradient == 0).all(), name
-                outcome.gradients[name] = expected.gradients[name]
-        comparison = compare(outcome, expected, gradient_tolerance(DENSE))
-        assert comparison.passed, comparison
+        assert_zero_of_frozen(outcome, expected, frozen)
+    assert_equal(found, references[DENSE.unsharded], RUNS, gradient_tolerance(DENSE))
 
 
 def main_grads(chunks: list) -> list[torch.Tensor]:
@@ -342,9 +317,7 @@ def test_evaluation_leaves_no_gradient(
     sharding, options = CASES[case]
     found = run_ranks(steps_between_evaluations, sharding.world_size, sharding, options)[0]
     expected = references[options.unsharded]
-    for outcome, each in zip(found, [*expected, expected[-1]], strict=True):
-        comparison = compare(outcome, each, gradient_tolerance(options))
-        assert comparison.passed, comparison
+    assert_equal(found, [*expected, expected[-1]], (), gradient_tolerance(options))
 
 
 def unscaled(sharding: Sharding) -> list[Outcome | None]:
@@ -401,7 +374,7 @@ def refusal_of_a_token_outside() -> str:
     sample = Sample([1, 2, 14], 1, [1], 1.0, name="the sample")
     step = PolicyStep(
         PolicyLossConfig(policy_loss="reinforce", fused_lm_head=True),
-        totals=step_totals([sample], allow_different_group_sizes=True),
+        totals=uneven_totals([sample]),
         num_microbatches=1,
         model=chunks,
         vocab_size=14,

@@ -137,6 +137,12 @@ def model_of(folder: Path, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
+def expected_logits(folder: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Those of `transformers`, without a graph."""
+    with torch.no_grad():
+        return logits_of(model_of(folder, dtype))
+
+
 def logits_of(model: Any) -> list[Tensor]:
     """[total_length, vocabulary] of each sample, alone."""
     return [model(torch.tensor([sample.tokens])).logits[0] for sample in SAMPLES]
@@ -214,17 +220,14 @@ def test_a_loaded_model_has_the_logits_of_transformers_and_goes_back_bit_for_bit
     folder, copy = folder_of(name), tmp_path / "copy"
     job = Job(folder, SAMPLES, copy, file_bytes=20000)
     results = run_ranks(load_and_save, sharding.world_size, sharding, job)
-    with torch.no_grad():
-        expected = logits_of(model_of(folder, torch.float32))
-        again = logits_of(model_of(copy, torch.float32))
+    expected, again = expected_logits(folder), expected_logits(copy)
     found = assembled([parts[0] for parts in results], sharding)
     assert largest_error(found, expected) <= 1e-5
     assert largest_error(again, expected) < 1e-6
     assert_same_weights(copy, folder)
     assert len(list(copy.glob("*.safetensors"))) > 1
-    assert json.loads((copy / "config.json").read_text()) == json.loads(
-        (folder / "config.json").read_text()
-    )
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (copy, folder))
+    assert ours == theirs
     assert (copy / "tokenizer.json").read_text() == "{}"
 
 
@@ -247,8 +250,7 @@ def test_a_step_at_tp_2_and_cp_2_is_that_of_transformers(
         update = parameter.detach() - found[parameter_name]
         assert relative_error(update, LEARNING_RATE * parameter.grad) < 1e-6, parameter_name
 
-    with torch.no_grad():
-        before, after = logits_of(model), logits_of(model_of(trained, torch.float64))
+    before, after = (expected_logits(each, torch.float64) for each in (folder, trained))
     assert largest_error(assembled([parts[1] for parts in results], sharding), after) < 1e-6
     assert largest_error(before, after) > 1e-3
 
@@ -275,8 +277,7 @@ def test_wrong_converters_are_caught(folder_of: Callable[[str], Path]) -> None:
     from .hugging_face_job import Job, mutants
 
     folder = folder_of("llama")
-    with torch.no_grad():
-        expected = logits_of(model_of(folder, torch.float32))
+    expected = expected_logits(folder)
     (found,) = run_ranks(mutants, 1, Job(folder, SAMPLES))
     assert len(found) == 2
     for name, logits in found.items():
@@ -289,9 +290,7 @@ def test_the_names_of_transformer_engine_mean_the_same(folder_of: Callable[[str]
 
     folder = folder_of("qwen3 moe")
     found = run_ranks(load_by_transformer_engines_names, 1, Job(folder, SAMPLES))
-    with torch.no_grad():
-        expected = logits_of(model_of(folder, torch.float32))
-    assert largest_error(assembled(found, Sharding()), expected) <= 1e-5
+    assert largest_error(assembled(found, Sharding()), expected_logits(folder)) <= 1e-5
 
 
 def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -418,8 +417,7 @@ def test_a_model_of_mimo_is_read_without_its_multi_token_prediction(
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(config))
     found = run_ranks(load_and_save, 1, Sharding(), Job(folder, SAMPLES))
-    with torch.no_grad():
-        expected = logits_of(model_of(source, torch.float32))
+    expected = expected_logits(source)
     assert largest_error(assembled([parts[0] for parts in found], Sharding()), expected) <= 1e-5
 
 

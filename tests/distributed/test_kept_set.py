@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.head import Ragged
+from megatron_pg import PolicyLossConfig, Ragged
 from megatron_pg.head.kept import sparse_layer
 from megatron_pg.megatron import ParallelGroups, compute_log_probs
-from megatron_pg.megatron.policy_step import MicroBatchHead, PolicyStep
-from megatron_pg.step.batch import PackedBatch
 from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import package_samples
@@ -21,7 +18,7 @@ from tests.random_steps import package_samples
 from .compare import compare, gradient_tolerance
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Outcome, build, train_step
+from .one_step import Outcome, build, fused_head, train_step
 from .reference import reference_log_probs, references_of
 from .steps import AGGREGATIONS, Run
 
@@ -138,14 +135,13 @@ class FirstTokenRun(Run):
 
 def sequence_steps(sharding: Sharding, options: ModelOptions) -> list[Outcome | None]:
     """From logits, and through the fused head in small pieces."""
-
-    def head(step: PolicyStep, batch: PackedBatch) -> MicroBatchHead:
-        return step.head(batch, chunk_tokens=4)
-
     choose("sparse")
     chunks = build(sharding, options)
     runs = [FirstTokenRun(kept=True, fused_lm_head=is_fused) for is_fused in (False, True)]
-    return [train_step(chunks, sharding, run, head=head) for run in runs]
+    heads = (None, fused_head(chunk_tokens=4))
+    return [
+        train_step(chunks, sharding, run, head=head) for run, head in zip(runs, heads, strict=True)
+    ]
 
 
 def test_ranks_without_a_set_wait_for_no_one() -> None:

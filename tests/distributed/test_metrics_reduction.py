@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def worker() -> tuple[dict[str, float], list]:
     operations = []
     original = dist.all_reduce
 
-    def counted(tensor: Tensor, op=dist.ReduceOp.SUM, **options: object):
+    def counted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **options: object):
         operations.append(str(op))
         return original(tensor, op=op, **options)
 

@@ -23,10 +23,10 @@ from tests.lanes import in_one_lane
 from tests.oracle import PlainSample
 from tests.random_steps import float32
 
-from .compare import compare
+from .compare import assert_equal
 from .launch import run_ranks
 from .models import ModelOptions, Sharding
-from .one_step import Head, Outcome, build, train_step
+from .one_step import Head, Outcome, build, fused_head, train_step
 from .steps import AGGREGATIONS, SHAPES, Run, ValueRun
 
 pytestmark = in_one_lane
@@ -202,18 +202,12 @@ def outcomes() -> dict[str, tuple[tuple[Outcome, Outcome], tuple[Outcome, Outcom
     return dict(zip(SETTINGS, zip(found, expected, strict=True), strict=True))
 
 
-def one_pass() -> Head:
-    from .test_fused_output import fused_head
-
-    return fused_head()
-
-
 @pytest.fixture(scope="module")
 def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
     """With the output layer fused: what a row promises of its gradient holds or not."""
     options = ModelOptions(calculate_per_token_loss=True)
     runs = [SettingsRun(name=name) for name in IN_BOTH_MODES]
-    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, one_pass)[0]
+    found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs, fused_head)[0]
     return dict(zip(IN_BOTH_MODES, found, strict=True))
 
 
@@ -221,9 +215,7 @@ def in_per_token_mode() -> dict[str, tuple[Outcome, Outcome]]:
 def test_per_token_mode_and_the_fused_head_change_nothing(
     name: str, in_per_token_mode: dict, outcomes: dict
 ) -> None:
-    for found, expected in zip(in_per_token_mode[name], outcomes[name][1], strict=True):
-        comparison = compare(found, expected)
-        assert comparison.passed, str(comparison)
+    assert_equal(in_per_token_mode[name], outcomes[name][1])
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo", "ppo_against_rollout"])
@@ -235,10 +227,9 @@ def test_the_steps_do_clip_tokens(name: str, outcomes: dict) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_steps_equal_those_of_one_process(name: str, outcomes: dict) -> None:
-    for found, expected in zip(*outcomes[name], strict=True):
-        comparison = compare(found, expected)
-        assert comparison.passed, str(comparison)
-        config = SettingsRun(name=name).config
+    assert_equal(*outcomes[name])
+    config = SettingsRun(name=name).config
+    for found in outcomes[name][0]:
         # A step reports one of the three sums of the checksum, and nothing of versions that no sample carries.
         names = set(metric_names(config)) - set(CHECKSUMS[1:]) - NOT_REPORTED
         assert names <= set(found.metrics)
@@ -255,9 +246,7 @@ def test_two_steps_of_a_critic_equal_those_of_one_process(per_token: bool) -> No
     found = run_ranks(two_steps_each, 2, Sharding(context=2), options, runs)[0]
     expected = run_ranks(two_steps_each, 1, Sharding(), critic, runs)[0]
     for steps, steps_of_one in zip(found, expected, strict=True):
-        for one, other in zip(steps, steps_of_one, strict=True):
-            comparison = compare(one, other, 1e-12)
-            assert comparison.passed, str(comparison)
+        assert_equal(steps, steps_of_one, ("first", "second"), 1e-12)
         first, second = steps
         assert first.metrics["value_loss"] != second.metrics["value_loss"]
 

@@ -12,18 +12,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pg.megatron.policy_step import PolicyStep
+from megatron_pg import PackedBatch, Sample, StepPlan, pack
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.schedule import run_micro_batches
-from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.cost import SampleCost
 from megatron_pg.step.hybrid_context import micro_batches_of_rank, plan_hybrid_cp_step
-from megatron_pg.step.plan import StepPlan
-from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import Layout
-from megatron_pg.step.totals import step_totals
-from tests.random_steps import package_samples
+from tests.random_steps import package_samples, uneven_totals
 
-from .compare import compare
+from .compare import assert_equal, compare
 from .launch import RankError, run_ranks
 from .models import ModelOptions, Sharding, gather_gradients
 from .one_step import Outcome, build
@@ -57,9 +54,7 @@ def in_turn(held_by: Groups, run: Run, samples: list[Sample]) -> tuple[StepPlan,
     mine = [place for place, ranks in enumerate(held_by) if dist.get_rank(grid()) in ranks]
     dealt = tuple(tuple(range(place, len(samples), len(held_by))) for place in mine)
     sizes = tuple(len(held_by[place]) for place in mine)
-    return StepPlan(dealt, (), step_totals(samples, allow_different_group_sizes=True), sizes), [
-        held_by[place] for place in mine
-    ]
+    return StepPlan(dealt, (), uneven_totals(samples), sizes), [held_by[place] for place in mine]
 
 
 COST, BUDGET = SampleCost(1.0, 0.1), 8
@@ -181,9 +176,7 @@ def test_the_gradient_is_the_unsharded_one_whatever_ranks_hold_a_micro_batch() -
     assert {size for plan in plans for *_, size in plan} == {1, 2, 4}
     by_deal = run_ranks(steps, 4, own_loss, RUNS, [DEALT, planned])[0]
     for outcomes in by_deal:
-        for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
-            comparison = compare(outcome, expected)
-            assert comparison.passed, f"{run}: {comparison}"
+        assert_equal(outcomes, references, RUNS)
     mutants = [
         (times_the_group, DEALT),
         (tokens_of_the_group, DEALT),
@@ -202,9 +195,7 @@ def test_planned_groups_hold_under_tensor_and_sequence_parallelism() -> None:
     assert {size for plan in plans for *_, size in plan} == {1, 2}
     references = run_ranks(reference_steps, 1, OPTIONS, RUNS)[0]
     (outcomes,) = run_ranks(steps, 4, own_loss, RUNS, [planned], "ppo", SPLIT_TENSORS)[0]
-    for run, outcome, expected in zip(RUNS, outcomes, references, strict=True):
-        comparison = compare(outcome, expected)
-        assert comparison.passed, f"{run}: {comparison}"
+    assert_equal(outcomes, references, RUNS)
     for head, deal in [(times_the_group, planned), (own_loss, planned_of_rank_0)]:
         (wrong,) = run_ranks(steps, 4, head, RUNS[:1], [deal], "ppo", SPLIT_TENSORS)[0][0]
         assert compare(wrong, references[0]).gradient_error > 1e-2, (head, deal)
@@ -216,12 +207,17 @@ def test_sums_over_a_sequence_are_of_the_ranks_that_hold_it() -> None:
     alone = functools.partial(in_turn, [(place % 4,) for place in range(NUM_SAMPLES)])
     expected, *by_deal = run_ranks(steps, 4, own_loss, runs, [alone, DEALT, planned], "gspo")[0]
     for found in by_deal:
-        for outcome, whole in zip(found, expected, strict=True):
-            comparison = compare(outcome, whole)
-            assert comparison.passed and len(whole.metrics) > 10, str(comparison)
+        assert_equal(found, expected, runs)
+    assert all(len(whole.metrics) > 10 for whole in expected)
     # The objective is another one than token by token.
     ((ppo,),) = run_ranks(steps, 4, own_loss, runs[:1], [DEALT])[0]
     assert compare(ppo, expected[0]).gradient_error > 1e-2
+
+
+def step_of(chunks: list[Any], batch: PackedBatch) -> PolicyStep:
+    """A step of one micro-batch."""
+    totals = uneven_totals(batch.samples)
+    return PolicyStep(RUNS[0].config, totals=totals, num_microbatches=1, model=chunks)
 
 
 def refusals() -> list[str]:
@@ -233,12 +229,7 @@ def refusals() -> list[str]:
         ModelOptions(calculate_per_token_loss=True),
     ):
         chunks = build(Sharding(), options)
-        step = PolicyStep(
-            RUNS[0].config,
-            totals=step_totals(batch.samples, allow_different_group_sizes=True),
-            num_microbatches=1,
-            model=chunks,
-        )
+        step = step_of(chunks, batch)
         try:
             step.head(batch, context_group=dist.group.WORLD)
         except NotImplementedError as error:
@@ -260,12 +251,7 @@ def test_a_batch_packed_for_another_group_is_refused() -> None:
 def wrong_group() -> None:
     chunks = build(Sharding(), OPTIONS)
     batch = pack(package_samples(RUNS[0].samples[:3]), cp_rank=1, cp_size=2)
-    step = PolicyStep(
-        RUNS[0].config,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
-        num_microbatches=1,
-        model=chunks,
-    )
+    step = step_of(chunks, batch)
     step.head(batch, context_group=dist.group.WORLD)
 
 

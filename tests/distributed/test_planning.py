@@ -8,8 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron_pg import Sample, step_totals
-from megatron_pg.step import StepPlan, plan_step
+from megatron_pg import Sample, StepPlan, plan_step, step_totals
 from tests.lanes import in_one_lane
 
 from .launch import run_ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.fast.sequences import (
     tokens_and_sums,
 )
 from tests.lanes import in_one_lane
+from tests.random_steps import uneven_totals
 
 pytestmark = in_one_lane
 
@@ -206,7 +206,7 @@ def aggregation_worker() -> dict[str, tuple[float, Tensor]]:
             batch,
             everything[batch.window.response_indices],
             None,
-            totals=step_totals(samples, allow_different_group_sizes=True),
+            totals=uneven_totals(samples),
             context_parallel_group=dist.group.WORLD,
         )
         loss.backward()
@@ -245,7 +245,7 @@ def mean_of_what_is_left(
     response_lengths: list[int],
     loss_masks: list[Tensor],
     calculate_per_token_loss: bool,
-    **place: Any,
+    **place,
 ) -> Reducer:
     """The token mean of every sample, of the masks that it is given."""
     received.append([mask.tolist() for mask in loss_masks])

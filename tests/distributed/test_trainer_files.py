@@ -141,14 +141,3 @@ def test_a_run_goes_on_with_more_rollouts_in_another_folder(
     moved.write_text(rollouts.read_text() + rollouts.read_text().splitlines()[0])
     run(moved, stopped, STEPS)
     assert steps_of(stopped) == steps_of(uninterrupted)
-
-
-def test_a_run_goes_on_with_other_micro_batches(
-    rollouts: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    """The budget changes the order of sums and nothing else, so it may change."""
-    stopped = copy_after_step(2, uninterrupted, tmp_path / "run")
-    run(rollouts, stopped, STEPS + " --max-tokens-per-microbatch 128")
-    for found, expected in zip(steps_of(stopped), steps_of(uninterrupted), strict=True):
-        known = {name: value for name, value in expected.items() if value is not None}
-        assert {name: found[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-5)

@@ -21,15 +21,19 @@ STEPS = WHOLE_GROUPS + "--train-iters 3 --save-interval 3 --lr-decay-style const
 KL = "--kl-loss-coef 0.1 --kl-loss-type k3 "
 
 
-@pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some rows without `log_probs`, as of an engine that does not give them."""
-    path = write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 24)
+def without_log_probs(path: Path, every: int) -> Path:
+    """A file of rollouts of which every so manieth row lacks them, as of an engine that does not give them."""
+    write_rollouts(path, 24)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
+    for row in rows[::every]:
         del row["log_probs"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_log_probs(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", 1)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +65,7 @@ def test_they_are_the_same_at_every_sharding(
 
 def test_log_probs_of_the_files_stay(trained: Path, tmp_path: Path) -> None:
     """Where half of the rows have some, those are used: far off, so that their ratios are not 1."""
-    mixed = write_rollouts(tmp_path / "mixed.jsonl", 24)
-    rows = [json.loads(line) for line in mixed.read_text().splitlines()]
-    for row in rows[::2]:
-        del row["log_probs"]
-    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = without_log_probs(tmp_path / "mixed.jsonl", 2)
     run(mixed, tmp_path / "run", STEPS)
     found, expected = steps_of(tmp_path / "run")[0], steps_of(trained)[0]
     assert found["new_logprobs"] == pytest.approx(expected["new_logprobs"], abs=1e-5)

@@ -28,24 +28,26 @@ TASK_FLAGS = "--device cpu --seed 1 --lr 1e-3 --make-vocab-size-divisible-by 16 
 PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 8, 9, 10, 11], [60], [12, 13, 14, 15]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama, whose answers stop now and then."""
-    path = tmp_path_factory.mktemp("model") / "hf"
-    torch.manual_seed(3)
+def write_llama(path: Path, **settings: Any) -> None:
+    """A small random Llama."""
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=STOP,
+        **settings,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose answers stop now and then."""
+    path = tmp_path_factory.mktemp("model") / "hf"
+    torch.manual_seed(3)
+    of_tokens = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": STOP}
+    write_llama(path, num_hidden_layers=3, initializer_range=0.3, **of_tokens)
     return path
 
 
@@ -203,15 +205,6 @@ def write_model(path: Path) -> None:
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
     tokenizer.save_pretrained(path)
-    config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=vocabulary["<|im_end|>"],
-    )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    of_tokens = {"vocab_size": len(vocabulary), "eos_token_id": vocabulary["<|im_end|>"]}
+    write_llama(path, num_hidden_layers=2, **of_tokens)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_pg.config.policy_loss import PolicyLossConfig
-from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
-from megatron_pg.step.batch import PackedBatch
+from megatron_pg import PackedBatch, PolicyLossConfig
+from megatron_pg.megatron import enable_cpu_runtime
 
 WRONG_RANK = "1"
 

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PackedBatch, PolicyLossConfig, Sample, pack
 from megatron_pg.loss import OBJECTIVES
 from megatron_pg.loss.micro_batch import BATCH_FIELDS
 from megatron_pg.loss.reducer import add_over_group
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names, sums_of_rank
 from megatron_pg.loss.tokens import Tokens
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
 from tests.fast.objectives_oracle import Sequence1
 
 CORRECTIONS: dict[str, Any] = {
@@ -143,13 +141,7 @@ def flat_gradient(total: Tensor, sequences: Sequence[Sequence1]) -> Tensor:
     leaves = [s.log_probs for s in sequences]
     if not total.requires_grad:  # every token is clipped
         return torch.zeros_like(torch.cat(leaves))
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, found, strict=True)
-        ]
-    )
+    return torch.cat(torch.autograd.grad(total, leaves, materialize_grads=True))
 
 
 def stacked(values: Sequence[Sequence[Tensor]]) -> Tensor:

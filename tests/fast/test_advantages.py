@@ -9,9 +9,8 @@ import statistics
 import pytest
 import torch
 
-from megatron_pg.step.advantages import METHODS, filter_overlong, group_advantages, half_of_dr_grpo
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg import Sample, filter_overlong, group_advantages, step_totals
+from megatron_pg.step.advantages import METHODS, half_of_dr_grpo
 
 LARGEST = 2**63 - 1
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pg import whiten
-from megatron_pg.loss.aggregation import AGGREGATIONS, checked_aggregation
-from megatron_pg.loss.padded import padded_totals
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import StepTotals, step_totals
+from megatron_pg import AGGREGATIONS, Sample, StepTotals, padded_totals, whiten
 from tests import oracle
 from tests.cut_steps import CUTS, Package, check_cut, whole
 from tests.distributed.launch import run_ranks
-from tests.random_steps import package_samples, plain_sample, random_losses, random_step
+from tests.random_steps import (
+    package_samples,
+    plain_sample,
+    random_losses,
+    random_step,
+    uneven_totals,
+)
 
 
 def constant_losses(*samples: list[float]) -> list[torch.Tensor]:
@@ -93,16 +93,6 @@ def test_edge_steps_have_the_oracles_value_and_gradient(
     check_cut(Package(), step, random_losses(step), whole(len(step), cp_size), aggregation)
 
 
-def test_one_active_token_under_context_parallelism_keeps_its_gradient() -> None:
-    """The symptom in the field: its gradient halves at context-parallel size 2."""
-    step = STEPS["one_active_token"]
-    losses = random_losses(step)
-    for cp_size in (1, 2, 4, 8):
-        found = Package().objective(step, losses, whole(1, cp_size), "sample_mean")
-        (gradient,) = torch.autograd.grad(found, losses)
-        assert gradient.tolist() == [0, 0, 0, 1, 0, 0, 0]
-
-
 @pytest.mark.parametrize("aggregation", ("sample_mean", "prompt_mean", "constant"))
 def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
     """Masking a whole rollout removes its terms and leaves those of the others as they were."""
@@ -119,9 +109,7 @@ def test_filtering_does_not_change_the_scale(aggregation: str) -> None:
 
 def test_a_masked_sample_adds_no_phantom_token() -> None:
     step = [plain_sample([1, 1, 1]), plain_sample([0, 0])]
-    assert (
-        step_totals(package_samples(step), allow_different_group_sizes=True).num_active_tokens == 3
-    )
+    assert uneven_totals(package_samples(step)).num_active_tokens == 3
     losses = constant_losses([1.0, 2.0, 3.0], [50.0, 50.0])
     assert Package().objective(step, losses, whole(2), "token_mean").item() == 2.0
 
@@ -154,7 +142,7 @@ def check_counts(totals: StepTotals) -> None:
 
 
 def test_totals_count_rollouts_groups_and_tokens() -> None:
-    totals = step_totals(package_samples(COUNTED_STEP), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(COUNTED_STEP))
     check_counts(totals)
     assert totals.rollout_active_tokens == {100: 3, 101: 0, 102: 0, 103: 4}
     assert totals.group_active_tokens == {10: 5, 11: 0, 12: 0, 13: 4}
@@ -170,7 +158,7 @@ def denominators(totals: StepTotals, samples: list[Sample], name: str) -> list[f
 
 def test_denominators_are_those_of_the_step() -> None:
     samples = package_samples(COUNTED_STEP)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     assert denominators(totals, samples, "sample_mean") == [2, 3, 3, 0, 0, 0, 4]
     assert denominators(totals, samples[1:2], "sample_mean") == [3]
     assert denominators(totals, samples, "prompt_mean") == [5, 5, 5, 0, 0, 0, 4]
@@ -182,7 +170,7 @@ def test_denominators_are_those_of_the_step() -> None:
 def test_outer_count_equals_the_oracles(aggregation: str) -> None:
     for seed in range(5):
         step = random_step(seed)
-        totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+        totals = uneven_totals(package_samples(step))
         found = AGGREGATIONS[aggregation].outer_count(totals)
         assert found == oracle.outer_count(step, aggregation)
 
@@ -194,7 +182,7 @@ def test_the_expected_sum_is_that_of_all_weights(name: str, aggregation: str) ->
     step = random_step(seed=3) if name == "random" else STEPS[name]
     divisor = 4.0 if aggregation == "constant" else None
     ones = [torch.ones(sample.response_length, dtype=torch.float64) for sample in step]
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     expected = oracle.aggregate(step, ones, aggregation, 4.0) * oracle.outer_count(
         step, aggregation
     )
@@ -202,38 +190,18 @@ def test_the_expected_sum_is_that_of_all_weights(name: str, aggregation: str) ->
     assert found == pytest.approx(expected.item(), abs=1e-12)
 
 
-def test_aggregations_are_the_four() -> None:
-    assert set(AGGREGATIONS) == set(oracle.AGGREGATIONS)
-    with pytest.raises(ValueError, match=r"(?s)sample_mean.*prompt_mean.*'seq_mean'"):
-        checked_aggregation("seq_mean", None)
-
-
-def test_missing_group_is_refused_and_never_read_as_one_group() -> None:
-    samples = package_samples([plain_sample([1]), plain_sample([1], group=None)])
-    totals = step_totals(samples, allow_different_group_sizes=True)
-    prompt_mean = AGGREGATIONS["prompt_mean"]
-    with pytest.raises(ValueError, match="group_index"):
-        prompt_mean.outer_count(totals)
-    with pytest.raises(ValueError, match="group_index"):
-        prompt_mean.denominators(totals, samples)
-    assert AGGREGATIONS["sample_mean"].outer_count(totals) == 2
-
-
 def test_sample_that_the_totals_do_not_know_is_refused_by_name() -> None:
-    totals = step_totals(
-        package_samples([plain_sample([1], rollout=1, group=1)]), allow_different_group_sizes=True
-    )
+    totals = uneven_totals(package_samples([plain_sample([1], rollout=1, group=1)]))
     stranger = Sample([0, 1], 1, [1], 0.0, group_index=2, rollout_id=2, name="task-9")
     for aggregation, field in (("sample_mean", "rollout_id"), ("prompt_mean", "group_index")):
-        with pytest.raises(ValueError, match=rf"(?s)task-9.*{field}"):
+        with pytest.raises(ValueError, match=rf"(?s)task-9.*{field} 2.*step_totals"):
             AGGREGATIONS[aggregation].denominators(totals, [stranger])
 
 
 def test_rollout_of_two_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(?s)rollout_id 3.*group_index"):
-        step_totals(
-            package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)]),
-            allow_different_group_sizes=True,
+        uneven_totals(
+            package_samples([plain_sample([1], group=1, rollout=3), plain_sample([1], rollout=3)])
         )
 
 
@@ -244,15 +212,7 @@ def test_rollout_of_a_prompt_and_of_none_is_refused(groups: tuple[int | None, ..
     others = [plain_sample([1], rollout=8), plain_sample([1])]
     message = rf"rollout_id -3 has samples of group_index {groups[0]} and {groups[1]}:"
     with pytest.raises(ValueError, match=message):
-        step_totals(
-            package_samples([others[0], first, others[1], second]), allow_different_group_sizes=True
-        )
-
-
-@pytest.mark.parametrize("divisor", (None, 0, -1, math.nan, math.inf))
-def test_impossible_constant_divisors_are_refused(divisor: float | None) -> None:
-    with pytest.raises(ValueError, match="loss-aggregation-divisor"):
-        checked_aggregation("constant", divisor)
+        uneven_totals(package_samples([others[0], first, others[1], second]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,11 +228,9 @@ def count_on_rank() -> None:
     rank = dist.get_rank()
     step = package_samples(COUNTED_STEP)
     local = [step[index] for index in RANK_SAMPLES[rank]]
-    totals = step_totals(
-        local, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True
-    )
+    totals = uneven_totals(local, data_parallel_group=dist.group.WORLD)
     check_counts(totals)
-    whole_step = step_totals(step, allow_different_group_sizes=True)
+    whole_step = uneven_totals(step)
     for aggregation in ("sample_mean", "prompt_mean"):
         assert denominators(totals, local, aggregation) == denominators(
             whole_step, local, aggregation
@@ -280,21 +238,12 @@ def count_on_rank() -> None:
     assert totals == whole_step
 
     # A rank without samples joins all the same.
-    totals = step_totals(
-        step if rank == 0 else [],
-        data_parallel_group=dist.group.WORLD,
-        allow_different_group_sizes=True,
-    )
+    totals = uneven_totals(step if rank == 0 else [], data_parallel_group=dist.group.WORLD)
     check_counts(totals)
 
     # A group missing on one rank is missing for all.
     first = step if rank == 0 else package_samples([plain_sample([1], group=None)])
-    assert (
-        step_totals(
-            first, data_parallel_group=dist.group.WORLD, allow_different_group_sizes=True
-        ).num_prompt_groups
-        is None
-    )
+    assert uneven_totals(first, data_parallel_group=dist.group.WORLD).num_prompt_groups is None
 
     # An error of one rank leaves no other waiting.
     mask = torch.tensor([[1.0, 1.0 + rank]])

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,7 @@ FLAGS = [field.flag for field in FIELDS.values() if field.has_flag] + ["--pg-los
 TOKENS = "--loss-aggregation token_mean"
 REDUCER = f"--custom-pg-loss-reducer-function-path {HERE}.custom_reducer"
 MOE = {"num_experts": 8, "moe_aux_loss_coeff": 0.01}
+MOE_FLAGS = "--num-experts 2 --moe-aux-loss-coeff 0.01"
 
 
 def parse(line: str, **trainer: object) -> argparse.Namespace:
@@ -129,239 +131,135 @@ def constant(divisor: str) -> str:
     return f"--loss-aggregation constant --loss-aggregation-divisor {divisor}"
 
 
-# (flags, the trainer's arguments, words that the message must have)
-REFUSED = [
-    ("--loss-aggregation constant", {}, ["--loss-aggregation-divisor"]),
-    *[
-        (constant(value), {}, ["--loss-aggregation-divisor", "finite number > 0", value])
+FINITE = "finite number > 0"
+MODES = ("sample_mean", "prompt_mean", "token_mean")
+CUSTOM = "--custom-pg-loss-reducer-function-path"
+PER_TOKEN = "--calculate-per-token-loss"
+ORIGINAL = "--rejection-denominator original"
+
+# flags: words that the message must have, between bars
+REFUSED = {
+    "--loss-aggregation constant": "--loss-aggregation-divisor",
+    **{
+        line: f"{line.split()[-2]} | {FINITE} | {line.split()[-1]}"
         for value in ("0.0", "-1.0", "nan", "inf")
-    ],
-    *[
-        (f"--pg-loss-divisor {value}", {}, ["--pg-loss-divisor", "finite number > 0", value])
-        for value in ("0.0", "-1.0", "nan", "inf")
-    ],
+        for line in (constant(value), f"--pg-loss-divisor {value}")
+    },
+    **{
+        f"--loss-aggregation {mode} --loss-aggregation-divisor 4": f"--loss-aggregation-divisor 4 | {mode} | --loss-aggregation constant"
+        for mode in MODES
+    },
+    "--loss-aggregation-divisor 4": "--loss-aggregation-divisor 4 | --loss-aggregation constant",
+    **{
+        f"--pg-loss-divisor 4 --loss-aggregation {mode}": f"--pg-loss-divisor 4 | --loss-aggregation {mode}"
+        for mode in MODES
+    },
+    "--pg-loss-divisor 4 --loss-aggregation-divisor 5": "--pg-loss-divisor 4 | --loss-aggregation-divisor 5",
+    f"{REDUCER} --pg-loss-divisor 4": f"{CUSTOM} | --pg-loss-divisor 4",
+    f"{REDUCER} {constant('4')}": f"{CUSTOM} | --loss-aggregation-divisor",
+    f"{REDUCER} --loss-aggregation-divisor 4": f"{CUSTOM} | --loss-aggregation-divisor",
+    f"{REDUCER} --loss-aggregation constant": f"{CUSTOM} | --loss-aggregation constant",
+    f"{PER_TOKEN} --loss-aggregation prompt_mean": f"{PER_TOKEN} | prompt_mean",
+    f"{PER_TOKEN} {constant('4')}": f"{PER_TOKEN} | constant",
+    f"{PER_TOKEN} --pg-loss-divisor 4": f"{PER_TOKEN} | constant",
+    f"{PER_TOKEN} --loss-aggregation prompt_mean {REDUCER}": f"{PER_TOKEN} | prompt_mean",
+    "--eps-clip-c 3 --policy-loss cispo": "--eps-clip-c | cispo",
+    "--eps-clip-c 3 --policy-loss reinforce": "--eps-clip-c | reinforce",
+    "--eps-clip-c 3 --policy-loss sft": "--eps-clip-c | sft",
+    "--policy-loss distill": "--policy-loss distill needs --distill-teacher logits, hidden",
+    "--distill-coef 0.1": "--distill-coef needs --distill-teacher",
+    "--distill-teacher top_k": "--distill-teacher is for --policy-loss distill and --distill-coef",
+    "--policy-loss distill --distill-coef 1 --distill-teacher logits --distill-beta 1 --replay-sampling-set": "3 settings"
+    " | with --policy-loss distill drop it | --replay-sampling-set | a number below 1",
+    "--kept-set-mass": "--kept-set-mass | add it | --replay-sampling-set",
+    "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none": "settings cannot stand"
+    " | drop one of the two | --fused-lm-head | --pg-metrics none",
+    "--cispo-lower-bound": "--cispo-lower-bound | --policy-loss cispo",
+    "--sapo-tau-pos 2": "--sapo-tau-pos 2.0 belongs to --policy-loss sapo | ppo",
+    "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3": "3 settings"
+    " | --dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl | --dppo-delta-high 0.2 belongs"
+    " | --eps-clip-c 3.0 belongs to --policy-loss ppo and gspo",
+    **{
+        f"--ratio-anchor rollout --policy-loss {name}": "--ratio-anchor rollout is about a ratio"
+        f" | --policy-loss {name} has none"
+        for name in ("reinforce", "sft")
+    },
+    "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl": "3 settings"
+    " | --use-tis would weigh the same | --policy-loss sft has none | --use-unbiased-kl is about --kl-loss-coef",
+    "--ratio-anchor rollout --use-tis --tis-mode mask": "--use-tis | drop one of the two",
+    "--tis-clip 5": "--tis-clip 5.0 is about --use-tis: add what is missing, or drop it",
+    "--use-unbiased-kl": "--use-unbiased-kl is about --kl-loss-coef: add",
+    "--use-tis --rejection-denominator accepted": "is about --use-tis --custom-tis-function-path or --use-opsm or"
+    " --use-tis --tis-mode mask or",
+    "--distill-beta 0.3": "--distill-beta 0.3 is about --distill-divergence jsd: add",
+    "--distill-divergence jsd": "--distill-divergence jsd is about --policy-loss distill",
+    "--tis-clip 2 --tis-clip-low 3": "--tis-clip-low 3 | --tis-clip 2",
+    **{
+        f"--use-{level}-rejection --{level}-rejection-low 1.2 --{level}-rejection-high 1.1": f"--{level}-rejection-low 1.2"
+        f" | --{level}-rejection-high 1.1"
+        for level in ("geometric", "sequence")
+    },
+    "--rejection-denominator accepted --use-geometric-rejection --use-sequence-rejection": "drop"
+    " --use-geometric-rejection or --use-sequence-rejection",
+    "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl": "--kl-loss-gradient k2 | --use-unbiased-kl",
+    "--kl-loss-gradient k2": "--kl-loss-gradient k2 | --kl-loss-coef",
+    "--regularizer-aggregation loss": "--regularizer-aggregation loss | --kl-loss-coef | --entropy-coef",
+    f"--custom-tis-function-path {HERE}.custom_tis": "--custom-tis-function-path | --use-tis",
+    "--rejection-denominator accepted --use-opsm": f"{ORIGINAL} | --use-opsm",
+    f"--rejection-denominator accepted --use-tis --custom-tis-function-path {HERE}.custom_tis": f"{ORIGINAL}"
+    " | --custom-tis-function-path",
+    "--rejection-denominator accepted --use-geometric-rejection --use-tis --tis-mode mask": f"{ORIGINAL}"
+    " | --use-geometric-rejection | --tis-mode mask",
+    "--custom-policy-loss-path no_such.fn": "--custom-policy-loss-path | no_such",
+    f"--custom-policy-loss-path {HERE}.custom_tis": "--custom-policy-loss-path | (config, tokens, log_probs) | pg_loss",
+    f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss": "--custom-tis-function-path | pg_loss",
+    f"{CUSTOM} {HERE}:custom_policy_loss": f"{CUSTOM} | calculate_per_token_loss",
+}
+REFUSED_BESIDE_THE_TRAINERS = [
     *[
         (
-            f"--loss-aggregation {mode} --loss-aggregation-divisor 4",
-            {},
-            ["--loss-aggregation-divisor 4", mode, "--loss-aggregation constant"],
-        )
-        for mode in ("sample_mean", "prompt_mean", "token_mean")
-    ],
-    ("--loss-aggregation-divisor 4", {}, ["--loss-aggregation-divisor 4", "constant"]),
-    *[
-        (
-            f"--pg-loss-divisor 4 --loss-aggregation {mode}",
-            {},
-            ["--pg-loss-divisor 4", f"--loss-aggregation {mode}"],
-        )
-        for mode in ("sample_mean", "prompt_mean", "token_mean")
-    ],
-    (
-        "--pg-loss-divisor 4 --loss-aggregation-divisor 5",
-        {},
-        ["--pg-loss-divisor 4", "--loss-aggregation-divisor 5"],
-    ),
-    (
-        f"{REDUCER} --pg-loss-divisor 4",
-        {},
-        ["--custom-pg-loss-reducer-function-path", "--pg-loss-divisor 4"],
-    ),
-    (
-        f"{REDUCER} {constant('4')}",
-        {},
-        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"],
-    ),
-    (
-        f"{REDUCER} --loss-aggregation-divisor 4",
-        {},
-        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation-divisor"],
-    ),
-    (
-        f"{REDUCER} --loss-aggregation constant",
-        {},
-        ["--custom-pg-loss-reducer-function-path", "--loss-aggregation constant"],
-    ),
-    *[
-        (f"--calculate-per-token-loss {rest}", {}, ["--calculate-per-token-loss", mode])
-        for rest, mode in [
-            ("--loss-aggregation prompt_mean", "prompt_mean"),
-            (constant("4"), "constant"),
-            ("--pg-loss-divisor 4", "constant"),
-            (f"--loss-aggregation prompt_mean {REDUCER}", "prompt_mean"),
-        ]
-    ],
-    *[
-        (
-            f"--calculate-per-token-loss {rest}",
+            f"{PER_TOKEN} {rest}",
             {feature: True},
-            ["--calculate-per-token-loss", flag, "--loss-aggregation token_mean"],
+            f"{PER_TOKEN} | {flag} | --loss-aggregation token_mean",
         )
-        for rest in ("", "--loss-aggregation token_mean")
+        for rest in ("", TOKENS)
         for feature, flag in [
             ("use_torch_fsdp2", "--use-torch-fsdp2"),
             ("ddp_average_in_collective", "--ddp-average-in-collective"),
         ]
     ],
-    ("--eps-clip-c 3 --policy-loss cispo", {}, ["--eps-clip-c", "cispo"]),
-    ("--eps-clip-c 3 --policy-loss reinforce", {}, ["--eps-clip-c", "reinforce"]),
-    ("--eps-clip-c 3 --policy-loss sft", {}, ["--eps-clip-c", "sft"]),
-    ("--policy-loss distill", {}, ["--policy-loss distill needs --distill-teacher logits, hidden"]),
-    ("--distill-coef 0.1", {}, ["--distill-coef needs --distill-teacher"]),
-    (
-        "--distill-teacher top_k",
-        {},
-        ["--distill-teacher is for --policy-loss distill and --distill-coef"],
-    ),
-    (
-        "--policy-loss distill --distill-coef 1 --distill-teacher logits --distill-beta 1 --replay-sampling-set",
-        {},
-        [
-            "3 settings",
-            "with --policy-loss distill drop it",
-            "--replay-sampling-set",
-            "a number below 1",
-        ],
-    ),
-    ("--kept-set-mass", {}, ["--kept-set-mass", "add it", "--replay-sampling-set"]),
-    (
-        "--kept-set-mass --replay-sampling-set --fused-lm-head --pg-metrics none",
-        {},
-        ["settings cannot stand", "drop one of the two", "--fused-lm-head", "--pg-metrics none"],
-    ),
-    ("--cispo-lower-bound", {}, ["--cispo-lower-bound", "--policy-loss cispo"]),
-    ("--sapo-tau-pos 2", {}, ["--sapo-tau-pos 2.0 belongs to --policy-loss sapo", "ppo"]),
-    (
-        "--policy-loss sapo --dppo-delta 0.1 --dppo-delta-high 0.2 --eps-clip-c 3",
-        {},
-        [
-            "3 settings",
-            "--dppo-delta 0.1 belongs to --policy-loss dppo_tv and dppo_kl",
-            "--dppo-delta-high 0.2 belongs",
-            "--eps-clip-c 3.0 belongs to --policy-loss ppo and gspo",
-        ],
-    ),
-    *[
-        (
-            f"--ratio-anchor rollout --policy-loss {name}",
-            {},
-            ["--ratio-anchor rollout is about a ratio", f"--policy-loss {name} has none"],
-        )
-        for name in ("reinforce", "sft")
-    ],
-    (
-        "--ratio-anchor rollout --use-tis --policy-loss sft --use-unbiased-kl",
-        {},
-        [
-            "3 settings",
-            "--use-tis would weigh the same",
-            "--policy-loss sft has none",
-            "--use-unbiased-kl is about --kl-loss-coef",
-        ],
-    ),
-    ("--ratio-anchor rollout --use-tis --tis-mode mask", {}, ["--use-tis", "drop one of the two"]),
-    ("--tis-clip 5", {}, ["--tis-clip 5.0 is about --use-tis: add what is missing, or drop it"]),
-    ("--use-unbiased-kl", {}, ["--use-unbiased-kl is about --kl-loss-coef: add"]),
-    (
-        "--use-tis --rejection-denominator accepted",
-        {},
-        [
-            "is about --use-tis --custom-tis-function-path or --use-opsm or --use-tis --tis-mode mask or"
-        ],
-    ),
-    ("--distill-beta 0.3", {}, ["--distill-beta 0.3 is about --distill-divergence jsd: add"]),
-    ("--distill-divergence jsd", {}, ["--distill-divergence jsd is about --policy-loss distill"]),
-    ("--tis-clip 2 --tis-clip-low 3", {}, ["--tis-clip-low 3", "--tis-clip 2"]),
-    *[
-        (
-            f"--use-{level}-rejection --{level}-rejection-low 1.2 --{level}-rejection-high 1.1",
-            {},
-            [f"--{level}-rejection-low 1.2", f"--{level}-rejection-high 1.1"],
-        )
-        for level in ("geometric", "sequence")
-    ],
-    (
-        "--rejection-denominator accepted --use-geometric-rejection --use-sequence-rejection",
-        {},
-        ["drop --use-geometric-rejection or --use-sequence-rejection"],
-    ),
     (
         "--divide-gradient-twice",
         {"grad_divisor": 4.0},
-        ["--divide-gradient-twice", "grad_divisor is 4"],
-    ),
-    (
-        "--kl-loss-coef 0.1 --kl-loss-gradient k2 --use-unbiased-kl",
-        {},
-        ["--kl-loss-gradient k2", "--use-unbiased-kl"],
-    ),
-    ("--kl-loss-gradient k2", {}, ["--kl-loss-gradient k2", "--kl-loss-coef"]),
-    (
-        "--regularizer-aggregation loss",
-        {},
-        ["--regularizer-aggregation loss", "--kl-loss-coef", "--entropy-coef"],
-    ),
-    (
-        f"--custom-tis-function-path {HERE}.custom_tis",
-        {},
-        ["--custom-tis-function-path", "--use-tis"],
-    ),
-    (
-        "--rejection-denominator accepted --use-opsm",
-        {},
-        ["--rejection-denominator original", "--use-opsm"],
-    ),
-    (
-        f"--rejection-denominator accepted --use-tis --custom-tis-function-path {HERE}.custom_tis",
-        {},
-        ["--rejection-denominator original", "--custom-tis-function-path"],
-    ),
-    (
-        "--rejection-denominator accepted --use-geometric-rejection --use-tis --tis-mode mask",
-        {},
-        ["--rejection-denominator original", "--use-geometric-rejection", "--tis-mode mask"],
-    ),
-    ("--custom-policy-loss-path no_such.fn", {}, ["--custom-policy-loss-path", "no_such"]),
-    (
-        f"--custom-policy-loss-path {HERE}.custom_tis",
-        {},
-        ["--custom-policy-loss-path", "(config, tokens, log_probs)", "pg_loss"],
-    ),
-    (
-        f"--use-tis --custom-tis-function-path {HERE}:custom_policy_loss",
-        {},
-        ["--custom-tis-function-path", "pg_loss"],
-    ),
-    (
-        f"--custom-pg-loss-reducer-function-path {HERE}:custom_policy_loss",
-        {},
-        ["--custom-pg-loss-reducer-function-path", "calculate_per_token_loss"],
+        "--divide-gradient-twice | grad_divisor is 4",
     ),
 ]
 
 
-@pytest.mark.parametrize(("line", "trainer", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("line", "trainer", "words"),
+    [*((line, {}, words) for line, words in REFUSED.items()), *REFUSED_BESIDE_THE_TRAINERS],
+)
 def test_refusals_name_the_flag_and_leave_the_arguments_alone(line, trainer, words):
     args = parse(line, **trainer)
     before = repr(sorted(vars(args).items()))
     with pytest.raises(ValueError) as refusal:
         validate_policy_loss_args(args)
-    for word in words:
+    for word in words.split(" | "):
         assert word in str(refusal.value)
     assert repr(sorted(vars(args).items())) == before
 
 
-def test_bshd_under_context_parallelism_is_not_implemented():
-    args = parse("--qkv-format bshd", context_parallel_size=2)
-    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
-        validate_policy_loss_args(args)
-
-
-def test_megatron_fsdp_is_not_implemented():
-    with pytest.raises(
-        NotImplementedError, match=r"--use-megatron-fsdp.*--use-distributed-optimizer"
-    ):
-        validate_policy_loss_args(parse("", use_megatron_fsdp=True))
+@pytest.mark.parametrize(
+    ("line", "trainer", "words"),
+    [
+        ("--qkv-format bshd", {"context_parallel_size": 2}, "--qkv-format thd"),
+        ("", {"use_megatron_fsdp": True}, "--use-megatron-fsdp.*--use-distributed-optimizer"),
+    ],
+)
+def test_layouts_that_are_not_implemented(line: str, trainer: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        validate_policy_loss_args(parse(line, **trainer))
 
 
 @pytest.mark.parametrize("flag", ["--loss-aggregation", "--policy-loss", "--kl-loss-type"])
@@ -457,23 +355,15 @@ def test_numbers_that_leave_nothing_of_the_loss_are_refused(line, message):
     assert message in str(refusal.value)
 
 
-def test_bounds_that_one_ratio_meets_are_kept():
-    for low, high in ((0.0, math.exp(-20)), (math.exp(20), math.inf)):
-        PolicyLossConfig(
-            use_sequence_rejection=True, sequence_rejection_low=low, sequence_rejection_high=high
-        )
-
-
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
-    is_number = isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(
+    values, interval = list(OUT_OF_RANGE[name]), FIELDS[name].interval
+    if isinstance(getattr(PolicyLossConfig(), name), float) or name.endswith(
         ("divisor", "_high", "_c", "_delta")
-    )
-    interval = FIELDS[name].interval
-    infinities = (
-        [-math.inf] if interval is not None and interval.or_infinite else [math.inf, -math.inf]
-    )
-    for value in OUT_OF_RANGE[name] + ([math.nan, *infinities] if is_number else []):
+    ):
+        values += [math.nan, -math.inf]
+        values += [] if interval is not None and interval.or_infinite else [math.inf]
+    for value in values:
         with pytest.raises(ValueError) as refusal:
             PolicyLossConfig(**{name: value})
         assert FIELDS[name].flag in str(refusal.value)
@@ -494,21 +384,16 @@ def test_the_config_refuses_values_out_of_range_whoever_builds_it(name):
         {"ratio_anchor": "rollout", "custom_policy_loss_path": "a.b"},
         {"ratio_anchor": "rollout", "use_geometric_rejection": True},
         {"use_tis": True, "tis_clip_low": 2.0, "tis_clip": 2.0, "tis_mode": "mask"},
-        {
-            "use_geometric_rejection": True,
-            "geometric_rejection_low": 1,
-            "geometric_rejection_high": 1,
-        },
-        {
-            "use_geometric_rejection": True,
-            "geometric_rejection_low": 1.1,
-            "geometric_rejection_high": math.inf,
-        },
-        {
-            "use_sequence_rejection": True,
-            "sequence_rejection_low": 0,
-            "sequence_rejection_high": 0.5,
-        },
+        *(
+            {f"use_{level}": True, f"{level}_low": low, f"{level}_high": high}
+            for level, low, high in (
+                ("geometric_rejection", 1, 1),
+                ("geometric_rejection", 1.1, math.inf),
+                ("sequence_rejection", 0, 0.5),
+                ("sequence_rejection", 0.0, math.exp(-20)),  # that one ratio meets
+                ("sequence_rejection", math.exp(20), math.inf),
+            )
+        ),
         {"tis_level": "sequence", "tis_mode": "mask", "use_tis": True},
         {"use_opsm": True, "opsm_delta": 0, "kl_loss_coef": 0, "entropy_coef": 0},
         {"calculate_per_token_loss": True, "loss_aggregation": "prompt_mean"},
@@ -737,26 +622,13 @@ def megatron_parse(monkeypatch):
     [
         ("", "sample_mean", False),
         ("--loss-aggregation prompt_mean --context-parallel-size 2", "prompt_mean", False),
-        ("--loss-aggregation token_mean", "token_mean", True),
         ("--calculate-per-token-loss", "token_mean", True),
-        ("--loss-aggregation token_mean --ddp-average-in-collective", "token_mean", False),
-        ("--loss-aggregation token_mean --num-experts 2", "token_mean", True),
-        (
-            "--loss-aggregation token_mean --num-experts 2 --moe-aux-loss-coeff 0.01",
-            "token_mean",
-            False,
-        ),
-        (
-            "--loss-aggregation token_mean --num-experts 2 --moe-aux-loss-coeff 0.01 "
-            "--moe-router-load-balancing-type none",
-            "token_mean",
-            True,
-        ),
-        (
-            "--loss-aggregation token_mean --mtp-num-layers 1 --position-embedding-type rope",
-            "token_mean",
-            False,
-        ),
+        (TOKENS, "token_mean", True),
+        (f"{TOKENS} --ddp-average-in-collective", "token_mean", False),
+        (f"{TOKENS} --num-experts 2", "token_mean", True),
+        (f"{TOKENS} {MOE_FLAGS}", "token_mean", False),
+        (f"{TOKENS} {MOE_FLAGS} --moe-router-load-balancing-type none", "token_mean", True),
+        (f"{TOKENS} --mtp-num-layers 1 --position-embedding-type rope", "token_mean", False),
     ],
 )
 def test_on_the_arguments_of_megatron(megatron_parse, line, aggregation, per_token):
@@ -773,17 +645,9 @@ def test_on_the_arguments_of_megatron(megatron_parse, line, aggregation, per_tok
 @pytest.mark.parametrize(
     ("line", "error", "words"),
     [
-        (
-            "--calculate-per-token-loss --loss-aggregation prompt_mean",
-            ValueError,
-            "--calculate-per-token-loss",
-        ),
-        (
-            "--calculate-per-token-loss --ddp-average-in-collective",
-            ValueError,
-            "--ddp-average-in-collective",
-        ),
-        ("--calculate-per-token-loss --use-torch-fsdp2", ValueError, "--use-torch-fsdp2"),
+        (f"{PER_TOKEN} --loss-aggregation prompt_mean", ValueError, PER_TOKEN),
+        (f"{PER_TOKEN} --ddp-average-in-collective", ValueError, "--ddp-average-in-collective"),
+        (f"{PER_TOKEN} --use-torch-fsdp2", ValueError, "--use-torch-fsdp2"),
         ("--qkv-format bshd --context-parallel-size 2", NotImplementedError, "--qkv-format thd"),
         ("--pg-loss-divisor 0", ValueError, "--pg-loss-divisor"),
     ],

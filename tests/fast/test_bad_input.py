@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import megatron_pg
-from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack, step_totals
+from megatron_pg import AGGREGATIONS, Sample, get_pg_loss_reducer, pack
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.from_logits import policy_loss_function
 from megatron_pg.step import plan_step
+from tests.random_steps import uneven_totals
 
 NAME = "task-7/answer-2"
 PER_TOKEN_FIELDS = (
@@ -201,36 +202,24 @@ def test_packing_under_inference_mode() -> None:
         pack([made])
     batch = pack([made])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
-    loss, _ = policy_loss_function(
-        PolicyLossConfig(),
-        batch,
-        logits,
-        totals=step_totals([made], allow_different_group_sizes=True),
-    )
+    loss, _ = policy_loss_function(PolicyLossConfig(), batch, logits, totals=uneven_totals([made]))
     loss.backward()
 
 
 def test_a_group_id_that_is_missing_is_never_read_as_one_group() -> None:
     samples = [sample(), sample(group_index=None, name="no group")]
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     prompt_mean = AGGREGATIONS["prompt_mean"]
     message = refusal_of(lambda: prompt_mean.denominators(totals, samples))
     for word in ("no group", "group_index", "prompt_mean"):
         assert word in message
-    assert "group_index" in refusal_of(lambda: prompt_mean.outer_count(totals))
+    message = refusal_of(lambda: prompt_mean.outer_count(totals))
+    assert "no group has no group_index" in message
     config = PolicyLossConfig(loss_aggregation="prompt_mean")
     batch = pack(samples)
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
     message = refusal_of(lambda: policy_loss_function(config, batch, logits, totals=totals))
     assert "no group has no group_index" in message
-
-
-def test_a_sample_that_the_totals_were_not_told_of() -> None:
-    totals = step_totals([sample(group_index=1)], allow_different_group_sizes=True)
-    stranger = sample(group_index=2, name="stranger")
-    message = refusal_of(lambda: AGGREGATIONS["prompt_mean"].denominators(totals, [stranger]))
-    for word in ("stranger", "group_index 2", "step_totals"):
-        assert word in message
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,6 +273,21 @@ FACTORY = {
     "rank outside its group": ({"cp_rank": 2, "cp_size": 2}, ["cp_rank 2", "cp_size 2"]),
     "unknown cut": ({"cp_partition_mode": "slices"}, ["cp_partition_mode", "'slices'", "zigzag"]),
     "unknown layout": ({"qkv_format": "sbhd"}, ["--qkv-format", "'sbhd'", "thd"]),
+    "rank without a size": ({"cp_rank": 1}, ["cp_rank"]),
+    "size without a rank": ({"cp_size": 2}, ["cp_rank is not given"]),
+    "size of zero": ({"cp_size": 0}, ["cp_size is 0"]),
+    "half a mask": ({"loss_masks": [torch.ones(3), torch.full((2,), 0.5)]}, ["loss_masks[1]"]),
+    **{
+        f"length {length}": ({"total_lengths": [length, 4]}, ["total_lengths[0]", "integer"])
+        for length in (5.5, True, "5")
+    },
+    **{
+        f"denominator {value}": (
+            {"denominators": [value, 1.0]},
+            ["denominators[0]", "count of active tokens"],
+        )
+        for value in (math.nan, math.inf, -1.0)
+    },
 }
 
 
@@ -301,31 +305,31 @@ def test_the_factory_refuses(case: str) -> None:
 
 
 def test_bshd_under_context_parallelism() -> None:
-    message = refusal_of(
-        lambda: get_pg_loss_reducer(
-            [5], [3], [torch.ones(3)], cp_rank=0, cp_size=2, qkv_format="bshd"
-        ),
-        NotImplementedError,
-    )
-    assert "--qkv-format thd" in message
+    inputs: tuple[Any, ...] = ([5], [3], [torch.ones(3)])
+    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
+        get_pg_loss_reducer(*inputs, cp_rank=0, cp_size=2, qkv_format="bshd")
+    assert get_pg_loss_reducer(*inputs, qkv_format="bshd")(torch.ones(3)).item() == 1.0
 
 
 # --------------------------------------------------------------------------------------------------
 # The loss
 # --------------------------------------------------------------------------------------------------
 
-MISSING = {
-    "old_log_probs": ({}, "--policy-loss ppo"),
-    "ref_log_probs": ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
-    "rollout_log_probs": ({"use_tis": True}, "--use-tis"),
-}
+UNBIASED = {"policy_loss": "reinforce", "kl_loss_coef": 0.1, "use_unbiased_kl": True}
 
 
-@pytest.mark.parametrize("field", MISSING)
-def test_an_input_that_a_setting_needs(field: str) -> None:
-    settings, flag = MISSING[field]
+@pytest.mark.parametrize(
+    ("field", "settings", "flag"),
+    [
+        ("old_log_probs", {}, "--policy-loss ppo"),
+        ("old_log_probs", UNBIASED, "--use-unbiased-kl"),
+        ("ref_log_probs", {"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1"),
+        ("rollout_log_probs", {"use_tis": True}, "--use-tis"),
+    ],
+)
+def test_an_input_that_a_setting_needs(field: str, settings: dict[str, Any], flag: str) -> None:
     bare = sample(**{field: None})
-    batch, totals = pack([bare]), step_totals([bare], allow_different_group_sizes=True)
+    batch, totals = pack([bare]), uneven_totals([bare])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY, requires_grad=True)
     config = PolicyLossConfig(**settings)
     message = refusal_of(lambda: policy_loss_function(config, batch, logits, totals=totals))
@@ -355,24 +359,6 @@ def test_no_refusal_disappears_under_python_O_or_is_swallowed() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_factory_under_context_parallelism_without_a_rank() -> None:
-    message = refusal_of(lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], cp_size=2))
-    assert "cp_rank is not given" in message
-
-
-def test_a_context_parallel_size_of_zero() -> None:
-    message = refusal_of(lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], cp_size=0))
-    assert "cp_size is 0" in message
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_a_denominator_that_is_no_count(value: float) -> None:
-    message = refusal_of(
-        lambda: get_pg_loss_reducer([6], [3], [torch.ones(3)], denominators=[value])
-    )
-    assert "denominators[0]" in message and "count of active tokens" in message
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant"])
 def test_denominators_that_the_aggregation_would_ignore(aggregation: str) -> None:
     divisor = 4.0 if aggregation == "constant" else None
@@ -382,12 +368,6 @@ def test_denominators_that_the_aggregation_would_ignore(aggregation: str) -> Non
         )
     )
     assert aggregation in message
-
-
-@pytest.mark.parametrize("length", [5.5, True, "5"])
-def test_a_total_length_that_is_no_integer(length: Any) -> None:
-    message = refusal_of(lambda: get_pg_loss_reducer([length], [3], [torch.ones(3)]))
-    assert "total_lengths[0]" in message and "integer" in message
 
 
 def test_masks_as_lists_and_as_one_matrix_are_masks() -> None:
@@ -430,7 +410,7 @@ def test_a_negative_response_token() -> None:
 def test_a_response_token_outside_the_vocabulary() -> None:
     batch = pack([sample(tokens=[1, 2, 3, VOCABULARY, 5])])
     logits = torch.zeros(batch.window.local_tokens, VOCABULARY)
-    totals = step_totals(batch.samples, allow_different_group_sizes=True)
+    totals = uneven_totals(batch.samples)
     message = refusal_of(
         lambda: policy_loss_function(PolicyLossConfig(), batch, logits, totals=totals)
     )
@@ -478,13 +458,3 @@ def test_one_advantage_as_an_array_without_dimensions() -> None:
     assert sample(advantages=np.array(0.5)).advantages.tolist() == [0.5] * 3
     message = refusal_of(lambda: sample(advantages=np.array("much")))
     assert NAME in message and "advantages" in message
-
-
-def test_a_prompt_mean_names_the_sample_without_a_group() -> None:
-    samples = [sample(), sample(name="other", group_index=None)]
-    message = refusal_of(
-        lambda: AGGREGATIONS["prompt_mean"].outer_count(
-            step_totals(samples, allow_different_group_sizes=True)
-        )
-    )
-    assert "other has no group_index" in message

@@ -1,4 +1,4 @@
-"""The aggregation checksum is 1 for a step that is whole, and names one that is not."""
+"""The aggregation checksum of a step that is short, or empty; `test_checksum_identity` has whole and exchanged ones."""
 
 from __future__ import annotations
 
@@ -7,145 +7,70 @@ import logging
 import pytest
 import torch
 
-from megatron_pg import (
-    AGGREGATIONS,
-    PackedBatch,
-    PolicyLossConfig,
-    Sample,
-    pack,
-    policy_loss_function,
-    reduce_metrics,
-    step_totals,
-)
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, reduce_metrics
 from megatron_pg.loss.metrics import check_checksum
+from tests.random_steps import uneven_totals
 
 VOCAB_SIZE = 7
 
 
-def step(lengths: list[tuple[int, int]]) -> list[Sample]:
-    """Samples of these (total, response) lengths; the first response token of each is masked."""
-    return [
-        Sample(
-            tokens=torch.arange(total) % VOCAB_SIZE,
-            response_length=response,
-            loss_mask=[0] + [1] * (response - 1),
-            advantages=1.0,
-            old_log_probs=torch.full((response,), -1.0),
-            group_index=index // 2,
-            name=f"sample {index}",
-        )
-        for index, (total, response) in enumerate(lengths)
-    ]
+def sample(name: str, mask: list[int]) -> Sample:
+    return Sample([1, 2, 3], 2, mask, old_log_probs=[0.0, 0.0], name=name)
 
 
-SAMPLES = step([(9, 5), (15, 11), (6, 2), (21, 17), (8, 7), (4, 3)])
-EVERY_MODE = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+MASKED = [sample(name, [0, 0]) for name in "abc"]
 
 
 def checksum_of(
-    aggregation: str, parts: list[PackedBatch], *, check_aggregation: bool = False
+    step: list[Sample], parts: list[list[Sample]], *, check_aggregation: bool = True
 ) -> float:
-    """Of the step whose micro-batches and context-parallel parts are these."""
-    config = PolicyLossConfig(
-        loss_aggregation=aggregation,  # type: ignore[arg-type]
-        loss_aggregation_divisor=16.0 if aggregation == "constant" else None,
-        check_aggregation=check_aggregation,
-    )
-    totals = step_totals(SAMPLES, allow_different_group_sizes=True)
-    metrics = []
+    """Of a step of these samples, whose micro-batches hold those."""
+    config = PolicyLossConfig(check_aggregation=check_aggregation)
+    totals, metrics = uneven_totals(step), []
     for part in parts:
-        logits = torch.zeros(part.window.local_tokens, VOCAB_SIZE, requires_grad=True)
+        batch = pack(part)
+        logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
         _, metric = policy_loss_function(
-            config, part, logits, totals=totals, step_share=1 / len(parts)
+            config, batch, logits, totals=totals, step_share=1 / len(parts)
         )
         metrics.append(metric)
     return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
-
-
-@EVERY_MODE
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_a_whole_step_has_checksum_one(aggregation: str, cp_size: int) -> None:
-    parts = [
-        pack(samples, cp_rank=rank, cp_size=cp_size)
-        for samples in (SAMPLES[:2], SAMPLES[2:])
-        for rank in range(cp_size)
-    ]
-    assert checksum_of(aggregation, parts, check_aggregation=True) == pytest.approx(1, abs=1e-12)
-
-
-@EVERY_MODE
-def test_a_duplicated_sample_is_named(aggregation: str) -> None:
-    with pytest.raises(RuntimeError, match="trained on twice"):
-        checksum_of(aggregation, [pack(SAMPLES), pack(SAMPLES[:1])], check_aggregation=True)
-
-
-@EVERY_MODE
-def test_a_dropped_sample_is_named(aggregation: str) -> None:
-    with pytest.raises(RuntimeError, match="samples were dropped"):
-        checksum_of(aggregation, [pack(SAMPLES[1:])], check_aggregation=True)
-
-
-@EVERY_MODE
-def test_a_sample_sliced_for_another_rank_is_named(aggregation: str) -> None:
-    parts = [pack(SAMPLES, cp_rank=0, cp_size=2), pack(SAMPLES, cp_rank=0, cp_size=2)]
-    with pytest.raises(RuntimeError, match="another context-parallel rank"):
-        checksum_of(aggregation, parts, check_aggregation=True)
 
 
 def test_without_the_flag_it_is_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_pg.loss.metrics._warned_of", set())
+    step = [sample(name, [0, 1]) for name in "abcdef"]
     with caplog.at_level(logging.WARNING, logger="megatron_pg"):
-        values = [checksum_of("sample_mean", [pack(SAMPLES[:-2])]) for _ in range(2)]
-        checksum_of("sample_mean", [pack(SAMPLES[:-1])])  # another number is no other news
+        values = [checksum_of(step, [step[:-2]], check_aggregation=False) for _ in range(2)]
+        checksum_of(step, [step[:-1]], check_aggregation=False)  # another number is no other news
     assert values == pytest.approx([4 / 6, 4 / 6])
     assert [record.message.count("expected 1") for record in caplog.records] == [1]
 
 
 def test_a_step_without_an_active_token_is_whole() -> None:
-    masked = Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name="masked")
+    masked = sample("masked", [0, 0])
     config = PolicyLossConfig(check_aggregation=True)
     batch = pack([masked])
     logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-    loss, metrics = policy_loss_function(
-        config, batch, logits, totals=step_totals([masked], allow_different_group_sizes=True)
-    )
+    loss, metrics = policy_loss_function(config, batch, logits, totals=uneven_totals([masked]))
     loss.backward()
     reduced = reduce_metrics(config, [metrics], contributes=True, device="cpu")
     assert reduced["aggregation_checksum"] == 1 and reduced["pg_loss"] == 0
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
-MASKED = [Sample([1, 2, 3], 2, [0, 0], old_log_probs=[0.0, 0.0], name=name) for name in "abc"]
-
-
-def checksum_of_masked(parts: list[list[Sample]]) -> float:
-    """Of a step of the masked samples, whose micro-batches hold these."""
-    config, totals = (
-        PolicyLossConfig(check_aggregation=True),
-        step_totals(MASKED, allow_different_group_sizes=True),
-    )
-    share, metrics = 1 / len(parts), []
-    for part in parts:
-        batch = pack(part)
-        logits = torch.zeros(batch.window.local_tokens, VOCAB_SIZE, requires_grad=True)
-        _, metric = policy_loss_function(config, batch, logits, totals=totals, step_share=share)
-        metrics.append(metric)
-    return reduce_metrics(config, metrics, contributes=True, device="cpu")["aggregation_checksum"]
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
 def test_a_step_without_an_active_token_is_whole_however_it_is_cut(num_microbatches: int) -> None:
     parts = [MASKED[index : index + 1] for index in range(num_microbatches)]
-    assert checksum_of_masked(parts) == pytest.approx(1, abs=1e-12)
+    assert checksum_of(MASKED, parts) == pytest.approx(1, abs=1e-12)
 
 
 def test_an_active_token_that_the_totals_lack_is_named() -> None:
     """In a step that holds none by its totals."""
-    stranger = Sample([1, 2, 3], 2, [0, 1], old_log_probs=[0.0, 0.0], name="stranger")
     with pytest.raises(RuntimeError, match="are missing from step_totals"):
-        checksum_of_masked([MASKED, [stranger]])
+        checksum_of(MASKED, [MASKED, [sample("stranger", [0, 1])]])
 
 
 @pytest.mark.parametrize("wrong", [1 + 2e-5, 1 - 2e-5, 0.0, 2.0, float("nan")])

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,20 +182,12 @@ def uneven(
 
 
 def config_of(aggregation: str, *, check_aggregation: bool = False) -> PolicyLossConfig:
+    settings: dict[str, Any] = {"loss_aggregation": aggregation}
     if aggregation == "custom":
-        path = f"{__name__}:uneven"
-        return PolicyLossConfig(
-            custom_pg_loss_reducer_function_path=path,
-            pg_metrics="none",
-            check_aggregation=check_aggregation,
-        )
-    divisor = 16.0 if aggregation == "constant" else None
-    return PolicyLossConfig(
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor,
-        pg_metrics="none",
-        check_aggregation=check_aggregation,
-    )
+        settings = {"custom_pg_loss_reducer_function_path": f"{__name__}:uneven"}
+    if aggregation == "constant":
+        settings["loss_aggregation_divisor"] = 16.0
+    return PolicyLossConfig(pg_metrics="none", check_aggregation=check_aggregation, **settings)
 
 
 def sums_of(metrics: list[list[MicroBatchMetrics]]) -> dict[str, float]:

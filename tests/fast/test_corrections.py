@@ -9,20 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
-from megatron_pg.loss.corrections import (
-    Corrected,
+from megatron_pg import (
+    PackedBatch,
+    PolicyLossConfig,
+    Sample,
     accepted_samples,
-    apply_corrections,
-    correction_metric_names,
-    importance_weights,
+    pack,
+    policy_loss_from_log_probs,
+    step_totals,
 )
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
+from megatron_pg.loss.corrections import Corrected, apply_corrections, correction_metric_names
 from megatron_pg.loss.objectives import OBJECTIVES
 from megatron_pg.loss.sequence import SequenceSums, sequence_sum_names
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.sequences import (
@@ -253,26 +251,6 @@ def test_accepted_samples_adds_up_in_float64() -> None:
     assert not kept.loss_mask.any()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_importance_weights_are_float64_and_one_where_masked(level: str) -> None:
-    sequences = random_sequences(11)
-    batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
-    config = PolicyLossConfig(use_tis=True, tis_level=level)
-    weights = importance_weights(*tokens_and_sums(config, batch, log_probs), level)
-    expected = []
-    for s in sequences:
-        total = sum(oracle.mismatches(s))
-        for t, keep in enumerate(s.loss_mask):
-            mismatch = s.old_log_probs[t] - s.rollout_log_probs[t]
-            average = total / max(len(s.active()), 1)
-            exponent = {"token": mismatch, "sequence": total, "geometric": average}[level]
-            weight = oracle.bounded_exp(exponent)
-            expected.append(weight if keep else 1.0)
-    torch.testing.assert_close(
-        weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
-    )
-
-
 def test_only_the_log_probs_that_a_setting_needs_are_asked_for() -> None:
     sequences = random_sequences(12)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
@@ -298,50 +276,6 @@ def test_token_level_settings_need_no_sums_over_sequences(settings: dict) -> Non
     assert sequence_sum_names(PolicyLossConfig(**settings)) == ()
 
 
-def test_means_over_a_fully_masked_sequence_are_zero() -> None:
-    sequences = random_sequences(14)
-    config = PolicyLossConfig(**GEOMETRIC, **OPSM)
-    _, sums = tokens_and_sums(config, package_batch(sequences), flat_log_probs(sequences))
-    means = (sums.mean("policy"), sums.mean("mismatch"))
-    assert not sum(sequences[-1].loss_mask) and len(sequences[-1].loss_mask) == 3
-    assert all(mean[-3:].tolist() == [0.0] * 3 for mean in means)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_masks_only_shrink_and_what_is_dropped_is_zero(case: str) -> None:
-    for seed in range(5):
-        batch = package_batch(random_sequences(seed, spread=0.5))
-        log_probs = flat_log_probs(random_sequences(seed, spread=0.5))
-        found, _ = corrected(PolicyLossConfig(**CASES[case][0]), batch, log_probs)
-        assert not (found.loss_mask & ~batch.loss_mask).any()
-        assert (found.loss[~found.loss_mask] == 0).all()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_garbage_at_masked_positions_reaches_nothing(case: str) -> None:
-    sequences = random_sequences(2)
-    batch = package_batch(sequences)
-    masked = ~batch.loss_mask
-    dirty = dataclasses.replace(
-        batch,
-        advantages=batch.advantages.masked_fill(masked, math.nan),
-        old_log_probs=batch.old_log_probs.masked_fill(masked, -math.inf),
-        rollout_log_probs=batch.rollout_log_probs.masked_fill(masked, math.nan),
-    )
-    clean_log_probs = flat_log_probs(sequences)
-    dirty_log_probs = clean_log_probs.detach().masked_fill(masked, math.nan).requires_grad_()
-    config = PolicyLossConfig(**CASES[case][0])
-    expected, _ = corrected(config, batch, clean_log_probs)
-    found, _ = corrected(config, dirty, dirty_log_probs)
-    expected.loss.sum().backward()
-    found.loss.sum().backward()
-    assert torch.equal(found.loss, expected.loss)
-    assert torch.equal(found.loss_mask, expected.loss_mask)
-    assert torch.equal(dirty_log_probs.grad, clean_log_probs.grad)
-    for name, values in found.metrics.items():
-        assert torch.equal(values[batch.loss_mask], expected.metrics[name][batch.loss_mask])
-
-
 @pytest.mark.parametrize("case", ["tis", "tis_sequence", "icepop", "all_with_icepop"])
 def test_a_nan_rollout_log_prob_at_an_active_position_stays_visible(case: str) -> None:
     """A rejection must not swallow it: NaN is neither inside nor outside of a range."""
@@ -365,13 +299,9 @@ def test_metrics_are_those_before_rejection_and_named_by_the_config(case: str) -
     assert torch.equal(found.metrics["rejected_fraction"], dropped.float())
 
 
-def test_what_is_missing_is_named() -> None:
+def test_a_sum_over_sequences_that_was_not_made_is_named() -> None:
     sequences = random_sequences(4)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences)
-    without = dataclasses.replace(batch, rollout_log_probs=None)
-    for settings in ({"use_tis": True}, GEOMETRIC):
-        with pytest.raises(ValueError, match="rollout_log_probs"):
-            corrected(PolicyLossConfig(**settings), without, log_probs)
     for settings in (TIS_SEQUENCE, GEOMETRIC, OPSM):
         config = PolicyLossConfig(**settings)
         tokens, _ = tokens_and_sums(config, batch, log_probs)
@@ -479,20 +409,19 @@ def without_gradient(
     return pg_loss.detach(), batch.loss_mask
 
 
-def test_custom_function_that_loses_the_gradient_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("without_gradient", "pg_loss: returned a tensor without a gradient"),
+        (
+            "wrong_shape",
+            "loss_mask: returned a tensor of shape .*one value per token of the window",
+        ),
+    ],
+)
+def test_custom_functions_of_another_result_are_refused(function: str, words: str) -> None:
     sequences = random_sequences(8)
-    path = f"{__name__}.without_gradient"
+    path = f"{__name__}.{function}"
     config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(ValueError, match="pg_loss: returned a tensor without a gradient"):
-        corrected(config, package_batch(sequences), flat_log_probs(sequences))
-
-
-def test_custom_function_of_the_wrong_shape_is_refused() -> None:
-    sequences = random_sequences(8)
-    path = f"{__name__}.wrong_shape"
-    config = PolicyLossConfig(use_tis=True, custom_tis_function_path=path)
-    with pytest.raises(
-        ValueError,
-        match="loss_mask: returned a tensor of shape .*one value per token of the window",
-    ):
+    with pytest.raises(ValueError, match=words):
         corrected(config, package_batch(sequences), flat_log_probs(sequences))

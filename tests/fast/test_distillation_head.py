@@ -168,7 +168,6 @@ WAYS = {
     "one piece": Problem.one_piece,
     "in pieces": Problem.in_pieces,
 }
-Way = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
 
 def check(problem: Problem, way: str, ranks: list, rounding: float) -> None:

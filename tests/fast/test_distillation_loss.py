@@ -229,14 +229,6 @@ def test_logits_are_those_of_the_rollout_temperature_and_of_the_vocabulary(teach
     torch.testing.assert_close(of_loss.grad.double(), of_oracle.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_logits_of_another_micro_batch_are_refused() -> None:
-    given = sample()
-    with pytest.raises(ValueError, match="logits have 5 rows and the micro-batch 4 tokens"):
-        policy_loss_function(
-            PolicyLossConfig(), pack([given]), torch.zeros(5, 8), totals=step_totals([given])
-        )
-
-
 def test_what_follows_from_the_settings() -> None:
     assert gradient_scope(PolicyLossConfig(**DISTILL)).tokens == "token"
     term = PolicyLossConfig(distill_coef=0.1, distill_teacher="logits")

@@ -85,24 +85,15 @@ def test_the_aggregation_of_kl_and_entropy(capsys):
 
 def test_counts_quantiles_and_learning_rate_ratio(capsys):
     found = explained(capsys, "--lengths", "1,2,3,4,5,6,7,12", "--pg-loss-divisor", "20")
-    assert found["step"] | {"active_tokens": 0, "group_index": 0, "rollout_id": 0} == {
-        "num_samples": 8,
-        "num_rollouts": 8,
-        "num_prompt_groups": 8,
-        "num_active_tokens": 40,
-        "num_skipped": 0,
-        "active_tokens": 0,
-        "group_index": 0,
-        "rollout_id": 0,
-        "kept_sets": None,
+    counts = {
+        name: found["step"][f"num_{name}"] for name in ("rollouts", "prompt_groups", "skipped")
     }
+    assert counts == {"rollouts": 8, "prompt_groups": 8, "skipped": 0}
+    assert (found["step"]["num_samples"], found["step"]["num_active_tokens"]) == (8, 40)
+    assert found["step"]["kept_sets"] is None
     quarters = found["aggregations"]["token_mean"]["quantile_shares"]
-    assert [(part["shortest"], part["longest"]) for part in quarters] == [
-        (1, 2),
-        (3, 4),
-        (5, 6),
-        (7, 12),
-    ]
+    ranges = [(part["shortest"], part["longest"]) for part in quarters]
+    assert ranges == [(1, 2), (3, 4), (5, 6), (7, 12)]
     assert [part["share"] for part in quarters] == pytest.approx([3 / 40, 7 / 40, 11 / 40, 19 / 40])
     assert found["aggregations"]["constant"]["learning_rate_ratio"] == pytest.approx(40 / 160)
     assert found["loss_aggregation"] == "constant"
@@ -145,18 +136,14 @@ def write_rollouts(path: Path) -> str:
     for group in range(2):
         for rollout, lengths in enumerate(([3], [2, 4], [5])):
             for length in lengths:
-                mask = [1] * (length - 1) + [int(length != 5)]
-                rows.append(
-                    {
-                        "prompt_ids": [1, 2],
-                        "response_ids": [3] * length,
-                        "loss_mask": mask,
-                        "log_probs": [-1.0] * length,
-                        "advantages": 1.0,
-                        "group_index": group,
-                        "rollout_id": 10 * group + rollout,
-                    }
-                )
+                fields = {
+                    "group_index": group,
+                    "rollout_id": 10 * group + rollout,
+                    "advantages": 1.0,
+                }
+                fields |= {"prompt_ids": [1, 2], "response_ids": [3] * length}
+                fields |= {"loss_mask": [1] * (length - 1) + [int(length != 5)]}
+                rows.append(fields | {"log_probs": [-1.0] * length})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -427,32 +414,32 @@ def test_a_flag_that_is_nearly_one_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["--lengths", "10,20", "--pg-loss-divisor", "1000"], "far from the lengths seen"),
-        (["--lengths", "10,20", "--pg-loss-divisor", "1"], "far from the lengths seen"),
+        ("--lengths 10,20 --pg-loss-divisor 1000", "far from the lengths seen"),
+        ("--lengths 10,20 --pg-loss-divisor 1", "far from the lengths seen"),
         (
-            ["--lengths", "10", "--group-size", "4", "--docs-per-step", "6"],
-            "ends inside prompt group 1: 2 of its 4 samples",
+            "--lengths 10 --group-size 4 --docs-per-step 6",
+            "inside prompt group 1: 2 of its 4 samples",
         ),
-        (["--lengths", "10,0"], "1 of 2 samples have no active token"),
+        ("--lengths 10,0", "1 of 2 samples have no active token"),
     ],
 )
-def test_warnings(capsys, arguments, message):
-    found = explained(capsys, *arguments)
+def test_warnings(capsys, line, message):
+    found = explained(capsys, *line.split())
     assert any(message in warning for warning in found["warnings"]), found["warnings"]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["--lengths", "10,20", "--pg-loss-divisor", "20"],
-        ["--lengths", "10,20", "--group-size", "2"],
-        ["--log-normal", "100,1", "--group-size", "4"],
+        "--lengths 10,20 --pg-loss-divisor 20",
+        "--lengths 10,20 --group-size 2",
+        "--log-normal 100,1 --group-size 4",
     ],
 )
-def test_no_warning_without_a_cause(capsys, arguments):
-    assert explained(capsys, *arguments)["warnings"] == []
+def test_no_warning_without_a_cause(capsys, line):
+    assert explained(capsys, *line.split())["warnings"] == []
 
 
 def test_plain_text_when_piped(capsys):
@@ -494,7 +481,7 @@ def test_many_samples_are_picked_over_the_range():
     assert how_many == f" ({show.MAX_ROWS} of 100, by length)"
 
 
-def test_plot_writes_a_picture(tmp_path: Path, capsys):
+def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "weights.png"
     assert explain(["--log-normal", "100,1", "--plot", str(path)]) == 0
@@ -502,44 +489,38 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        ([], "give one of --lengths, --log-normal and --rollout-files"),
+        ("", "give one of --lengths, --log-normal and --rollout-files"),
+        ("--lengths 1 --log-normal 5,1", "give one of --lengths, --log-normal and --rollout-files"),
+        ("--lengths 1 --loss-aggregation constant", "--loss-aggregation-divisor"),
         (
-            ["--lengths", "1", "--log-normal", "5,1"],
-            "give one of --lengths, --log-normal and --rollout-files",
-        ),
-        (["--lengths", "1", "--loss-aggregation", "constant"], "--loss-aggregation-divisor"),
-        (
-            ["--lengths", "1", "--loss-aggregation", "prompt_mean", "--calculate-per-token-loss"],
+            "--lengths 1 --loss-aggregation prompt_mean --calculate-per-token-loss",
             "--calculate-per-token-loss",
         ),
+        ("--lengths 1 --qkv-format bshd --context-parallel-size 2", "--qkv-format thd"),
         (
-            ["--lengths", "1", "--qkv-format", "bshd", "--context-parallel-size", "2"],
-            "--qkv-format thd",
-        ),
-        (
-            ["--lengths", "1", "--calculate-per-token-loss", "--use-torch-fsdp2"],
+            "--lengths 1 --calculate-per-token-loss --use-torch-fsdp2",
             "--calculate-per-token-loss does not work with --use-torch-fsdp2",
         ),
         (
-            ["--lengths", "1", "--ragged-microbatches", "--expert-model-parallel-size", "2"],
+            "--lengths 1 --ragged-microbatches --expert-model-parallel-size 2",
             "drop --ragged-microbatches",
         ),
-        (["--lengths", "1", "--keep-prompt-groups"], "give --docs-per-step"),
-        (["--log-normal", "1e12,1"], "--log-normal 1e+12,1 has drawn a length of"),
-        (["--lengths", "1,2,3", "--group-size", "1000000"], "give a smaller --group-size"),
-        (["--lengths", "1", "--docs-per-step", "1048577"], "--docs-per-step"),
-        (["--lengths", "1", "--group-size", "0"], "--group-size must be an integer >= 1"),
-        (["--lengths", "1", "--docs-per-step", "-3"], "--docs-per-step must be an integer >= 1"),
-        (["--lengths", "1", "--num-microbatches", "9" * 400], "must be an integer >= 1 and <="),
-        (["--log-normal", "9,1", "--seed", "-1"], "--seed must be an integer >= 0"),
-        (["--lengths", "1,2", "--plot", "weights.unknown"], "unknown"),
-        (["--lengths", "1,2", "--plot", "/no/such/folder/weights.png"], "/no/such/folder"),
+        ("--lengths 1 --keep-prompt-groups", "give --docs-per-step"),
+        ("--log-normal 1e12,1", "--log-normal 1e+12,1 has drawn a length of"),
+        ("--lengths 1,2,3 --group-size 1000000", "give a smaller --group-size"),
+        ("--lengths 1 --docs-per-step 1048577", "--docs-per-step"),
+        ("--lengths 1 --group-size 0", "--group-size must be an integer >= 1"),
+        ("--lengths 1 --docs-per-step -3", "--docs-per-step must be an integer >= 1"),
+        (f"--lengths 1 --num-microbatches {'9' * 400}", "must be an integer >= 1 and <="),
+        ("--log-normal 9,1 --seed -1", "--seed must be an integer >= 0"),
+        ("--lengths 1,2 --plot weights.unknown", "unknown"),
+        ("--lengths 1,2 --plot /no/such/folder/weights.png", "/no/such/folder"),
     ],
 )
-def test_what_cannot_be_explained_is_said(capsys, arguments, message):
-    assert explain(arguments) == 2
+def test_what_cannot_be_explained_is_said(capsys, line, message):
+    assert explain(line.split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -552,29 +533,28 @@ def test_a_plot_of_nothing_is_refused_before_anything_is_written(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("flag", "value", "message"),
     [
-        (["--lengths", "1,x"], "'x': expected an integer from 0 to 1099511627776"),
-        (["--lengths", "-1"], "give token counts such as 200,4000"),
-        (["--lengths", "99999999999999999999"], "give token counts such as 200,4000"),
-        (["--lengths", f"5,{2**63 - 1}"], "give token counts such as 200,4000"),
-        (["--log-normal", "5"], "expected MEDIAN,SIGMA"),
-        (["--log-normal", "1,2,3"], "expected MEDIAN,SIGMA"),
-        (["--log-normal", "a,b"], "expected MEDIAN,SIGMA"),
-        (["--log-normal", "0,1"], "a median above 0"),
-        (["--log-normal", "1e300,1"], "a median above 0 and up to 1099511627776"),
-        (["--log-normal", "nan,1"], "a median above 0"),
-        (["--log-normal", "2000,500"], "Sigma is of the logarithm and not in tokens"),
-        (["--log-normal", "2000,50"], "a sigma from 0 to 10"),
-        (["--lengths", "1", "--group-size", "x"], "invalid int value: 'x'"),
+        ("--lengths", "1,x", "'x': expected an integer from 0 to 1099511627776"),
+        *(
+            ("--lengths", value, "give token counts such as 200,4000")
+            for value in ("-1", "99999999999999999999", f"5,{2**63 - 1}")
+        ),
+        *(("--log-normal", value, "expected MEDIAN,SIGMA") for value in ("5", "1,2,3", "a,b")),
+        ("--log-normal", "0,1", "a median above 0"),
+        ("--log-normal", "1e300,1", "a median above 0 and up to 1099511627776"),
+        ("--log-normal", "nan,1", "a median above 0"),
+        ("--log-normal", "2000,500", "Sigma is of the logarithm and not in tokens"),
+        ("--log-normal", "2000,50", "a sigma from 0 to 10"),
+        ("--group-size", "x", "invalid int value: 'x'"),
     ],
 )
-def test_malformed_values_are_refused_by_the_parser(capsys, arguments, message):
+def test_malformed_values_are_refused_by_the_parser(capsys, flag, value, message):
     with pytest.raises(SystemExit) as stopped:
-        explain(arguments)
+        explain([flag, value])
     assert stopped.value.code == 2
     printed = capsys.readouterr().err
-    assert f"argument {arguments[-2]}: " in printed and message in printed
+    assert f"argument {flag}: " in printed and message in printed
 
 
 def test_the_longest_lengths_add_up(capsys):
@@ -620,7 +600,7 @@ def test_the_module_runs_without_megatron():
     assert "T = 6 active tokens" in done.stdout
 
 
-def test_kept_sets_of_files(capsys, tmp_path) -> None:
+def test_kept_sets_of_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "sets.jsonl"
     row = {"prompt_ids": [1], "response_ids": [2, 3, 4], "loss_mask": [1, 1, 0], "reward": 1.0}
     rows = [{**row, "kept_tokens": [[2, 5, 6], [], [4]]}, {**row, "kept_tokens": [[2], [3, 9], []]}]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -148,7 +149,7 @@ def compare(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch):
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def with_tile(tile: int) -> None:
         monkeypatch.setattr(output_layer, "hopper_products", hopper_products(tile))
 
@@ -158,7 +159,9 @@ def use(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("columns, tile", [(384, 192), (640, 128)])
 @pytest.mark.parametrize("way", ["deferred", "in forward", "chunks", "rows without gradient"])
-def test_gradients(way: str, columns: int, tile: int, entropy_coef: float, use) -> None:
+def test_gradients(
+    way: str, columns: int, tile: int, entropy_coef: float, use: Callable[[int], None]
+) -> None:
     use(tile)
     problem, settings = Problem(columns), {"defer": way != "in forward"}
     if way == "chunks":
@@ -199,7 +202,7 @@ def test_what_it_takes(
     assert bool(reason) == bool(found) and re.search(found, reason)
 
 
-def test_without_entropy(use) -> None:
+def test_without_entropy(use: Callable[[int], None]) -> None:
     use(128)
     problem = Problem(640)
     found = problem.found(0.0, main_grad=True, defer=True, with_entropy=False)
@@ -209,7 +212,9 @@ def test_without_entropy(use) -> None:
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_targets_that_are_next_to_impossible(entropy_coef: float, use) -> None:
+def test_targets_that_are_next_to_impossible(
+    entropy_coef: float, use: Callable[[int], None]
+) -> None:
     """Tiles a hundred exponents of two and more below the largest: factors are bounded and products stay finite."""
     use(128)
     problem = Problem(256, gap=60.0)
@@ -219,7 +224,9 @@ def test_targets_that_are_next_to_impossible(entropy_coef: float, use) -> None:
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef: float, use) -> None:
+def test_a_row_that_is_no_number_shows_where_it_counts(
+    entropy_coef: float, use: Callable[[int], None]
+) -> None:
     use(128)
     problem = Problem(256)
     problem.hidden[3] = float("nan")  # advantage 0
@@ -234,7 +241,7 @@ def test_a_row_that_is_no_number_shows_where_it_counts(entropy_coef: float, use)
     assert found[3][5].isnan().all() and found[4].isnan().any()
 
 
-def test_whole_sequences(use) -> None:
+def test_whole_sequences(use: Callable[[int], None]) -> None:
     """One chunk a piece, and a piece of several of which all but the last are multiplied again."""
     use(128)
     problem = Problem(256)
@@ -243,7 +250,7 @@ def test_whole_sequences(use) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_factor_alone(frozen: str, use) -> None:
+def test_one_factor_alone(frozen: str, use: Callable[[int], None]) -> None:
     use(128)
     problem, options = Problem(256), HeadOptions(temperature=0.7, fp32_logits=True)
     factors = {"hidden": problem.hidden.clone(), "weight": problem.weight.clone()}

@@ -389,12 +389,6 @@ def test_distinct_ids_are_those_of_the_group_and_of_the_rollout() -> None:
     assert "is 3, expected 0 or more" in refusal(with_distinct_ids, given, 2**23)
 
 
-def test_a_prompt_group_has_at_least_one_rollout() -> None:
-    assert "samples_per_group is 0: expected 1 or more" in refusal(
-        totals, [[sample([5], 3)]], samples_per_group=0
-    )
-
-
 def test_ids_that_are_none_are_still_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_index": 1.5}\n')

@@ -66,6 +66,11 @@ def test_one_line_says_what_is_on(
     assert capsys.readouterr().out == ""
 
 
+def refused(trainer: str, message: str, *name: str | None, **others: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        CHECKS[trainer](arguments(trainer, *name, **others))
+
+
 COMMON: dict[str, tuple[dict[str, Any], str]] = {
     "per token": ({"calculate_per_token_loss": True}, "--calculate-per-token-loss divides"),
     "a reducer as well": (
@@ -102,21 +107,18 @@ OF_MILES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", COMMON)
 def test_refused_in_both(trainer: str, what: str) -> None:
     settings, message = COMMON[what]
-    with pytest.raises(ValueError, match=message):
-        CHECKS[trainer](arguments(trainer, **settings))
+    refused(trainer, message, **settings)
 
 
 @pytest.mark.parametrize("what", OF_MILES)
 def test_refused_in_miles(what: str) -> None:
     settings, message = OF_MILES[what]
-    with pytest.raises(ValueError, match=message):
-        miles.check(arguments("miles", **settings))
+    refused("miles", message, **settings)
 
 
 def test_all_that_is_wrong_is_in_one_error() -> None:
-    args = arguments("miles", calculate_per_token_loss=True, train_backend="fsdp")
-    with pytest.raises(ValueError, match="(?s)--calculate-per-token-loss.*--train-backend fsdp"):
-        miles.check(args)
+    both = {"calculate_per_token_loss": True, "train_backend": "fsdp"}
+    refused("miles", "(?s)--calculate-per-token-loss.*--train-backend fsdp", **both)
 
 
 def test_what_does_not_matter_at_one_context_parallel_rank() -> None:
@@ -130,36 +132,32 @@ def test_groups_need_not_fit_a_token_mean() -> None:
 def test_constant_asks_for_one_divisor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match=f"slime.constant has no divisor: set {DIVISOR_VARIABLE}"):
-        slime.check(arguments("slime", "constant"))
+    refused("slime", f"slime.constant has no divisor: set {DIVISOR_VARIABLE}", "constant")
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
     slime.check(arguments("slime", "constant"))
     assert "L = 8192" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="two divisors.*8192.*4096"):
-        slime.check(arguments("slime", "constant", loss_aggregation_divisor=4096))
+    refused("slime", "two divisors.*8192.*4096", "constant", loss_aggregation_divisor=4096)
 
 
 def test_a_divisor_that_yaml_reads_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     miles.check(arguments("miles", "constant", loss_aggregation_divisor="8e3"))
     assert "L = 8000" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="loss-aggregation-divisor is 'many': expected a finite"):
-        miles.check(arguments("miles", "constant", loss_aggregation_divisor="many"))
-    with pytest.raises(ValueError, match="finite"):
-        miles.check(arguments("miles", "constant", loss_aggregation_divisor="nan"))
+    message = "loss-aggregation-divisor is 'many': expected a finite"
+    refused("miles", message, "constant", loss_aggregation_divisor="many")
+    refused("miles", "finite", "constant", loss_aggregation_divisor="nan")
 
 
 @pytest.mark.parametrize("trainer", CHECKS)
 def test_a_divisor_below_one_meets_their_clamp(trainer: str) -> None:
-    with pytest.raises(ValueError, match="the divisor is 0.5.*divides by 1 at least"):
-        CHECKS[trainer](arguments(trainer, "constant", loss_aggregation_divisor=0.5))
+    message = "the divisor is 0.5.*divides by 1 at least"
+    refused(trainer, message, "constant", loss_aggregation_divisor=0.5)
 
 
 def test_the_divisor_of_miles_must_reach_the_rollout_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(DIVISOR_VARIABLE, "8192")
-    with pytest.raises(ValueError, match="--train-env-vars do not arrive"):
-        miles.check(arguments("miles", "constant"))
+    refused("miles", "--train-env-vars do not arrive", "constant")
     monkeypatch.delenv(DIVISOR_VARIABLE)
     miles.check(arguments("miles", "constant", loss_aggregation_divisor=8192))
 
@@ -167,37 +165,28 @@ def test_the_divisor_of_miles_must_reach_the_rollout_manager(
 def test_a_whole_divisor_goes_through_mooncake() -> None:
     settings = {"object_store_backend": "mooncake", "loss_aggregation_divisor": 8192}
     miles.check(arguments("miles", "constant", **settings))
-    with pytest.raises(ValueError, match="mooncake"):
-        miles.check(
-            arguments("miles", "constant", **settings | {"loss_aggregation_divisor": 8192.5})
-        )
+    refused("miles", "mooncake", "constant", **settings | {"loss_aggregation_divisor": 8192.5})
 
 
 @pytest.mark.parametrize("trainer", CHECKS)
 def test_a_check_of_nothing_is_refused(trainer: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"nothing of megatron_pg is on.*integrations.{trainer}.prompt_mean"
-    ):
-        CHECKS[trainer](arguments(trainer, None))
+    message = f"nothing of megatron_pg is on.*integrations.{trainer}.prompt_mean"
+    refused(trainer, message, None)
 
 
 def test_a_hook_that_is_not_there_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="slime.promt_mean: no such function; there are sample_mean"
-    ):
-        slime.check(arguments("slime", "promt_mean"))
+    refused("slime", "slime.promt_mean: no such function; there are sample_mean", "promt_mean")
 
 
 def test_reducers_are_checked_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = "megatron_pg.integrations."
-    with pytest.raises(ValueError, match="constant has no divisor"):
-        slime.check(
-            arguments("slime", None, custom_pg_loss_reducer_function_path=f"{path}constant")
-        )
-    with pytest.raises(ValueError, match="token_mean without --calculate-per-token-loss"):
-        miles.check(
-            arguments("miles", None, custom_pg_loss_reducer_function_path=f"{path}token_mean")
-        )
+    by_path = {
+        name: {"custom_pg_loss_reducer_function_path": f"{path}{name}"}
+        for name in ("constant", "token_mean")
+    }
+    refused("slime", "constant has no divisor", None, **by_path["constant"])
+    message = "token_mean without --calculate-per-token-loss"
+    refused("miles", message, None, **by_path["token_mean"])
     settings = {
         "custom_pg_loss_reducer_function_path": f"{path}constant",
         "loss_aggregation_divisor": 4096,
@@ -210,8 +199,7 @@ def test_a_token_mean_under_miles_fsdp_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "miles.backends.fsdp_utils.actor", types.ModuleType("actor"))
     path = "megatron_pg.integrations.token_mean"
     settings = {"custom_pg_loss_reducer_function_path": path, "calculate_per_token_loss": True}
-    with pytest.raises(ValueError, match="--train-backend fsdp: its training loop drops"):
-        miles.check(arguments("miles", None, **settings))
+    refused("miles", "--train-backend fsdp: its training loop drops", None, **settings)
 
 
 SOURCE = '''

@@ -10,12 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pg.head import (
-    HeadOptions,
-    Ragged,
-    linear_log_probs_and_entropy,
-    log_probs_and_entropy,
-)
+from megatron_pg import Ragged, log_probs_and_entropy
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy
 from megatron_pg.head.kept import sets as kept_set
 from megatron_pg.head.kept import sparse_layer
 from megatron_pg.head.ragged import offsets_of

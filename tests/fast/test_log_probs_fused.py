@@ -71,6 +71,17 @@ class Problem:
         self.hidden_gradient = self.logits_gradient @ self.weight.double()
         self.weight_gradient = self.logits_gradient.T @ self.hidden.double()
 
+    def fused(
+        self, hidden: Tensor, weight: Tensor, head: HeadOptions, **settings: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return linear_token_loss(hidden, weight, self.targets, self.token_loss, head, **settings)
+
+    def check_gradients(
+        self, hidden: Tensor, weight_gradient: Tensor | None, rounding: float = 3e-6
+    ) -> None:
+        close(hidden.grad, self.hidden_gradient, rounding)
+        close(weight_gradient, self.weight_gradient, rounding)
+
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
 
@@ -85,17 +96,17 @@ def close(found: Tensor | None, wanted: Tensor, rounding: float = 3e-6) -> None:
     assert error <= rounding, error
 
 
+OF_HEAD = ("chunk_tokens", "fp32_logits", "tensor_parallel_group")
+
+
+def head_of(settings: dict[str, object]) -> HeadOptions:
+    """The settings that are the head's, taken out of all."""
+    return options(**{name: settings.pop(name) for name in OF_HEAD if name in settings})
+
+
 def known(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
-    chunk = settings.pop("chunk_tokens", None)
-    fp32 = settings.pop("fp32_logits", False)
-    loss, log_probs, entropy = linear_token_loss(
-        hidden,
-        weight,
-        problem.targets,
-        problem.token_loss,
-        options(chunk_tokens=chunk, fp32_logits=fp32),
-        **settings,
-    )
+    head = head_of(settings)
+    loss, log_probs, entropy = problem.fused(hidden, weight, head, **settings)
     assert not log_probs.requires_grad and not entropy.requires_grad
     return loss
 
@@ -105,10 +116,9 @@ def deferred(problem: Problem, hidden: Tensor, weight: Tensor, **settings: objec
 
 
 def downstream(problem: Problem, hidden: Tensor, weight: Tensor, **settings: object) -> Tensor:
-    chunk = settings.pop("chunk_tokens", None)
-    fp32 = settings.pop("fp32_logits", False)
+    head = head_of(settings)
     log_probs, entropy = linear_log_probs_and_entropy(
-        hidden, weight, problem.targets, options(chunk_tokens=chunk, fp32_logits=fp32), **settings
+        hidden, weight, problem.targets, head, **settings
     )
     return problem.token_loss(log_probs, entropy, slice(0, TOKENS))
 
@@ -134,8 +144,7 @@ def test_gradients(mode: Callable[..., Tensor], chunk_tokens: int | None, scale:
     loss = mode(problem, hidden, weight, chunk_tokens=chunk_tokens)
     (loss * scale).backward()
     close(loss.detach(), problem.loss)
-    close(hidden.grad, problem.hidden_gradient)
-    close(weight.grad, problem.weight_gradient)
+    problem.check_gradients(hidden, weight.grad)
     assert (weight.grad[VOCAB_SIZE:] == 0).all()
 
 
@@ -148,8 +157,7 @@ def test_bfloat16(mode: Callable[..., Tensor], fp32_logits: bool) -> None:
     loss.backward()
     rounding = 0.006 if fp32_logits else 0.06
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-    close(hidden.grad, problem.hidden_gradient, rounding)
-    close(weight.grad, problem.weight_gradient, rounding)
+    problem.check_gradients(hidden, weight.grad, rounding)
     close(loss.detach(), problem.loss, 1e-5 if fp32_logits else 0.06)
 
 
@@ -177,8 +185,7 @@ def test_main_grad_gets_the_gradient_of_the_scaled_loss(
     problem = Problem(scale=scale)
     hidden, weight = with_main_grad(problem)
     (mode(problem, hidden, weight, chunk_tokens=4) * scale).backward()
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 @every_mode
@@ -277,14 +284,9 @@ def test_no_tokens(mode: Callable[..., Tensor]) -> None:
 def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int, defer: bool) -> None:
     problem = Problem()
     hidden, weight = problem.leaves()
-    loss, log_probs, entropy = linear_token_loss(
-        hidden,
-        weight,
-        problem.targets,
-        problem.token_loss,
-        options(chunk_tokens=4),
-        gradient_rows=gradient_rows,
-        defer=defer,
+    head = options(chunk_tokens=4)
+    loss, log_probs, entropy = problem.fused(
+        hidden, weight, head, gradient_rows=gradient_rows, defer=defer
     )
     loss.backward()
     close(loss.detach(), problem.loss)
@@ -293,10 +295,10 @@ def test_rows_without_gradient_are_scored_and_left_out(gradient_rows: int, defer
     wanted = problem.logits_gradient.clone()
     wanted[gradient_rows:] = 0
     torch.testing.assert_close(
-        hidden.grad.double(), wanted @ problem.weight.double(), rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        weight.grad.double(), wanted.T @ problem.hidden.double(), rtol=1e-5, atol=1e-6
+        (hidden.grad.double(), weight.grad.double()),
+        (wanted @ problem.weight.double(), wanted.T @ problem.hidden.double()),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -337,10 +339,8 @@ def test_pieces_of_whole_sequences(
     """Held in one chunk, or of up to eight chunks whose logits are made twice."""
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
-    settings = options(chunk_tokens=chunk_tokens)
-    loss, log_probs, entropy = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes, defer=defer
-    )  # fmt: skip
+    head, pieces = options(chunk_tokens=chunk_tokens), {"piece_sizes": piece_sizes, "defer": defer}
+    loss, log_probs, entropy = problem.fused(hidden, weight, head, **pieces)
     loss.backward(scale)
     found = (loss.detach(), log_probs, entropy, hidden.grad, weight.grad)
     wanted = (problem.loss, problem.log_probs, problem.entropy)
@@ -355,10 +355,7 @@ def test_a_piece_that_ends_inside_a_sequence_would_be_seen(
 ) -> None:
     problem, scale = of_sequences()
     hidden, weight = problem.leaves()
-    settings = options(chunk_tokens=4)
-    loss, _, _ = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, settings, piece_sizes=piece_sizes
-    )
+    loss, _, _ = problem.fused(hidden, weight, options(chunk_tokens=4), piece_sizes=piece_sizes)
     loss.backward(scale)
     for found, wanted in (
         (hidden.grad, problem.hidden_gradient),
@@ -374,8 +371,7 @@ def test_float64_with_a_loss_scale_of_float32() -> None:
     loss = deferred(problem, hidden, weight, chunk_tokens=4)
     loss.backward(torch.tensor(6.0))
     close(loss.detach(), problem.loss, 1e-6)
-    close(hidden.grad, problem.hidden_gradient, 1e-6)
-    close(weight.grad, problem.weight_gradient, 1e-6)
+    problem.check_gradients(hidden, weight.grad, 1e-6)
 
 
 @pytest.mark.parametrize("mode", [known, deferred])
@@ -412,21 +408,17 @@ def with_main_grad(problem: Problem) -> tuple[Tensor, Tensor]:
 def test_what_is_deferred_is_nan_until_backward_and_in_place_then() -> None:
     problem = Problem(scale=6.0)
     hidden, weight = with_main_grad(problem)
-    outputs = linear_token_loss(
-        hidden, weight, problem.targets, problem.token_loss, options(chunk_tokens=4), defer=True
-    )
+    outputs = problem.fused(hidden, weight, options(chunk_tokens=4), defer=True)
     taken = [each.detach() for each in outputs]  # who took them before sees them too
     scaled = outputs[0] * 2
     scaled *= 3  # as a schedule does
     assert all(each.isnan().all() for each in (*taken, scaled))
     assert (weight.main_grad == 1).all()
     scaled.backward()
-    for found, wanted in zip(
-        taken, (problem.loss, problem.log_probs, problem.entropy), strict=True
-    ):
-        close(found, wanted)
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    wanted = (problem.loss, problem.log_probs, problem.entropy)
+    for each, expected in zip(taken, wanted, strict=True):
+        close(each, expected)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 @pytest.mark.parametrize("retried", [False, True])
@@ -440,8 +432,7 @@ def test_main_grad_that_is_zeroed_before_backward_gets_the_whole_gradient(retrie
     assert (weight.main_grad == 1).all() and weight.grad is None
     weight.main_grad.zero_()
     loss.backward(torch.tensor(6.0))
-    close(weight.main_grad, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad)
 
 
 @every_mode
@@ -457,8 +448,7 @@ def test_checkpointing_the_head(mode: Callable[..., Tensor], reentrant: bool) ->
         return mode(problem, hidden, weight, chunk_tokens=4) * one.detach().requires_grad_()
 
     torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
-    close(weight.main_grad - 1, problem.weight_gradient)
-    close(hidden.grad, problem.hidden_gradient)
+    problem.check_gradients(hidden, weight.main_grad - 1)
 
 
 def test_a_second_backward_of_what_is_deferred_adds_as_much_again() -> None:
@@ -544,20 +534,11 @@ def test_bad_input(change: dict[str, object], error: type[Exception], message: s
 def shard_on_rank() -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
     problem, rank, width = Problem(), dist.get_rank(), WIDTH // dist.get_world_size()
     results = []
-    for mode in ("known", "deferred", "kept", "recomputed"):
+    for mode in MODES:
         hidden, whole = problem.leaves()
         weight = whole.detach()[rank * width : (rank + 1) * width].clone().requires_grad_()
-        settings = options(chunk_tokens=4, tensor_parallel_group=dist.group.WORLD)
-        if mode in ("known", "deferred"):
-            defer = mode == "deferred"
-            loss, _, _ = linear_token_loss(
-                hidden, weight, problem.targets, problem.token_loss, settings, defer=defer
-            )
-        else:
-            log_probs, entropy = linear_log_probs_and_entropy(
-                hidden, weight, problem.targets, settings, keep_logits=mode == "kept"
-            )
-            loss = problem.token_loss(log_probs, entropy, slice(0, TOKENS))
+        group = dist.group.WORLD
+        loss = mode(problem, hidden, weight, chunk_tokens=4, tensor_parallel_group=group)
         loss.backward()
         results.append((loss.detach(), hidden.grad, weight.grad))
     return results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, targets, *torch.randn(2, TOKENS, generator=generator).unbind()
 
 
-def gathers_of(group: dist.ProcessGroup, call) -> tuple[object, list[tuple[int, ...]]]:
+def gathers_of(group: dist.ProcessGroup, call: Any) -> tuple[object, list[tuple[int, ...]]]:
     """What `call` returns, and the shapes it handed to collectives."""
     shapes: list[tuple[int, ...]] = []
     original = dist.all_gather_into_tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,7 +87,7 @@ class TestKernels:
             shared.test_strided_logits,
         ],
     )
-    def test_also(self, test) -> None:
+    def test_also(self, test: Callable[[], None]) -> None:
         test()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

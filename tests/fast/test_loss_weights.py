@@ -40,7 +40,7 @@ from tests.cut_policy_loss import (
 )
 from tests.cut_steps import CUTS, Cut, assert_same, whole
 from tests.oracle import PlainSample
-from tests.random_steps import float32, package_samples, random_logits, random_step
+from tests.random_steps import float32, package_samples, random_logits, random_step, uneven_totals
 
 DENOMINATORS = ("mask", "weights")
 
@@ -192,7 +192,7 @@ def test_mistakes_of_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(packing, "_field_in_window", of_another_window)
     assert difference(loss_of(cut), expected) > 1e-4
     monkeypatch.setattr(packing, "_field_in_window", right)
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     of_mask = dataclasses.replace(totals)
     vars(of_mask)["_in_loss_weights"] = totals
     wrong = rank_losses(config, step, logits, cut, totals=of_mask)
@@ -235,7 +235,7 @@ def test_the_identity_of_a_sample_knows_its_weights() -> None:
         PolicyLossConfig(check_aggregation=True, policy_loss="reinforce"),
         torch.zeros(3),
     )
-    totals = step_totals([one], allow_different_group_sizes=True)
+    totals = uneven_totals([one])
     with pytest.raises(RuntimeError, match="not of this step: row 7"):
         _, metrics = policy_loss_from_log_probs(
             config, pack([other]), log_probs, None, totals=totals
@@ -257,7 +257,7 @@ def test_the_plan_counts_weights() -> None:
     by_weight = totals.counted_in("weights")
     assert by_weight.num_active_tokens == 7.5
     assert by_weight.rollout_denominators(samples).tolist() == [5.5, 5.5, 2.0]
-    without = step_totals(samples[2:], allow_different_group_sizes=True)
+    without = uneven_totals(samples[2:])
     with pytest.raises(ValueError, match="no sample of the step has loss_weights"):
         without.counted_in("weights")
 
@@ -276,11 +276,7 @@ def test_a_custom_reducer_sums_weighted_losses() -> None:
     config = PolicyLossConfig(policy_loss="sft", custom_pg_loss_reducer_function_path=path)
     one = sample([1.0, 0.5, 0.0])
     loss, _ = policy_loss_from_log_probs(
-        config,
-        pack([one]),
-        torch.tensor([-1.0, -4.0, -9.0]),
-        None,
-        totals=step_totals([one], allow_different_group_sizes=True),
+        config, pack([one]), torch.tensor([-1.0, -4.0, -9.0]), None, totals=uneven_totals([one])
     )
     assert loss.item() == 1.0 * 1.0 + 0.5 * 4.0
     with pytest.raises(ValueError, match="would ignore --loss-weight-denominator weights"):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.critic.settings import CriticConfig
@@ -27,8 +26,9 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 from tests import oracle
-from tests.cut_policy_loss import package_config, rank_losses
+from tests.cut_policy_loss import aggregated, package_config, rank_losses
 from tests.cut_steps import CUTS
+from tests.dispatches import CountDispatches
 from tests.fast import objectives_oracle
 from tests.fast.sequences import (
     OF_LOG_PROBS,
@@ -68,6 +68,22 @@ def micro_batch_metrics(
     return metrics
 
 
+def metrics_of(
+    config: PolicyLossConfig,
+    sequences: list[objectives_oracle.Sequence1],
+    log_probs: Tensor | None = None,
+) -> dict[str, float]:
+    """What a step of one micro-batch reports."""
+    log_probs = flat_log_probs(sequences) if log_probs is None else log_probs
+    return reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+
+
+def three_tokens(**changes: Any) -> Sample:
+    """A sample of two prompt and three response tokens."""
+    fields: dict[str, Any] = {"loss_mask": [1] * 3, "advantages": 1.0, "old_log_probs": [-1.0] * 3}
+    return Sample(tokens=[1] * 5, response_length=3, **(fields | changes))
+
+
 def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
     rng = random.Random(seed)
     return [
@@ -79,10 +95,14 @@ def step_with_rollout_log_probs(seed: int) -> list[PlainSample]:
     ]
 
 
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("carries_rollout", [False, True])
-def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) -> None:
-    objective = Objective(eps_clip=0.1, eps_clip_high=0.3, kl_loss_type="low_var_kl")
+def test_every_cut_has_the_metrics_of_the_step(
+    cut: str, aggregation: str, carries_rollout: bool
+) -> None:
+    settings = {"eps_clip": 0.1, "eps_clip_high": 0.3, "kl_loss_type": "low_var_kl"}
+    objective = aggregated(Objective(**settings, kl_loss_coef=0.1), aggregation)
     config = package_config(objective, pg_metrics="with_entropy")
     step = step_with_rollout_log_probs(3) if carries_rollout else random_step(3)
     logits = random_logits(step, seed=3)
@@ -91,18 +111,18 @@ def test_every_cut_has_the_metrics_of_the_step(cut: str, carries_rollout: bool) 
 
     plain = oracle.policy_loss(step, logits, objective)
     expected = oracle.metrics(step, plain, objective)
-    num_tokens = oracle.active_tokens(step, range(len(step)))
     squared = expected["ratio_new_old_squared_sum"]
     expected |= {
-        "num_tokens": num_tokens,
+        "num_tokens": oracle.active_tokens(step, range(len(step))),
         "effective_sample_size": expected["ratio_new_old_sum"] ** 2 / squared,
         "loss": plain.loss.item(),
         "pg_loss": plain.pg_loss.item(),
+        "kl_loss": plain.kl_loss.item(),
         "aggregation_checksum": 1.0,
     }
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+        assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
 def test_a_rollout_of_two_samples_counts_once() -> None:
@@ -195,9 +215,8 @@ def test_the_ratio_against_the_rollout_engine_needs_no_old_log_probs() -> None:
     ]
     for old_log_probs in (None, sequence.old_log_probs):
         sample = dataclasses.replace(package_sample(sequence), old_log_probs=old_log_probs)
-        found = reduced(
-            config, [micro_batch_metrics(config, pack([sample]), flat_log_probs([sequence]))]
-        )
+        log_probs = flat_log_probs([sequence])
+        found = reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
         assert found["ppo_kl"] == pytest.approx(-sum(expected) / 6, rel=1e-9)
         assert found["ratio_new_old_sum"] == pytest.approx(sum(map(math.exp, expected)), rel=1e-9)
         is_there = {"old_logprobs", "rollout_ratio"} <= set(found)
@@ -208,11 +227,7 @@ def test_mismatch_metrics_need_no_correction_and_no_ratio() -> None:
     sequences = random_sequences(2)
     expected = None
     for settings in ({}, {"use_tis": True}, {"policy_loss": "reinforce"}):
-        config = PolicyLossConfig(**settings)
-        found = reduced(
-            config,
-            [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))],
-        )
+        found = metrics_of(PolicyLossConfig(**settings), sequences)
         values = {name: found[name] for name in found if "rollout" in name}
         expected = values if expected is None else expected
         assert values == expected and len(values) == 9
@@ -283,10 +298,7 @@ def test_the_config_alone_decides_the_names(name: str, pg_metrics: str) -> None:
 
 def test_gspo_metrics_are_per_sequence() -> None:
     sequences = [random_sequence(seed, length) for seed, length in ((1, 6), (2, 3), (3, 9), (4, 1))]
-    config = PolicyLossConfig(policy_loss="gspo")
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(policy_loss="gspo"), sequences)
     log_ratios = [
         objectives_oracle.policy_mean(s).item() for s in sequences if sum(s.loss_mask) > 0
     ]
@@ -306,10 +318,7 @@ def test_gspo_metrics_are_per_sequence() -> None:
 def test_mismatch_metrics_count_the_tokens_that_are_rejected() -> None:
     sequences = random_sequences(2)
     settings = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.9, "tis_clip": 1.1}
-    config = PolicyLossConfig(**settings)
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(**settings), sequences)
     weights = [
         [math.exp(d) for d in objectives_oracle.mismatches(s)]
         for s in sequences
@@ -349,16 +358,15 @@ def test_extremes_when_all_advantages_have_one_sign(sign: float) -> None:
 
 def test_extremes_of_advantages_that_are_all_equal() -> None:
     """The largest is then the smallest, which does not mean that there is none."""
-    sequences = [dataclasses.replace(s, advantages=[0.5] * 5) for s in [random_sequence(1, 5)]]
-    config = PolicyLossConfig()
-    metrics = micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))
-    found = reduced(config, [metrics])
+    found = metrics_of(PolicyLossConfig(), [grid_sequence([0.1] * 5, [0.5])])
     assert (found["max_advantage"], found["min_advantage"]) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OF_LOG_PROBS)
-def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float) -> None:
+def test_garbage_at_masked_positions_reaches_no_loss_gradient_or_metric(
+    name: str, garbage: float
+) -> None:
     sequences = random_sequences(10)
     clean, log_probs = package_batch(sequences), flat_log_probs(sequences).detach()
     masked = ~clean.loss_mask
@@ -367,16 +375,17 @@ def test_garbage_at_masked_positions_reaches_no_metric(name: str, garbage: float
         clean, **{field: getattr(clean, field).masked_fill(masked, garbage) for field in fields}
     )
     config = PolicyLossConfig(**EVERYTHING, policy_loss=name)
-    entropy, totals = log_probs * 2, step_totals(clean.samples)
-    expected, found = (
-        reduced(config, [policy_loss_from_log_probs(config, *inputs, totals=totals)[1]])
-        for inputs in (
-            (clean, log_probs, entropy),
-            (dirty, log_probs.masked_fill(masked, garbage), entropy.masked_fill(masked, garbage)),
-        )
-    )
-    assert found == expected
-    assert not any(math.isnan(value) for value in found.values())
+    entropy, totals, results = log_probs * 2, step_totals(clean.samples), []
+    for batch, value in ((clean, 0.0), (dirty, garbage)):
+        inputs = [x.masked_fill(masked, value).requires_grad_() for x in (log_probs, entropy)]
+        loss, metrics = policy_loss_from_log_probs(config, batch, *inputs, totals=totals)
+        gradients = torch.autograd.grad(loss, inputs)
+        assert all((gradient[masked] == 0).all() for gradient in gradients)
+        results.append((loss, *gradients, reduced(config, [metrics])))
+    (*expected, metrics), (*found, metrics_of_dirty) = results
+    assert all(map(torch.equal, found, expected)) and found[0].isfinite()
+    assert metrics_of_dirty == metrics
+    assert not any(math.isnan(value) for value in metrics.values())
 
 
 def test_a_rank_that_does_not_contribute_brings_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -438,11 +447,7 @@ def test_a_step_without_active_tokens_has_no_means() -> None:
 
 
 def test_ratios_are_those_before_the_clamp() -> None:
-    sequences = [grid_sequence([30.0, -30.0], [1.0])]
-    config = PolicyLossConfig()
-    found = reduced(
-        config, [micro_batch_metrics(config, package_batch(sequences), flat_log_probs(sequences))]
-    )
+    found = metrics_of(PolicyLossConfig(), [grid_sequence([30.0, -30.0], [1.0])])
     assert found["ratio_new_old_sum"] == pytest.approx(math.exp(30) + math.exp(-30))
     expected = (math.exp(30) - 31 + math.exp(-30) + 29) / 2
     assert found["kl_new_old"] == pytest.approx(expected)
@@ -452,20 +457,10 @@ def test_ratios_beyond_float32_are_numbers() -> None:
     """exp(100) is infinite in float32, as is the square of exp(60)."""
     for log_ratio in (60.0, 100.0):
         sequences = [grid_sequence([log_ratio], [1.0])]
-        log_probs = flat_log_probs(sequences, torch.float32)
-        config = PolicyLossConfig()
-        found = reduced(config, [micro_batch_metrics(config, package_batch(sequences), log_probs)])
+        found = metrics_of(PolicyLossConfig(), sequences, flat_log_probs(sequences, torch.float32))
         assert found["ratio_new_old"] == pytest.approx(math.exp(log_ratio))
         assert found["ratio_new_old_squared_sum"] == pytest.approx(math.exp(2 * log_ratio))
         assert found["effective_sample_size"] == pytest.approx(1.0)
-
-
-class CountDispatches(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def test_none_costs_nothing() -> None:
@@ -480,7 +475,7 @@ def test_none_costs_nothing() -> None:
     for setting in ("none", "basic"):
         with CountDispatches() as counter:
             micro_batch_metrics(dataclasses.replace(config, pg_metrics=setting), batch, log_probs)
-        counts.append(counter.count)
+        counts.append(len(counter.names))
     assert counts[0] < 0.7 * counts[1], counts
 
 
@@ -514,6 +509,14 @@ def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
     assert all(torch.equal(metrics[name], value) for name, value in before.items())
 
 
+def reported(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics) -> str:
+    """The one record of a step whose loss is no finite number."""
+    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
+        assert not math.isfinite(reduced(config, list(micro_batches))["loss"])
+    (record,) = caplog.records
+    return record.getMessage()
+
+
 def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptureFixture) -> None:
     sequences = [random_sequence(1, 4, active_rate=1.0), random_sequence(2, 5, active_rate=1.0)]
     samples = [package_sample(s, name=f"task {i}") for i, s in enumerate(sequences)]
@@ -524,12 +527,8 @@ def test_a_nan_loss_is_reported_with_sample_and_position(caplog: pytest.LogCaptu
         log_probs = torch.zeros(9).index_fill(0, torch.tensor([4 + 3]), torch.nan)
         window = log_probs[batch.window.response_indices]
         micro_batches.append(micro_batch_metrics(config, batch, window))
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        found = reduced(config, micro_batches)
-    assert math.isnan(found["loss"])
-    (record,) = caplog.records
-    assert "response token 3 of sample 1 (task 1)" in record.getMessage()
-    assert "1 active tokens" in record.getMessage()
+    said = reported(caplog, config, *micro_batches)
+    assert "response token 3 of sample 1 (task 1)" in said and "1 active tokens" in said
 
 
 def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -539,34 +538,20 @@ def test_a_nan_that_a_correction_brings_is_reported(caplog: pytest.LogCaptureFix
     rollout_log_probs[2] = torch.nan
     batch = dataclasses.replace(package_batch(sequences), rollout_log_probs=rollout_log_probs)
     config = PolicyLossConfig(use_tis=True)
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        found = reduced(config, [micro_batch_metrics(config, batch, flat_log_probs(sequences))])
-    assert math.isnan(found["loss"])
-    (record,) = caplog.records
-    assert "response token 2 of sample 0" in record.getMessage()
+    metrics = micro_batch_metrics(config, batch, flat_log_probs(sequences))
+    assert "response token 2 of sample 0" in reported(caplog, config, metrics)
 
 
 def test_a_nan_of_the_reference_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Of the first active token that has one: the KL term is as much of the loss as the objective."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[0, 1, 1],
-        old_log_probs=[-1.0] * 3,
-        ref_log_probs=[math.nan, -1.0, math.nan],
-        name="third",
-    )
-    config = PolicyLossConfig(kl_loss_coef=0.1)
-    metrics = micro_batch_metrics(config, pack([sample]), torch.full((3,), -1.0))
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert math.isnan(reduced(config, [metrics])["loss"])
-    (record,) = caplog.records
-    assert "the first is response token 2 of sample 0 (third)" in record.getMessage()
+    ref_log_probs = [math.nan, -1.0, math.nan]
+    sample = three_tokens(loss_mask=[0, 1, 1], ref_log_probs=ref_log_probs, name="third")
+    with_kl, log_probs = PolicyLossConfig(kl_loss_coef=0.1), torch.full((3,), -1.0)
+    said = reported(caplog, with_kl, micro_batch_metrics(with_kl, pack([sample]), log_probs))
+    assert "the first is response token 2 of sample 0 (third)" in said
     caplog.clear()
-    reduced(
-        PolicyLossConfig(),
-        [micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), -1.0))],
-    )
+    config = PolicyLossConfig()
+    reduced(config, [micro_batch_metrics(config, pack([sample]), log_probs)])
     assert not caplog.records
 
 
@@ -582,13 +567,8 @@ def test_nothing_is_reported_while_the_loss_is_finite(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("log_prob", (-400.0, -9999.0))
 def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: float) -> None:
     """A token that one of the policies, or its engine, holds to be impossible."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        advantages=1.0,
-        old_log_probs=[-1.0, -1.0, log_prob],
-        rollout_log_probs=[-1.0, log_prob, -1.0],
+    sample = three_tokens(
+        old_log_probs=[-1.0, -1.0, log_prob], rollout_log_probs=[-1.0, log_prob, -1.0]
     )
     log_probs = torch.full((3,), -1.0)
     found = reduced(
@@ -604,14 +584,8 @@ def test_a_ratio_beyond_any_number_is_held_where_its_square_is_one(log_prob: flo
 @pytest.mark.parametrize("log_prob", (-1e4, -math.inf))
 def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
     """All ratios are 0, and equal: Kish's sample size is the number of tokens."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        advantages=1.0,
-        old_log_probs=[-1.0] * 3,
-    )
-    metrics = micro_batch_metrics(PolicyLossConfig(), pack([sample]), torch.full((3,), log_prob))
+    batch = pack([three_tokens()])
+    metrics = micro_batch_metrics(PolicyLossConfig(), batch, torch.full((3,), log_prob))
     found = reduced(PolicyLossConfig(), [metrics])
     assert found["effective_sample_size"] == pytest.approx(3.0)
     assert found["ppo_kl"] == 300.0 and found["ratio_new_old"] == math.exp(-300)
@@ -621,26 +595,18 @@ def test_metrics_of_a_policy_that_has_left_all_tokens(log_prob: float) -> None:
 def test_an_infinite_loss_is_reported_with_sample_and_position(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sample = Sample(tokens=[1] * 5, response_length=3, loss_mask=[1] * 3, advantages=1.0, name="it")
-    config = PolicyLossConfig(policy_loss="reinforce")
-    log_probs = torch.tensor([-1.0, -math.inf, -1.0])
-    metrics = micro_batch_metrics(config, pack([sample]), log_probs)
-    with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert reduced(config, [metrics])["loss"] == math.inf
-    (record,) = caplog.records
-    assert "the first is response token 1 of sample 0 (it)" in record.getMessage()
+    config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
+    metrics = micro_batch_metrics(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
+    assert reduced(config, [metrics])["loss"] == math.inf
+    caplog.clear()
+    said = reported(caplog, config, metrics)
+    assert "the first is response token 1 of sample 0 (it)" in said
 
 
 def test_metrics_keep_no_side_channel_alive() -> None:
     """They lie in the schedule's list until the step ends, and what a micro-batch brings of a teacher is larger than all else."""
-    sample = Sample(
-        tokens=[1] * 5,
-        response_length=3,
-        loss_mask=[1] * 3,
-        old_log_probs=[-1.0] * 3,
-        old_values=[0.0] * 3,
-        returns=[0.0] * 3,
-        side_channels={"teacher_logits": torch.zeros(3, 8)},
+    sample = three_tokens(
+        old_values=[0.0] * 3, returns=[0.0] * 3, side_channels={"teacher_logits": torch.zeros(3, 8)}
     )
     config, totals, numbers = PolicyLossConfig(), step_totals([sample]), torch.full((3,), -1.0)
     losses = {
@@ -729,15 +695,11 @@ def test_a_custom_reducer_of_another_result_is_refused(reducer: str) -> None:
 
 @pytest.mark.parametrize("setting", [{"entropy_coef": 0.1}, {"pg_metrics": "with_entropy"}])
 def test_an_entropy_that_is_needed_and_absent_is_refused(setting: dict[str, Any]) -> None:
-    sequences = random_sequences(8)
-    batch = package_batch(sequences)
+    batch = package_batch(random_sequences(8))
+    log_probs, totals = torch.zeros(len(batch.window)), step_totals(batch.samples)
     with pytest.raises(ValueError, match="--entropy-coef or --pg-metrics with_entropy"):
         policy_loss_from_log_probs(
-            PolicyLossConfig(**setting),
-            batch,
-            flat_log_probs(sequences),
-            None,
-            totals=step_totals(batch.samples),
+            PolicyLossConfig(**setting), batch, log_probs, None, totals=totals
         )
 
 

@@ -32,86 +32,55 @@ NEMO_RL = (
 LENGTHS, GROUP_SIZE = [3, 1, 8, 2, 5, 7], 2
 
 
-def terms(line: str) -> list[tuple[str, float, float | None]]:
+def terms(line: str) -> str:
+    """The aggregation, the coefficient and any divisor of the policy loss, the KL and the entropy."""
     words = shlex.split(line)
     given = read_line(words)
     trainer = trainer_of(given, words)
-    return [(t.aggregation, t.coefficient, t.divisor) for t in trainer.terms(trainer.read(given))]
+    found = [
+        f"{term.aggregation} {term.coefficient + 0:g}"
+        + (f" {term.divisor:g}" if term.divisor else "")
+        for term in trainer.terms(trainer.read(given))
+    ]
+    return ", ".join(found)
 
 
+MEANS, TOKEN_MEANS = (
+    "sample_mean 1, sample_mean 0, sample_mean 0",
+    "token_mean 1, token_mean 0, token_mean 0",
+)
+REDUCER = "--custom-pg-loss-reducer-function-path"
 LINES = {
-    SLIME: [("sample_mean", 1.0, None), ("sample_mean", 0.0, None), ("sample_mean", 0.0, None)],
-    SLIME + "--calculate-per-token-loss --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": [
-        ("token_mean", 1.0, None),
-        ("token_mean", 0.001, None),
-        ("token_mean", -0.01, None),
-    ],
-    SLIME + "--rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean": [
-        ("prompt_mean", 1.0, None),
-        ("prompt_mean", 0.0, None),
-        ("prompt_mean", 0.0, None),
-    ],
-    SLIME + "--kl-loss-coef=0.1 --custom-pg-loss-reducer-function-path=mine.reducer": [
-        ("unknown", 1.0, None),
-        ("sample_mean", 0.0, None),  # no --use-kl-loss
-        ("sample_mean", 0.0, None),
-    ],
-    SLIME + "--loss-type sft_loss --use-kl-loss --kl-loss-coef 1": [
-        ("unknown", 1.0, None),
-        ("sample_mean", 0.0, None),
-        ("sample_mean", 0.0, None),
-    ],
-    MILES + "--train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": [
-        ("sample_mean", 1.0, None),
-        ("sample_mean", 0.5, None),
-        ("sample_mean", 0.0, None),
-    ],
-    VERL: [("token_mean", 1.0, None), ("token_mean", 0.0, None), ("token_mean", 0.0, None)],
+    SLIME: MEANS,
+    SLIME
+    + "--calculate-per-token-loss --use-kl-loss --kl-loss-coef 1e-3 --entropy-coef 0.01": "token_mean 1, token_mean 0.001, token_mean -0.01",
+    SLIME
+    + "--rollout-data-postprocess-path megatron_pg.integrations.slime.prompt_mean": "prompt_mean 1, prompt_mean 0, prompt_mean 0",
+    # no --use-kl-loss
+    SLIME + f"--kl-loss-coef=0.1 {REDUCER}=mine.reducer": "unknown 1, sample_mean 0, sample_mean 0",
+    SLIME
+    + "--loss-type sft_loss --use-kl-loss --kl-loss-coef 1": "unknown 1, sample_mean 0, sample_mean 0",
+    MILES
+    + "--train-backend fsdp --use-kl-loss --kl-loss-coef 0.5": "sample_mean 1, sample_mean 0.5, sample_mean 0",
+    VERL: TOKEN_MEANS,
     VERL
-    + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=2048 {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1": [
-        ("constant", 1.0, 2048.0),
-        ("constant", 0.001, 2048.0),
-        ("constant", -0.1, 2048.0),
-    ],
-    VERL + f"{ACTOR}loss_agg_mode='seq-mean-token-sum'": [
-        ("constant", 1.0, 1.0),
-        ("constant", 0.0, 1.0),
-        ("constant", 0.0, 1.0),
-    ],
-    VERL + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}use_kl_loss=true": [
-        ("sample_mean", 1.0, None),
-        ("token_mean", 0.001, None),
-        ("token_mean", 0.0, None),
-    ],
+    + f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=2048 {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1": "constant 1 2048, constant 0.001 2048, constant -0.1 2048",
+    VERL + f"{ACTOR}loss_agg_mode='seq-mean-token-sum'": "constant 1 1, constant 0 1, constant 0 1",
     VERL
-    + f"++{ACTOR}policy_loss.loss_mode=megatron_pg_constant {ACTOR}loss_scale_factor=4096 {ACTOR}loss_agg_mode=seq-mean-token-mean": [
-        ("constant", 1.0, 4096.0),
-        ("sample_mean", 0.0, None),
-        ("sample_mean", 0.0, None),
-    ],
+    + f"{ACTOR}policy_loss.loss_mode=sapo {ACTOR}use_kl_loss=true": "sample_mean 1, token_mean 0.001, token_mean 0",
+    VERL
+    + f"++{ACTOR}policy_loss.loss_mode=megatron_pg_constant {ACTOR}loss_scale_factor=4096 {ACTOR}loss_agg_mode=seq-mean-token-mean": "constant 1 4096, sample_mean 0, sample_mean 0",
     # The plugin knows no padded length; KL and entropy of verl do.
     VERL
-    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}use_kl_loss=true": [
-        ("constant", 1.0, None),
-        ("constant", 0.001, 512.0),
-        ("constant", 0.0, 512.0),
-    ],
-    VERL + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": [
-        ("constant", 1.0, None),
-        ("constant", 0.0, 1.0),
-        ("constant", 0.0, 1.0),
-    ],
+    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum-norm {ACTOR}use_kl_loss=true": "constant 1, constant 0.001 512, constant 0 512",
+    VERL
+    + f"{MODE}=megatron_pg_constant {ACTOR}loss_agg_mode=seq-mean-token-sum": "constant 1, constant 0 1, constant 0 1",
     # A colon is no path of slime's load_function.
-    SLIME + "--custom-pg-loss-reducer-function-path megatron_pg.integrations:constant": [
-        ("unknown", 1.0, None),
-        ("sample_mean", 0.0, None),
-        ("sample_mean", 0.0, None),
-    ],
-    NEMO_RL: [("token_mean", 1.0, None), ("token_mean", 0.01, None)],
-    NEMO_RL + "loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": [
-        ("sample_mean", 1.0, None),
-        ("sample_mean", 0.0, None),
-    ],
+    SLIME
+    + f"{REDUCER} megatron_pg.integrations:constant": "unknown 1, sample_mean 0, sample_mean 0",
+    NEMO_RL: "token_mean 1, token_mean 0.01",
+    NEMO_RL
+    + "loss_fn.token_level_loss=false loss_fn.use_kl_in_reward=true": "sample_mean 1, sample_mean 0",
 }
 
 
@@ -303,7 +272,7 @@ def test_yaml_with_defaults_and_settings_beside_a_line(
     (tmp_path / "settings.yaml").write_text("loss_aggregation_divisor: 8192\n")
     hook = "--rollout-data-postprocess-path megatron_pg.integrations.slime.constant"
     line = SLIME + f"{hook} --custom-config-path {tmp_path}/settings.yaml"
-    assert terms(line)[0] == ("constant", 1.0, 8192.0)
+    assert terms(line).startswith("constant 1 8192,")
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert main([str(tmp_path / "list.yaml")]) == 2 and main([str(tmp_path / "none.yaml")]) == 2
     assert "holds a list" in capsys.readouterr().err
@@ -549,7 +518,7 @@ def test_what_has_no_counterpart_is_said(line: str, capsys: pytest.CaptureFixtur
 def test_a_mean_of_each_micro_batch_is_no_aggregation(capsys: pytest.CaptureFixture[str]) -> None:
     """Of verl's per-token losses geo_mean alone passes over loss_agg_mode and the totals of the step."""
     line = VERL_KL + f"k3 {MODE}=geo_mean"
-    assert terms(line)[:2] == [("unknown", 1.0, None), ("token_mean", 0.001, None)]
+    assert terms(line).startswith("unknown 1, token_mean 0.001,")
     main(["--", *shlex.split(line)])
     assert "M times the mean over rollouts" in capsys.readouterr().out
 

@@ -237,30 +237,22 @@ def test_bad_input_is_named(keywords: dict[str, Any], message: str) -> None:
         reduce_padded(torch.ones(2, 3), mask, **keywords)
 
 
-def test_rollouts_that_the_totals_were_counted_without_are_named() -> None:
-    mask = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="row 0: rollout_id 5 .* padded_totals with rollout_id"):
-        reduce_padded(
-            torch.ones(2, 3),
-            mask,
-            totals=padded_totals(mask, allow_different_group_sizes=True),
-            rollout_id=[5, 6],
-        )
-
-
-def test_a_group_that_the_totals_do_not_know_is_named() -> None:
-    totals = padded_totals(torch.ones(2, 3), group_index=[4, 5], allow_different_group_sizes=True)
-    with pytest.raises(ValueError, match="row 1: group_index 6"):
-        reduce_padded(
-            torch.ones(2, 3),
-            torch.ones(2, 3),
-            totals=totals,
-            aggregation="prompt_mean",
-            group_index=[4, 6],
-        )
-
-
-def test_totals_counted_with_rollouts_want_them_again() -> None:
-    totals = padded_totals(torch.ones(2, 3), rollout_id=[4, 4], allow_different_group_sizes=True)
-    with pytest.raises(ValueError, match="rollout_id"):
-        reduce_padded(torch.ones(2, 3), torch.ones(2, 3), totals=totals)
+@pytest.mark.parametrize(
+    ("counted", "given", "words"),
+    [
+        ({}, {"rollout_id": [5, 6]}, "row 0: rollout_id 5 .* padded_totals with rollout_id"),
+        (
+            {"group_index": [4, 5]},
+            {"group_index": [4, 6], "aggregation": "prompt_mean"},
+            "row 1: group_index 6",
+        ),
+        ({"rollout_id": [4, 4]}, {}, "rollout_id"),
+    ],
+)
+def test_rows_that_the_totals_do_not_know_are_named(
+    counted: dict[str, Any], given: dict[str, Any], words: str
+) -> None:
+    ones = torch.ones(2, 3)
+    totals = padded_totals(ones, allow_different_group_sizes=True, **counted)
+    with pytest.raises(ValueError, match=words):
+        reduce_padded(ones, ones, totals=totals, **given)

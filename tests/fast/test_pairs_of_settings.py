@@ -27,11 +27,11 @@ from megatron_pg.loss.policy_loss import Terms
 from megatron_pg.loss.sequence import SequenceSums
 from megatron_pg.loss.tokens import Tokens
 from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import step_totals
 from tests import oracle as step_oracle
 from tests.fast import objectives_oracle as oracle
 from tests.fast.objectives_oracle import Correction, Sequence1
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_sample, random_sequence
+from tests.random_steps import uneven_totals
 
 EPS_LOW, EPS_HIGH, DUAL = 0.06, 0.11, 1.07
 DIVISOR, GRAD_DIVISOR = 3.3, 11.9
@@ -309,11 +309,7 @@ def found(settings: Settings) -> Outcome:
     log_probs = flat_log_probs(drawn)
     entropy = entropies(log_probs.numel())
     loss, metrics = policy_loss_from_log_probs(
-        config,
-        pack(samples),
-        log_probs,
-        entropy,
-        totals=step_totals(samples, allow_different_group_sizes=True),
+        config, pack(samples), log_probs, entropy, totals=uneven_totals(samples)
     )
     gradients = torch.autograd.grad(
         loss, [log_probs, entropy], allow_unused=True, materialize_grads=True
@@ -410,7 +406,7 @@ def rejection_forgets_weights(
 
 
 def divisor_of_all_terms(
-    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others: Any
+    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others
 ) -> Terms:
     """`grad_divisor` divides the KL and entropy terms too."""
     terms = terms_of(config, tokens, weights, *others)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,12 @@ import torch.distributed as dist
 from spmd_types import P, S, SpmdTypeError, V
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PolicyLossConfig, pack, step_totals
 from megatron_pg.head import rows_torch
 from megatron_pg.head.vocabulary_shard import RowStatistics, VocabularyShard
 from megatron_pg.loss import micro_batch
-from megatron_pg.megatron import PolicyStep, policy_step
-from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron import ParallelGroups, PolicyStep, policy_step
 from megatron_pg.megatron.scale_contract import ScaleContract
-from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import step_totals
 from tests.fast import typed_ranks
 from tests.fast.sequences import OF_LOG_PROBS, package_sample, random_sequences
 from tests.fast.typed_ranks import Seen, fake_mesh, torch_itself, type_batch, typed, types_of
@@ -52,7 +49,7 @@ def mesh() -> Iterator[object]:
         yield made
 
 
-def types_of_step(mesh, **settings: object) -> Seen:
+def types_of_step(mesh: object, **settings: object) -> Seen:
     """The types of a step of one micro-batch, from the logits to the metrics that the host reads."""
     config = PolicyLossConfig(**{**EVERYTHING, **settings})
     batch = pack(SAMPLES, cp_rank=0, cp_size=2)
@@ -75,7 +72,7 @@ def types_of_step(mesh, **settings: object) -> Seen:
 
 
 @pytest.mark.parametrize("objective", OF_LOG_PROBS)
-def test_what_is_partial_replicated_and_sharded(mesh, objective) -> None:
+def test_what_is_partial_replicated_and_sharded(mesh: object, objective: str) -> None:
     per_token = objective == "gspo"
     seen = types_of_step(mesh, policy_loss=objective, calculate_per_token_loss=per_token)
     assert seen == {
@@ -153,7 +150,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("forgotten", MISTAKES, ids=lambda function: function.__name__)
-def test_mutants_have_no_type(mesh, forgotten, monkeypatch) -> None:
+def test_mutants_have_no_type(
+    mesh: Any, forgotten: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     forgotten(monkeypatch, mesh[1])
     with pytest.raises(SpmdTypeError, match=re.escape(MISTAKES[forgotten])):
         types_of_step(mesh, policy_loss="gspo")

@@ -177,13 +177,6 @@ def test_distinct_lengths_permute_with_their_samples() -> None:
     assert [sorted(order[i] for i in members) for members in permuted] == planned(lengths, 300)
 
 
-def test_the_seed_deals_equal_lengths_differently() -> None:
-    lengths = [3] * 40
-    one, other = planned(lengths, 12, seed=1), planned(lengths, 12, seed=2)
-    check_bins(one, lengths, 12)
-    assert one != other and one == planned(lengths, 12, seed=1)
-
-
 def test_loads_are_even_where_there_is_room() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 100, size=400).tolist()

@@ -30,7 +30,13 @@ from tests.cut_steps import CUTS, Cut, assert_same, gradients, random_cut, whole
 from tests.dispatches import CountDispatches
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+from tests.random_steps import (
+    package_samples,
+    plain_sample,
+    random_logits,
+    random_step,
+    uneven_totals,
+)
 
 
 def check_policy_loss(
@@ -257,11 +263,7 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     sequences = random_sequences(seed, spread=0.5)
     batch, log_probs = package_batch(sequences), flat_log_probs(sequences, torch.float32)
     loss, _ = policy_loss_from_log_probs(
-        PolicyLossConfig(),
-        batch,
-        log_probs,
-        None,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
+        PolicyLossConfig(), batch, log_probs, None, totals=uneven_totals(batch.samples)
     )
     frozen = frozen_sample_mean(
         log_probs,
@@ -275,11 +277,7 @@ def test_the_default_is_the_plain_sample_mean_to_the_bit(seed: int) -> None:
     assert ((log_probs - batch.old_log_probs).exp()[batch.loss_mask] > 1.2).any()
     token_mean = PolicyLossConfig(loss_aggregation="token_mean")
     other, _ = policy_loss_from_log_probs(
-        token_mean,
-        batch,
-        log_probs,
-        None,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
+        token_mean, batch, log_probs, None, totals=uneven_totals(batch.samples)
     )
     assert not torch.equal(other, expected[0])
 
@@ -304,7 +302,7 @@ def test_float32_stays_within_float32_of_the_oracle() -> None:
         package_config(objective),
         batch,
         torch.cat(logits).float()[None],
-        totals=step_totals(package_samples(step), allow_different_group_sizes=True),
+        totals=uneven_totals(package_samples(step)),
     )
     assert loss.dtype == torch.float32
     expected = oracle.policy_loss(step, logits, objective).loss
@@ -320,76 +318,6 @@ def test_float32_stays_within_float32_of_the_oracle() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def expected_metrics(
-    step: list[PlainSample], logits: list[Tensor], objective: Objective
-) -> dict[str, float]:
-    """All but the extrema, which are no sums."""
-    result = oracle.policy_loss(step, logits, objective)
-    assert result.kl_loss is not None
-    sums = oracle.metrics(step, result, objective) | {
-        "loss": result.loss.item(),
-        "pg_loss": result.pg_loss.item(),
-        "kl_loss": result.kl_loss.item(),
-        "num_tokens": float(oracle.active_tokens(step, range(len(step)))),
-        "aggregation_checksum": 1.0,
-    }
-    return {name: value for name, value in sums.items() if "_advantage" not in name}
-
-
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-@pytest.mark.parametrize(
-    "cut",
-    ("whole", "cp_4", "dp_3_three_micro_batches_cp_4", "ragged_dp_3_with_empty_micro_batches"),
-)
-def test_metrics_are_the_steps_whatever_the_cut(cut: str, aggregation: str) -> None:
-    step = random_step(seed=28)
-    logits = random_logits(step)
-    objective = aggregated(Objective(kl_loss_coef=0.1, eps_clip_high=0.3), aggregation)
-    config = package_config(objective, pg_metrics="with_entropy")
-    metrics = summed_metrics(rank_losses(config, step, logits, CUTS[cut](len(step))))
-    for name, value in expected_metrics(step, logits, objective).items():
-        assert metrics[name] == pytest.approx(value, rel=1e-12), name
-
-
-def test_metrics_are_detached_copies_of_the_loss() -> None:
-    """Megatron rescales the returned loss in place; a view of it would be rescaled with it."""
-    step = random_step(seed=29)
-    (result,) = rank_losses(
-        package_config(Objective()), step, random_logits(step), whole(len(step))
-    )
-    before = {name: value.clone() for name, value in result.metrics.items()}
-    with torch.no_grad():
-        result.loss *= 1000
-    for name, value in result.metrics.items():
-        assert not value.requires_grad
-        assert torch.equal(value, before[name])
-
-
-def checksum(step: list[PlainSample], trained: list[PlainSample], cp_ranks: range) -> float:
-    """The checksum of a step whose totals count `step` and whose ranks train on `trained`."""
-    cut = whole(len(trained), cp_size=2)
-    results = rank_losses(
-        package_config(Objective()),
-        trained,
-        random_logits(trained),
-        cut,
-        totals=step_totals(package_samples(step), allow_different_group_sizes=True),
-    )
-    return sum(
-        (results[cp_rank].metrics["aggregation_checksum"][0].item() for cp_rank in cp_ranks), 0.0
-    )
-
-
-def test_checksum_tells_duplicated_dropped_and_mis_sliced_samples() -> None:
-    step = random_step(seed=30)
-    both = range(2)
-    assert checksum(step, step, both) == pytest.approx(1.0, abs=1e-5)
-    assert checksum(step, [*step, step[2]], both) > 1.001
-    assert checksum(step, step[:2] + step[3:], both) < 0.999
-    # Both ranks took rank 1's slice.
-    assert abs(2 * checksum(step, step, range(1, 2)) - 1.0) > 0.001
-
-
 # --------------------------------------------------------------------------------------------------
 # Cost
 # --------------------------------------------------------------------------------------------------
@@ -400,7 +328,7 @@ def count_dispatches(num_samples: int, aggregation: str) -> tuple[int, int]:
     samples = package_samples([plain_sample([1, 0, 1]) for _ in range(num_samples)])
     config = package_config(aggregated(Objective(entropy_coef=0.1), aggregation))
     batch = pack(samples, cp_rank=1, cp_size=2)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     logits = torch.zeros(batch.window.local_tokens, 11, requires_grad=True)
     policy_loss_function(config, batch, logits, totals=totals)  # fills what is cached
     with CountDispatches() as forward:
@@ -423,34 +351,10 @@ def test_dispatches_do_not_grow_with_samples(aggregation: str) -> None:
 def test_logits_of_another_length_are_refused() -> None:
     step = random_step(seed=31)
     batch = pack(package_samples(step), cp_rank=0, cp_size=2)
-    totals = step_totals(package_samples(step), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples(step))
     unsharded = torch.cat(random_logits(step))
-    with pytest.raises(ValueError, match=rf"(?s){len(unsharded)}.*{batch.window.local_tokens}"):
+    here = (
+        f"logits have {len(unsharded)} rows and the micro-batch {batch.window.local_tokens} tokens"
+    )
+    with pytest.raises(ValueError, match=here):
         policy_loss_function(package_config(Objective()), batch, unsharded, totals=totals)
-
-
-@pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
-def test_missing_input_is_refused_by_name(field: str) -> None:
-    samples = [replace(sample, **{field: None}) for sample in package_samples(random_step(seed=32))]
-    batch = pack(samples)
-    logits = torch.zeros(batch.window.local_tokens, 11)
-    with pytest.raises(ValueError, match=field):
-        policy_loss_function(
-            package_config(Objective(kl_loss_coef=0.1)),
-            batch,
-            logits,
-            totals=step_totals(samples, allow_different_group_sizes=True),
-        )
-
-
-def test_prompt_mean_without_groups_is_refused() -> None:
-    samples = package_samples([plain_sample([1], group=None)])
-    config = package_config(aggregated(Objective(), "prompt_mean"))
-    batch = pack(samples)
-    with pytest.raises(ValueError, match="group_index"):
-        policy_loss_function(
-            config,
-            batch,
-            torch.zeros(3, 11),
-            totals=step_totals(samples, allow_different_group_sizes=True),
-        )

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.from_logits import policy_loss_function
+from megatron_pg import pack, policy_loss_function
 from megatron_pg.loss.metric_table import METRICS
-from megatron_pg.step.batch import pack
-from megatron_pg.step.totals import step_totals
 from tests import oracle
 from tests.cut_policy_loss import (
     OBJECTIVES,
@@ -28,7 +26,13 @@ from tests.cut_policy_loss import (
 )
 from tests.cut_steps import gradients, whole
 from tests.oracle import Objective, PlainSample
-from tests.random_steps import package_samples, plain_sample, random_logits, random_step
+from tests.random_steps import (
+    package_samples,
+    plain_sample,
+    random_logits,
+    random_step,
+    uneven_totals,
+)
 
 ABSENT = {row.name for row in METRICS if {"rollout_log_probs", "policy_version"} & {*row.reads}}
 """Metrics of fields that these samples do not carry: 0 over 0."""
@@ -93,14 +97,6 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
     assert {name for name, value in metrics.items() if not math.isfinite(value)} <= ABSENT
 
 
-def test_masking_only_the_result_would_give_nan_gradients() -> None:
-    """What the test above is for: `where` after `exp` is not enough."""
-    log_prob = torch.zeros(2, requires_grad=True)
-    ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
-    torch.where(torch.tensor([True, False]), ratio, 0.0).sum().backward()
-    assert log_prob.grad is not None and log_prob.grad[1].isnan()
-
-
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
 def test_nan_at_an_active_position_stays_visible(field: str) -> None:
     step = random_step(seed=27)
@@ -132,7 +128,7 @@ def test_ranks_without_an_active_token_stay_connected_to_the_graph(name: str) ->
     masked = replace(plain_sample([0, 0]), ref_log_probs=[0.0, 0.0])
     outer_chunks = replace(plain_sample([1] * 4, prompt_length=3), ref_log_probs=[0.0] * 4)
     config = package_config(OBJECTIVES[name])
-    totals = step_totals(package_samples([masked, outer_chunks]), allow_different_group_sizes=True)
+    totals = uneven_totals(package_samples([masked, outer_chunks]))
     for micro_batch in ([], [masked], [outer_chunks]):
         batch = pack(package_samples(micro_batch), cp_rank=0, cp_size=2)
         weight = torch.ones((), dtype=torch.float64, requires_grad=True)

@@ -10,14 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.loss.reducer import get_pg_loss_reducer
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.totals import step_totals
+from megatron_pg import AGGREGATIONS, get_pg_loss_reducer
 from tests import oracle
 from tests.cut_steps import DIVISOR, assert_same
 from tests.dispatches import CountDispatches
-from tests.random_steps import lengths, loss_masks, package_samples, random_losses, random_step
+from tests.random_steps import (
+    lengths,
+    loss_masks,
+    package_samples,
+    random_losses,
+    random_step,
+    uneven_totals,
+)
 from tests.token_layout import token_layout
 
 CP_SIZES = (1, 2, 4, 8)
@@ -35,9 +39,7 @@ def arguments(step: list[oracle.PlainSample], aggregation: str) -> dict:
     return {
         "aggregation": aggregation,
         "divisor": DIVISOR if aggregation == "constant" else None,
-        "denominators": AGGREGATIONS[aggregation].denominators(
-            step_totals(samples, allow_different_group_sizes=True), samples
-        ),
+        "denominators": AGGREGATIONS[aggregation].denominators(uneven_totals(samples), samples),
     }
 
 
@@ -58,16 +60,6 @@ def sum_over_ranks(
 # --------------------------------------------------------------------------------------------------
 # Values
 # --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
-def test_sum_over_ranks_is_the_inner_sum(aggregation: str, cp_size: int) -> None:
-    step = random_step(seed=11)
-    losses = random_losses(step)
-    found = sum_over_ranks(step, losses, cp_size, **arguments(step, aggregation))
-    objective = oracle.aggregate(step, losses, aggregation, DIVISOR)
-    assert_same(found, objective * oracle.outer_count(step, aggregation), losses)
 
 
 @pytest.mark.parametrize("cp_size", CP_SIZES)
@@ -157,12 +149,6 @@ def test_denominators_above_the_integers_of_float32_are_exact() -> None:
         [3], [1], [torch.ones(1)], aggregation="prompt_mean", denominators=[count]
     )
     assert reducer(torch.ones(1, dtype=torch.float64)).item() == 1 / count
-
-
-def test_denominators_as_a_list() -> None:
-    masks = [torch.tensor([1, 1]), torch.tensor([1])]
-    reducer = get_pg_loss_reducer([3, 2], [2, 1], masks, denominators=[4, 2])
-    assert reducer(torch.tensor([1.0, 3.0, 6.0])).item() == 4.0
 
 
 def test_reducer_can_be_called_again() -> None:
@@ -333,58 +319,3 @@ def test_wrong_length_raises_with_both_sizes(cp_rank: int) -> None:
             reducer(torch.zeros(wrong))
     with pytest.raises(ValueError):
         reducer(torch.zeros(1, size))
-
-
-GOOD = {
-    "total_lengths": [5, 4],
-    "response_lengths": [3, 2],
-    "loss_masks": [torch.ones(3), torch.ones(2)],
-}
-BAD_ARGUMENTS = {
-    "unknown_mode": ({"aggregation": "seq_mean"}, "seq_mean"),
-    "prompt_mean_without_denominators": ({"aggregation": "prompt_mean"}, "denominators"),
-    "mask_too_short": ({"loss_masks": [torch.ones(3), torch.ones(1)]}, r"loss_masks\[1\]"),
-    "mask_two_dimensional": ({"loss_masks": [torch.ones(1, 3), torch.ones(2)]}, "loss_masks"),
-    "mask_of_document_ids": (
-        {"loss_masks": [torch.tensor([0, 1, 2]), torch.ones(2)]},
-        "loss_masks",
-    ),
-    "mask_with_nan": (
-        {"loss_masks": [torch.tensor([1, math.nan, 1]), torch.ones(2)]},
-        "loss_masks",
-    ),
-    "mask_with_a_fraction": ({"loss_masks": [torch.ones(3), torch.full((2,), 0.5)]}, "loss_masks"),
-    "one_mask_missing": ({"loss_masks": [torch.ones(3)]}, "loss_masks"),
-    "one_length_missing": ({"total_lengths": [5]}, "total_lengths"),
-    "no_prompt": ({"total_lengths": [3, 4]}, "prompt"),
-    "too_few_denominators": ({"denominators": [3.0]}, "denominators"),
-    "constant_without_divisor": ({"aggregation": "constant"}, "divisor"),
-    "divisor_0": ({"aggregation": "constant", "divisor": 0}, "divisor"),
-    "divisor_negative": ({"aggregation": "constant", "divisor": -1.0}, "divisor"),
-    "divisor_nan": ({"aggregation": "constant", "divisor": math.nan}, "divisor"),
-    "divisor_inf": ({"aggregation": "constant", "divisor": math.inf}, "divisor"),
-    "divisor_without_constant": ({"aggregation": "sample_mean", "divisor": 4.0}, "divisor"),
-    "rank_outside": ({"cp_rank": 2, "cp_size": 2}, "cp_rank"),
-    "rank_without_size": ({"cp_rank": 1}, "cp_rank"),
-    "unknown_layout": ({"qkv_format": "sbhd"}, "qkv-format"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(name: str) -> None:
-    keywords, message = BAD_ARGUMENTS[name]
-    with pytest.raises(ValueError, match=message):
-        get_pg_loss_reducer(**{**GOOD, **keywords})
-
-
-def test_bshd_under_context_parallelism_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="--qkv-format thd"):
-        get_pg_loss_reducer(**GOOD, cp_rank=0, cp_size=2, qkv_format="bshd")
-    reducer = get_pg_loss_reducer(**GOOD, qkv_format="bshd")
-    assert reducer(torch.ones(5)).item() == 2.0
-
-
-def test_a_mask_of_document_ids_is_refused() -> None:
-    """The symptom in the field: ids 0, 1, 2 ... summed as if they were token counts."""
-    with pytest.raises(ValueError, match=r"loss_mask\[2\].*2"):
-        Sample([0, 1, 2, 3, 4], 4, [0, 1, 2, 3], 0.0)

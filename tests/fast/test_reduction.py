@@ -22,31 +22,16 @@ from tests.cut_steps import DIVISOR, assert_same
 from tests.fast import objectives_oracle
 from tests.fast.objectives_oracle import ZERO, Correction, Sequence1
 from tests.fast.sequences import flat_gradient, flat_log_probs, package_batch, random_sequences
-from tests.random_steps import package_samples, random_losses, random_step
+from tests.random_steps import package_samples, random_losses, random_step, uneven_totals
 
 
 def mean_of_each_sample(
-    total_lengths: list[int],
-    response_lengths: list[int],
-    loss_masks: list[Tensor],
-    calculate_per_token_loss: bool,
-    *,
-    cp_rank: int,
-    cp_size: int,
-    cp_partition_mode: str,
-    pad_to_multiple: int,
-) -> Reducer:
+    total, response, masks, per_token, *, cp_rank, cp_size, cp_partition_mode, pad_to_multiple
+):
     """As reducers of the field do: the token mean of every sample, or the token sum in per-token mode."""
-    return get_pg_loss_reducer(
-        total_lengths,
-        response_lengths,
-        loss_masks,
-        calculate_per_token_loss,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
-        cp_partition_mode=cp_partition_mode,
-        pad_to_multiple=pad_to_multiple,
-    )
+    place = {"cp_partition_mode": cp_partition_mode, "pad_to_multiple": pad_to_multiple}
+    place |= {"cp_rank": cp_rank, "cp_size": cp_size}
+    return get_pg_loss_reducer(total, response, masks, per_token, **place)
 
 
 def mean_by_rank_alone(total, response, masks, per_token, *, cp_rank, cp_size): ...
@@ -81,7 +66,7 @@ def test_the_sum_of_a_users_reducer_is_divided_by_rollouts_or_tokens(
     """Fully masked rollouts count in N, and a rollout of two samples counts once."""
     step = random_step(seed=50)
     samples, losses = package_samples(step), random_losses(step)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     found = torch.zeros((), dtype=torch.float64)
     for members in (range(4), range(4, len(step))):
         flat = torch.cat([losses[index] for index in members])
@@ -122,7 +107,7 @@ def test_a_users_reducer_that_loses_the_gradient_is_refused() -> None:
     batch = pack(samples)
     path = f"{__name__}:sum_without_gradient"
     config = PolicyLossConfig(custom_pg_loss_reducer_function_path=path)
-    totals = step_totals(samples, allow_different_group_sizes=True)
+    totals = uneven_totals(samples)
     x = torch.ones(len(batch.window))
     assert float(reduced(config, batch, totals, x.double())) * totals.num_rollouts == pytest.approx(
         len(x)
@@ -164,7 +149,7 @@ CONFIGS = {
 def test_a_step_without_samples_is_zero_and_connected(name: str) -> None:
     """0 / 0 on a rank whose filters left nothing would make every gradient NaN."""
     losses = torch.zeros(0, requires_grad=True)
-    totals = step_totals([], allow_different_group_sizes=True)
+    totals = uneven_totals([])
     objective = reduced(CONFIGS[name], pack([]), totals, losses)
     objective.backward()
     assert objective.item() == 0.0 and losses.grad is not None

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pg import Sample
+from megatron_pg import Sample, StepCollector
 from megatron_pg.rollout_files import (
     IteratorSource,
     RolloutFiles,
     RolloutPosition,
     RowError,
-    StepCollector,
     validate_rollout_file,
     with_group_advantages,
 )

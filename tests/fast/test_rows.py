@@ -14,7 +14,6 @@ from megatron_pg import (
     PolicyLossConfig,
     add_policy_loss_args,
     policy_loss_from_log_probs,
-    step_totals,
     validate_policy_loss_args,
 )
 from megatron_pg.config.program import ProgramParser
@@ -23,7 +22,10 @@ from megatron_pg.loss.corrections import Corrected, Correction
 from megatron_pg.loss.gradient_scope import gradient_scope
 from megatron_pg.loss.metrics import metric_names
 from megatron_pg.loss.objectives import Objective, Outcome
+from megatron_pg.loss.sequence import SequenceSums
+from megatron_pg.loss.tokens import Tokens
 from tests.fast.sequences import flat_log_probs, package_batch, random_sequences
+from tests.random_steps import uneven_totals
 
 
 def sequence_score(config, tokens, sums):
@@ -34,7 +36,9 @@ def sequence_score(config, tokens, sums):
     return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
-def drop_long_mismatch(config, tokens, sums, loss: torch.Tensor) -> Corrected:
+def drop_long_mismatch(
+    config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: torch.Tensor
+) -> Corrected:
     """Drops the sequences whose log-probs add up to less than the rollout engine's."""
     total = sums.total("mismatch")
     return Corrected(loss, tokens.loss_mask & (total >= 0), {"mismatch_sum": total})
@@ -106,11 +110,7 @@ def everything_follows() -> None:
     batch = package_batch(sequences)
     log_probs = flat_log_probs(sequences)
     loss, metrics = policy_loss_from_log_probs(
-        config,
-        batch,
-        log_probs,
-        None,
-        totals=step_totals(batch.samples, allow_different_group_sizes=True),
+        config, batch, log_probs, None, totals=uneven_totals(batch.samples)
     )
     loss.backward()
     assert set(metrics) == set(metric_names(config))
@@ -176,7 +176,9 @@ def test_every_violation_is_said_at_once_with_the_nearest_right_word() -> None:
         ("tokn_mean", "token_mean"),
     ],
 )
-def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> None:
+def test_the_parser_names_the_aggregation_that_is_meant(
+    word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parsed(f"--loss-aggregation {word}")
     assert f"did you mean {meant}?" in capsys.readouterr().err
@@ -189,7 +191,9 @@ def test_the_parser_names_the_aggregation_that_is_meant(word, meant, capsys) -> 
         ("--lr 1", ""),  # it has no flag but --help near it
     ],
 )
-def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, capsys) -> None:
+def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = add_policy_loss_args(ProgramParser(prog="ours"))
     with pytest.raises(SystemExit) as end:
         parser.parse_args(line.split())
@@ -197,7 +201,9 @@ def test_a_parser_of_ours_refuses_in_one_line_with_the_nearest_flag(line, hint, 
     assert capsys.readouterr().err == f"ours: error: unrecognized arguments: {line}{hint}\n"
 
 
-def test_a_parser_of_ours_prints_its_help_once_on_a_node(capsys, monkeypatch) -> None:
+def test_a_parser_of_ours_prints_its_help_once_on_a_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit):

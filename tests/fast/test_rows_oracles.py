@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function, step_totals
+from megatron_pg import PolicyLossConfig, Sample, pack, policy_loss_function
 from megatron_pg.config.rows import TABLES
 from megatron_pg.head.distill.divergence import Divergence, Kind
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
@@ -37,6 +37,7 @@ from tests.fast.test_advantages import expected_advantages
 from tests.fast.test_corrections import CASES as CORRECTION_CASES
 from tests.fast.test_objectives import SETTINGS as OBJECTIVE_CASES
 from tests.oracle import PlainSample
+from tests.random_steps import uneven_totals
 
 FAR = Sequence1(
     log_probs=torch.tensor([-4.5, -2.5, -12.5, -0.5], dtype=torch.float64, requires_grad=True),
@@ -92,9 +93,7 @@ def check_loss(settings: dict[str, Any], expected: Tensor) -> None:
     """Loss and gradient of every log-prob are those of the loops."""
     log_probs, batch = flat_log_probs(SEQUENCES), pack(samples_of(SEQUENCES))
     config = PolicyLossConfig(**settings)
-    loss, _ = MicroBatchLoss(
-        config, batch, step_totals(batch.samples, allow_different_group_sizes=True)
-    )(log_probs, None)
+    loss, _ = MicroBatchLoss(config, batch, uneven_totals(batch.samples))(log_probs, None)
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     gradient = flat_gradient(expected, SEQUENCES)
@@ -209,9 +208,7 @@ def check_divergence(kind: str) -> None:
         distill_beta=beta if kind == "jsd" else 0.5,
         rollout_temperature=temperature,
     )
-    found, _ = policy_loss_function(
-        config, pack(samples), logits, totals=step_totals(samples, allow_different_group_sizes=True)
-    )
+    found, _ = policy_loss_function(config, pack(samples), logits, totals=uneven_totals(samples))
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(logits.grad, gradient, rtol=1e-12, atol=1e-12)
@@ -398,9 +395,7 @@ def metrics_of_step(settings: dict[str, Any]) -> tuple[MicroBatchMetrics, dict[s
         fields["side_channels"] = [{"teacher_logits": teacher} for teacher in teachers]
     batch = pack(samples_of(SEQUENCES, **fields))
     batch = dataclasses.replace(batch, kept_set_size=SET_SIZE)
-    loss = MicroBatchLoss(
-        config, batch, step_totals(batch.samples, allow_different_group_sizes=True)
-    )
+    loss = MicroBatchLoss(config, batch, uneven_totals(batch.samples))
     _, pairs = loss(flat_log_probs(SEQUENCES), ENTROPY, DIVERGENCE, SET_MASS)
     reported = reduce_metrics(
         config, [pairs], contributes=True, device="cpu", policy_version=TOLD_VERSION

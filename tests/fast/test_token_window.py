@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pg import PackedBatch, Sample, TokenWindow, pack
 from megatron_pg.step import token_window
-from megatron_pg.step.batch import PackedBatch, pack
-from megatron_pg.step.sample import Sample
-from megatron_pg.step.token_window import Layout, TokenWindow
+from megatron_pg.step.token_window import Layout
 from tests import oracle
 from tests.random_steps import package_samples, random_step
 from tests.token_layout import segment_lengths, token_layout
@@ -255,32 +254,6 @@ def test_written_out_example_at_cp_2() -> None:
     assert len(outer) == 0
 
 
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_every_response_token_is_scored_on_exactly_one_rank(cp_size: int) -> None:
-    total_lengths, response_lengths = MICRO_BATCHES["ragged"]
-    scored: list[int] = []
-    for cp_rank in range(cp_size):
-        window = TokenWindow.build(
-            total_lengths, response_lengths, cp_rank=cp_rank, cp_size=cp_size
-        )
-        scored += window.response_indices.tolist()
-    assert sorted(scored) == list(range(sum(response_lengths)))
-
-
-@pytest.mark.parametrize("pad_to_multiple", (1, 6))
-def test_nothing_is_padded_without_context_parallelism(pad_to_multiple: int) -> None:
-    window = TokenWindow.build([5, 7], [2, 3], pad_to_multiple=pad_to_multiple)
-    assert window.cu_seqlens.tolist() == [0, 5, 12]
-
-
-def test_padding_segment_holds_no_token() -> None:
-    window = TokenWindow.build([5], [2], pad_to_multiple=8)
-    assert window.cu_seqlens.tolist() == [0, 5, 8]
-    assert window.token_indices.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
-    assert window.target_indices.tolist() == [-1, -1, 3, 4, -1, -1, -1, -1]
-    assert window.total_lengths == (5,)
-
-
 BAD_WINDOWS = {
     # A response that starts the sequence has no logit for its first token.
     "no_prompt": (([4, 3], [2, 3], {}), r"(?s)1.*prompt"),
@@ -417,63 +390,3 @@ def test_number_for_advantages_is_one_per_response_token() -> None:
     assert sample.advantages.tolist() == [0.5, 0.5, 0.5]
     assert sample.advantages.dtype == torch.float32
     assert (sample.total_length, sample.prompt_length, sample.num_active_tokens) == (4, 1, 2)
-
-
-def test_some_samples_without_old_log_probs_are_refused_by_name() -> None:
-    first = Sample(
-        tokens=[1, 2], response_length=1, loss_mask=[1], advantages=0.0, old_log_probs=[-1.0]
-    )
-    second = Sample(
-        tokens=[1, 2], response_length=1, loss_mask=[1], advantages=0.0, name="task-7/answer-2"
-    )
-    with pytest.raises(
-        ValueError, match=r"task-7/answer-2 \(number 1 of the micro-batch\) has no old_log_probs"
-    ):
-        pack([first, second])
-
-
-GOOD_FIELDS = {
-    "tokens": [1, 2, 3, 4],
-    "response_length": 2,
-    "loss_mask": [1, 0],
-    "advantages": [0.5, 0.25],
-    "old_log_probs": [-1.0, -2.0],
-    "name": "task-7",
-}
-BAD_FIELDS = {
-    "mask_too_long": {"loss_mask": [1, 0, 1]},
-    "mask_with_a_two": {"loss_mask": [2, 0]},
-    "mask_with_nan": {"loss_mask": [math.nan, 1.0]},
-    "mask_with_a_fraction": {"loss_mask": [0.5, 1.0]},
-    "mask_of_minus_one": {"loss_mask": [-1, 1]},
-    "response_length_negative": {"response_length": -1},
-    "response_length_whole": {
-        "response_length": 4,
-        "loss_mask": [1] * 4,
-        "advantages": 0.0,
-        "old_log_probs": [0.0] * 4,
-    },
-    "response_length_too_long": {
-        "response_length": 5,
-        "loss_mask": [1] * 5,
-        "advantages": 0.0,
-        "old_log_probs": [0.0] * 5,
-    },
-    "advantages_too_short": {"advantages": [0.5]},
-    "advantages_two_dimensional": {"advantages": torch.zeros(1, 2)},
-    "old_log_probs_too_short": {"old_log_probs": [-1.0]},
-    "ref_log_probs_too_long": {"ref_log_probs": [-1.0] * 3},
-    "rollout_log_probs_too_long": {"rollout_log_probs": [-1.0] * 3},
-    "tokens_empty": {"tokens": [], "response_length": 0, "loss_mask": [], "advantages": 0.0},
-    "tokens_of_floats": {"tokens": torch.tensor([1.0, 2.0, 3.0, 4.0])},
-    "tokens_two_dimensional": {"tokens": torch.ones(2, 2, dtype=torch.int64)},
-}
-
-
-@pytest.mark.parametrize("name", BAD_FIELDS)
-def test_bad_samples_are_refused_by_field_and_name(name: str) -> None:
-    field = next(iter(BAD_FIELDS[name]))
-    with pytest.raises(ValueError) as refusal:
-        Sample(**{**GOOD_FIELDS, **BAD_FIELDS[name]})
-    assert field in str(refusal.value) or "prompt" in str(refusal.value)
-    assert "task-7" in str(refusal.value)

@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg import CriticConfig, PolicyLossConfig, Sample, pack, step_totals
+from megatron_pg import CriticConfig, PolicyLossConfig, Sample, StepTotals, pack
 from megatron_pg.critic.value_loss import MicroBatchValueLoss, ValueReport, value_metric_table
 from megatron_pg.critic.value_loss import value_loss as token_loss
 from megatron_pg.critic.value_step import values_of_output
-from megatron_pg.step.totals import StepTotals
 from tests import critic_oracle, oracle
 from tests.critic_oracle import with_values
 from tests.cut_steps import CUTS, DIVISOR, Cut, assert_same
 from tests.oracle import PlainSample
-from tests.random_steps import lengths, package_samples, random_losses, random_step
+from tests.random_steps import lengths, package_samples, random_losses, random_step, uneven_totals
 from tests.token_layout import token_layout
 
-CLIP = 0.5
+CLIP, NAN = 0.5, math.nan
 STEPS = {
     "ragged": with_values(random_step(seed=31)),
     # Under context parallelism some ranks hold no response token.
@@ -39,13 +38,32 @@ def config_of(aggregation: str, **settings: object) -> PolicyLossConfig:
     )
 
 
+def reported(
+    config: PolicyLossConfig,
+    samples: list[Sample],
+    values: Tensor,
+    seen: list[Sample] | None = None,
+) -> tuple[Tensor, ValueReport]:
+    """The loss and the report of a step of one micro-batch, which may hold others than were counted."""
+    batch = pack(samples if seen is None else seen)
+    of_batch = MicroBatchValueLoss(config, CriticConfig(), batch, uneven_totals(samples), 1.0)
+    loss, metrics = of_batch(values)
+    return loss, ValueReport.of(config, [metrics], contributes=True, device="cpu")
+
+
+def answer(tokens: int = 2, **fields: object) -> Sample:
+    """A sample after a prompt of one token, of old values 0 and returns 1 where none are given."""
+    given = {"old_values": [0.0] * tokens, "returns": [1.0] * tokens, "mask": [1] * tokens} | fields
+    return Sample([1] * (tokens + 1), tokens, given.pop("mask"), **given)  # type: ignore[arg-type]
+
+
 class CutCritic:
     """The value loss of a cut step from the package's parts. Mutants override one method each."""
 
     clip = CLIP
 
     def totals(self, step: Sequence[PlainSample], micro_batch: Sequence[PlainSample]) -> StepTotals:
-        return step_totals(package_samples(step), allow_different_group_sizes=True)
+        return uneven_totals(package_samples(step))
 
     def scored(self, rows: list[int], last: int) -> list[int]:
         """Which response tokens of a micro-batch a rank's window is of, given the right ones."""
@@ -111,7 +129,7 @@ class MicroBatchTotals(CutCritic):
     """Normalises each micro-batch by itself."""
 
     def totals(self, step, micro_batch):
-        totals = step_totals(package_samples(micro_batch), allow_different_group_sizes=True)
+        totals = uneven_totals(package_samples(micro_batch))
         return replace(totals, num_rollouts=len(oracle.rollouts(step)))
 
 
@@ -162,17 +180,9 @@ def test_inside_the_clip_range_nothing_is_clipped() -> None:
 
 
 def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
-    samples = [
-        Sample([1, 2, 3], 2, [1, 0], old_values=[0.5, float("nan")], returns=[1.0, float("inf")])
-    ]
-    values = torch.tensor([0.25, float("nan")], requires_grad=True)
-    of_batch = MicroBatchValueLoss(
-        config_of("sample_mean"),
-        CriticConfig(),
-        pack(samples),
-        step_totals(samples, allow_different_group_sizes=True),
-    )
-    loss, _ = of_batch(values)
+    samples = [answer(mask=[1, 0], old_values=[0.5, NAN], returns=[1.0, float("inf")])]
+    values = torch.tensor([0.25, NAN], requires_grad=True)
+    loss, _ = reported(config_of("sample_mean"), samples, values)
     loss.backward()
     # v_clip = 0.3 is nearer to R than v: the loss is (0.25 - 1)^2 / 2.
     assert loss.item() == pytest.approx(0.75**2 / 2)
@@ -180,37 +190,18 @@ def test_masked_tokens_reach_neither_loss_nor_gradient() -> None:
 
 
 def test_a_nan_at_an_active_token_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    samples = [
-        Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0], name="the one")
-    ]
-    config = config_of("sample_mean")
-    of_batch = MicroBatchValueLoss(
-        config,
-        CriticConfig(),
-        pack(samples),
-        step_totals(samples, allow_different_group_sizes=True),
-        1.0,
-    )
-    _, metrics = of_batch(torch.tensor([0.0, float("nan")]))
-    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
-    assert report.metrics(report.sums)["value_loss"] != report.metrics(report.sums)["value_loss"]
+    values = torch.tensor([0.0, NAN])
+    _, report = reported(config_of("sample_mean"), [answer(name="the one")], values)
+    assert math.isnan(report.metrics(report.sums)["value_loss"])
     assert "response token 1 of sample 0 (the one)" in caplog.text
 
 
 @pytest.mark.parametrize("pg_metrics", ["none", "basic"])
 def test_a_step_of_no_active_token(pg_metrics: str) -> None:
-    samples = [Sample([1, 2, 3], 2, [0, 0], old_values=[0.0, 0.0], returns=[1.0, 1.0])]
     config = config_of("token_mean", pg_metrics=pg_metrics)
-    of_batch = MicroBatchValueLoss(
-        config,
-        CriticConfig(),
-        pack(samples),
-        step_totals(samples, allow_different_group_sizes=True),
-    )
     values = torch.zeros(2, requires_grad=True)
-    loss, metrics = of_batch(values)
+    loss, report = reported(config, [answer(mask=[0, 0])], values)
     loss.backward()
-    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
     found = report.metrics(report.sums)
     assert found["value_loss"] == 0.0 and found["value_aggregation_checksum"] == pytest.approx(
         1, abs=1e-12
@@ -223,12 +214,8 @@ def test_a_step_of_no_active_token(pg_metrics: str) -> None:
 )
 def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int) -> None:
     """Of many equal returns rounding makes a variance, -9e-16 of a thousand times 2.8: it is none either."""
-    given = {"old_values": [0.0] * tokens, "returns": [value] * tokens}
-    samples = [Sample([1] * (tokens + 1), tokens, [1] * tokens, **given)]
-    config = config_of("sample_mean")
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
-    _, metrics = of_batch(torch.linspace(0.0, 1.0, tokens))
-    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+    config, samples = config_of("sample_mean"), [answer(tokens, returns=[value] * tokens)]
+    _, report = reported(config, samples, torch.linspace(0.0, 1.0, tokens))
     sums = dict(zip(value_metric_table(config).names, report.sums[:, 0].tolist(), strict=True))
     rounded = sums["return_squared_sum"] / tokens - (sums["return_sum"] / tokens) ** 2
     assert (rounded > 0) - (rounded < 0) == rounding
@@ -238,33 +225,27 @@ def test_equal_returns_explain_nothing(tokens: int, value: float, rounding: int)
 def test_a_small_variance_of_large_returns_is_explained() -> None:
     """Returns 100 +- 0.01: a variance of 1e-8 of the mean square is a variance."""
     returns = [100.0, 100.01, 99.99, 100.01]
-    samples = [Sample([1] * 5, 4, [1] * 4, old_values=[0.0] * 4, returns=returns)]
-    config = config_of("sample_mean")
-    of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(samples), step_totals(samples), 1.0)
-    values = samples[0].returns + torch.tensor([0.005, -0.005, 0.005, -0.005])
-    _, metrics = of_batch(values)
-    report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
-    errors = [r - v for r, v in zip(samples[0].returns.tolist(), values.tolist(), strict=True)]
-    unexplained = critic_oracle.variance(errors) / critic_oracle.variance(
-        samples[0].returns.tolist()
+    returned = torch.tensor(returns)
+    values = returned + torch.tensor([0.005, -0.005, 0.005, -0.005])
+    _, report = reported(config_of("sample_mean"), [answer(4, returns=returns)], values)
+    unexplained, variance = (
+        critic_oracle.variance(each.double().tolist()) for each in (returned - values, returned)
     )
     found = report.metrics(report.sums)["explained_variance"]
-    assert found == pytest.approx(1 - unexplained, rel=1e-4)
+    assert found == pytest.approx(1 - unexplained / variance, rel=1e-4)
 
 
 def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregation() -> None:
-    given = {"old_values": [0.0, 0.0], "returns": [1.0, 2.0]}
-    samples = [Sample([1, 2, 3 + i], 2, [1, 1], name=f"answer {i}", **given) for i in range(3)]
+    samples = [
+        replace(answer(returns=[1.0, 2.0]), tokens=[1, 2, 3 + i], name=f"answer {i}")
+        for i in range(3)
+    ]
     config = config_of("sample_mean", check_aggregation=True)
     for seen, said in ((samples, ""), (samples[:2], "answer 2"), (samples[:2] * 2, "answer 1")):
-        totals = step_totals(samples)
-        of_batch = MicroBatchValueLoss(config, CriticConfig(), pack(seen), totals, 1.0)
-        _, metrics = of_batch(torch.zeros(2 * len(seen)))
-        report = ValueReport.of(config, [metrics], contributes=True, device="cpu")
+        _, report = reported(config, samples, torch.zeros(2 * len(seen)), seen)
         if not said:
-            assert report.metrics(report.sums)["value_aggregation_checksum"] == pytest.approx(
-                1, abs=1e-12
-            )
+            checksum = report.metrics(report.sums)["value_aggregation_checksum"]
+            assert checksum == pytest.approx(1, abs=1e-12)
             continue
         with pytest.raises(RuntimeError, match=said):
             report.metrics(report.sums)
@@ -273,8 +254,6 @@ def test_a_sample_that_the_critic_did_not_see_is_an_error_under_check_aggregatio
 # --------------------------------------------------------------------------------------------------
 # Refusals
 # --------------------------------------------------------------------------------------------------
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -297,12 +276,7 @@ def test_missing_values_are_refused_by_sample_and_field(missing: str) -> None:
     del given[missing]
     samples = [Sample([1, 2, 3], 2, [1, 1], name="turn 7", **given)]
     with pytest.raises(ValueError, match=rf"turn 7 has no {missing}.*Sample\({missing}=...\)"):
-        MicroBatchValueLoss(
-            config_of("sample_mean"),
-            CriticConfig(),
-            pack(samples),
-            step_totals(samples, allow_different_group_sizes=True),
-        )
+        reported(config_of("sample_mean"), samples, torch.zeros(2))
     whole = Sample([1, 2, 3], 2, [1, 1], old_values=[0.0, 0.0], returns=[1.0, 1.0])
     with pytest.raises(ValueError, match=f"turn 7.*has no {missing}"):
         pack([whole, *samples])

@@ -124,7 +124,7 @@ def test_a_divisor_that_is_none_is_refused(monkeypatch, value):
         verl._divisor(None)
 
 
-def configuration(monkeypatch, **changes: object) -> None:
+def configuration(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     """What `_select` finds above the section `algorithm`."""
     settings = {"loss_mode": "megatron_pg_prompt_mean", "ppo_mini_batch_size": 2, "n": 3, **changes}
     actor = types.SimpleNamespace(

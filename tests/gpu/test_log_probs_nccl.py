@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from megatron_pg.head import (
-    HeadOptions,
-    linear_log_probs_and_entropy,
-    linear_token_loss,
-    log_probs_and_entropy,
-)
+from megatron_pg import log_probs_and_entropy
+from megatron_pg.head import HeadOptions, linear_log_probs_and_entropy, linear_token_loss
 from tests.gpu.test_log_probs_cuda import ROUNDING, dense, inputs, summands
 
 SIZE = 2
@@ -110,7 +107,7 @@ def from_hidden_states(rank: int, mode: str) -> None:
         assert error <= 4e-3, error
 
 
-def twice_without_a_wait(call) -> tuple[Tensor, ...]:
+def twice_without_a_wait(call: Any) -> tuple[Tensor, ...]:
     """The second time with CUDA's synchronisation check set to error; the first compiles, and makes NCCL's communicator."""
     call()
     torch.cuda.synchronize()

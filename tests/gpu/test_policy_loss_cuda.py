@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_pg.config import PolicyLossConfig
+from megatron_pg import PolicyLossConfig, policy_loss_from_log_probs, reduce_metrics, step_totals
 from megatron_pg.loss import compiled
-from megatron_pg.loss.from_logits import policy_loss_from_log_probs
-from megatron_pg.loss.metrics import MicroBatchMetrics, reduce_metrics
-from megatron_pg.step.totals import step_totals
+from megatron_pg.loss.metrics import MicroBatchMetrics
 from tests.fast.sequences import CORRECTIONS, flat_log_probs, package_batch, random_sequences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -16,6 +16,28 @@ from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
 from tests.oracle import PlainSample
 
 ROLLOUTS_PER_PROMPT = 3
+LENGTHS = [
+    (2, [1, 1, 1, 0, 0, 1]),
+    (3, [1, 1, 1]),
+    (2, [0, 0]),
+    (1, [1]),
+    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
+    (2, [1, 0, 1, 1]),
+    (3, [1] * 7),
+    (1, [1, 1, 1]),
+    (2, [0, 1, 1, 1]),
+    (2, [1, 1]),
+    (3, [1, 0, 1, 1]),
+    (2, [1]),
+]
+"""Tool tokens inside, a sample without active tokens, micro-batches of an even number of tokens: see `test_the_floor`."""
+CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
+"""The context-parallel size of one process, of two, and of two that are data parallel."""
+
+
+def difference(found: Tensor | str, reference: Tensor) -> float:
+    assert isinstance(found, Tensor), found
+    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
 
 
 def step_of(lengths: list[tuple[int, list[int]]]) -> list[PlainSample]:

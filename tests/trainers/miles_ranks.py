@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_pg.integrations import miles as integration
-from megatron_pg.integrations.source_fingerprints import combined, found_sources
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import trees
 from .ranks import (
+    KEYS,
     Args,
     MicroBatch,
     Steps,
     arguments,
     broken_sums,
+    fill_in,
     initialize,
     of_world,
-    per_token,
+    parallel_sizes,
+    proven,
     run_steps,
+    sample_fields,
     start,
     world_size,
 )
@@ -40,19 +42,6 @@ MODULES = (
     "utils.types",
     "utils.ft_utils.process_group_utils",
 )
-KEYS = (
-    "tokens",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "advantages",
-    "rollout_log_probs",
-    "rollout_mask_sums",
-    "rewards",
-)
-"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
 
 
 def all_cases() -> dict[Case, Steps]:
@@ -74,7 +63,7 @@ def all_cases() -> dict[Case, Steps]:
         initialize(case)
         args = arguments(
             case,
-            megatron_pg_proven_source=_proven(),
+            megatron_pg_proven_source=proven("miles", integration.MILES.sources),
             train_backend="megatron",
             qkv_format="thd",
             object_store_backend="ray",
@@ -87,13 +76,7 @@ def all_cases() -> dict[Case, Steps]:
             megatron_parallel.create_megatron_parallel_state(indep_dp=alone)
         )
         rollout_data = _rollout_data(case, args, conversion, data, types)
-        numbers = [int(reward) for reward in rollout_data["rewards"]]
-        for key, field in (
-            ("log_probs", "old_log_probs"),
-            ("ref_log_probs", "ref_log_probs"),
-            ("advantages", "advantages"),
-        ):
-            rollout_data[key] = per_token(field, cp_utils.slice_log_prob_with_cp, numbers)
+        fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
         rollout_data["rollout_mask_sums"] = broken_sums(case, rollout_data["rollout_mask_sums"])
         found[case] = run_steps(
             case, _steps(args, rollout_data, data, loss), cp_utils.slice_with_cp
@@ -101,28 +84,12 @@ def all_cases() -> dict[Case, Steps]:
     return found
 
 
-def _proven() -> str:
-    """So that the proof runs on a version that is not known yet."""
-    tree = trees.tree("miles")
-    assert tree is not None
-    return combined(found_sources(Path(tree) / "miles", integration.MILES.sources))
-
-
 def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any) -> dict[str, Any]:
     """This rank's data by the hook, and miles' schedule, split, object store and transport."""
     from miles.utils.misc import load_function
 
     theirs = [
-        types.Sample(
-            index=number,
-            rollout_id=sample.rollout_id,
-            group_index=sample.group_index,
-            tokens=sample.tokens,
-            response_length=sample.response_length,
-            loss_mask=sample.loss_mask,
-            rollout_log_probs=sample.rollout_log_probs,
-            reward=float(number),
-        )
+        types.Sample(index=number, **sample_fields(number, sample))
         for number, sample in enumerate(samples())
     ]
     hook = start(case, args, "miles", "custom_convert_samples_to_train_data_path", load_function)
@@ -140,13 +107,7 @@ def _rollout_data(case: Case, args: Args, conversion: Any, data: Any, types: Any
     )
     if case.mutant == "mean over length":
         train_data["loss_masks"] = masks
-    config = {
-        "dp_size": case.data,
-        "cp_size": case.context,
-        "vpp_size": 1,
-        "microbatch_group_size_per_vp_stage": 1,
-    }
-    references = conversion.split_train_data_by_dp(args, train_data, config)
+    references = conversion.split_train_data_by_dp(args, train_data, parallel_sizes(case))
     rollout_data, _ = data.get_rollout_data(args, references)
     assert isinstance(rollout_data["rollout_mask_sums"], torch.Tensor)
     return dict(rollout_data)

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from torch import Tensor
 
+from megatron_pg.integrations.source_fingerprints import combined, found_sources
+from tests.oracle import PlainSample
+
+from . import trees
 from .rollout import (
     DIVISOR,
     ENTROPY_COEF,
@@ -33,6 +38,13 @@ from .rollout import (
 
 Steps = list[tuple[float, dict[int, Tensor]]]
 """Of each optimizer step the reported loss, and the gradient of the logits of each sample by its number."""
+
+
+KEYS = (
+    *("tokens", "total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs"),
+    *("advantages", "rollout_log_probs", "rollout_mask_sums", "rewards"),
+)
+"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
 
 
 class Args(SimpleNamespace):
@@ -133,6 +145,40 @@ def start(
     assert printed.getvalue().startswith(f"megatron_pg: {case.aggregation} is on in {trainer}: 1/")
     loaded: Callable[..., Any] = load_function(getattr(args, hook))
     return loaded
+
+
+def proven(trainer: str, sources: Any) -> str:
+    """So that the proof runs on a version that is not known yet."""
+    tree = trees.tree(trainer)
+    assert tree is not None
+    return combined(found_sources(Path(tree) / trainer, sources))
+
+
+def parallel_sizes(case: Case) -> dict[str, int]:
+    """What the rollout manager knows of the training processes."""
+    sizes = {"dp_size": case.data, "cp_size": case.context, "vpp_size": 1}
+    return {**sizes, "microbatch_group_size_per_vp_stage": 1}
+
+
+def sample_fields(number: int, sample: PlainSample) -> dict[str, Any]:
+    """Of a trainer's own sample, but for its index."""
+    return {
+        "rollout_id": sample.rollout_id,
+        "group_index": sample.group_index,
+        "tokens": sample.tokens,
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask,
+        "rollout_log_probs": sample.rollout_log_probs,
+        "reward": float(number),
+    }
+
+
+def fill_in(rollout_data: dict[str, Any], cut: Callable[[Tensor, int, int], Tensor]) -> None:
+    """Gives the data what the policies say and the advantages, as the trainer holds them on this rank."""
+    numbers = [int(reward) for reward in rollout_data["rewards"]]
+    rollout_data["log_probs"] = per_token("old_log_probs", cut, numbers)
+    for name in ("ref_log_probs", "advantages"):
+        rollout_data[name] = per_token(name, cut, numbers)
 
 
 def broken_sums(case: Case, sums: Tensor) -> Tensor:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_pg.integrations import slime as integration
-from megatron_pg.integrations.source_fingerprints import combined, found_sources
 from megatron_pg.megatron import enable_cpu_runtime
 
 from . import trees
 from .ranks import (
+    KEYS,
     Args,
     MicroBatch,
     Steps,
     arguments,
     broken_sums,
+    fill_in,
     initialize,
     of_world,
-    per_token,
+    parallel_sizes,
+    proven,
     run_steps,
+    sample_fields,
     start,
     world_size,
 )
@@ -39,19 +41,6 @@ MODULES = (
     "utils.types",
     "utils.accelerator",
 )
-KEYS = (
-    "tokens",
-    "total_lengths",
-    "response_lengths",
-    "loss_masks",
-    "log_probs",
-    "ref_log_probs",
-    "advantages",
-    "rollout_log_probs",
-    "rollout_mask_sums",
-    "rewards",
-)
-"""What train_one_step fetches of this test's data, and the rewards, which are the samples' numbers here."""
 
 
 def all_cases() -> dict[Case, Steps]:
@@ -64,16 +53,12 @@ def all_cases() -> dict[Case, Steps]:
     for case in of_world(world_size()):
         initialize(case)
         args = arguments(
-            case, megatron_pg_proven_source=_proven(), rollout_data_transport="object-store"
+            case,
+            megatron_pg_proven_source=proven("slime", integration.SLIME.sources),
+            rollout_data_transport="object-store",
         )
         rollout_data = _rollout_data(case, args, rollout, actor, types)
-        numbers = [int(reward) for reward in rollout_data["rewards"]]
-        for key, field in (
-            ("log_probs", "old_log_probs"),
-            ("ref_log_probs",) * 2,
-            ("advantages",) * 2,
-        ):
-            rollout_data[key] = per_token(field, cp_utils.slice_log_prob_with_cp, numbers)
+        fill_in(rollout_data, cp_utils.slice_log_prob_with_cp)
         # As train_actor: the iterator is made first, and the hook is called before training.
         iterators = data.get_data_iterator(rollout_data)
         _hook(case, args, rollout_data)
@@ -81,13 +66,6 @@ def all_cases() -> dict[Case, Steps]:
             case, _steps(args, rollout_data, iterators[0], data, loss), cp_utils.slice_with_cp
         )
     return found
-
-
-def _proven() -> str:
-    """So that the proof runs on a version that is not known yet."""
-    tree = trees.tree("slime")
-    assert tree is not None
-    return combined(found_sources(Path(tree) / "slime", integration.SLIME.sources))
 
 
 def _cpu(accelerator: Any) -> Any:
@@ -117,23 +95,9 @@ def _rollout_data(case: Case, args: Args, rollout: Any, actor: Any, types: Any) 
     manager.args = args
     manager.custom_convert_samples_to_train_data_func = None
     manager.custom_reward_post_process_func = None
-    manager.train_parallel_config = {
-        "dp_size": case.data,
-        "cp_size": case.context,
-        "vpp_size": 1,
-        "microbatch_group_size_per_vp_stage": 1,
-    }
+    manager.train_parallel_config = parallel_sizes(case)
     theirs = [
-        types.Sample(
-            index=sample.rollout_id - 100,
-            rollout_id=sample.rollout_id,
-            group_index=sample.group_index,
-            tokens=sample.tokens,
-            response_length=sample.response_length,
-            loss_mask=sample.loss_mask,
-            rollout_log_probs=sample.rollout_log_probs,
-            reward=float(number),
-        )
+        types.Sample(index=sample.rollout_id - 100, **sample_fields(number, sample))
         for number, sample in enumerate(samples())
     ]
     references = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(theirs))

@@ -13,7 +13,7 @@ from tests import oracle
 from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
 
-from .logit_table import logits_of, step_of
+from .logit_table import CUTS, LENGTHS, difference, logits_of, step_of
 from .roll_source import find_roll
 from .roll_step import (
     CLIP,
@@ -31,22 +31,6 @@ missing = find_roll()
 pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
 
 TOLERANCE = 1e-6
-LENGTHS = [
-    (2, [1, 1, 1, 0, 0, 1]),
-    (3, [1, 1, 1]),
-    (2, [0, 0]),
-    (1, [1]),
-    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
-    (2, [1, 0, 1, 1]),
-    (3, [1] * 7),
-    (1, [1, 1, 1]),
-    (2, [0, 1, 1, 1]),
-    (2, [1, 1]),
-    (3, [1, 0, 1, 1]),
-    (2, [1]),
-]
-CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
-"""The context-parallel size of one process, of two, and of two that are data parallel."""
 
 
 def a_step() -> list[oracle.PlainSample]:
@@ -113,10 +97,6 @@ def filtered_loss(
     return oracle.aggregate(
         step, losses, objective.loss_aggregation, objective.loss_aggregation_divisor
     )
-
-
-def difference(found: Tensor, reference: Tensor) -> float:
-    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
 
 
 @functools.cache

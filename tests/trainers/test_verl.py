@@ -16,7 +16,7 @@ from tests import oracle
 from tests.distributed.launch import run_ranks
 from tests.oracle import Objective
 
-from .logit_table import logits_of, step_of, vocabulary
+from .logit_table import CUTS, LENGTHS, difference, logits_of, step_of, vocabulary
 from .verl_source import find_verl
 from .verl_step import (
     CLIP,
@@ -35,21 +35,6 @@ pytestmark = pytest.mark.skipif(missing is not None, reason=str(missing))
 ROOT = Path(__file__).parents[2]
 DIVISOR = 8
 TOLERANCE = 1e-6
-# Tool tokens inside, a sample without active tokens, and micro-batches of an even number of tokens: see `test_the_floor`.
-STEP = [
-    (2, [1, 1, 1, 0, 0, 1]),
-    (3, [1, 1, 1]),
-    (2, [0, 0]),
-    (1, [1]),
-    (4, [1, 1, 0, 1, 1, 1, 1, 1]),
-    (2, [1, 0, 1, 1]),
-    (3, [1] * 7),
-    (1, [1, 1, 1]),
-    (2, [0, 1, 1, 1]),
-    (2, [1, 1]),
-    (3, [1, 0, 1, 1]),
-    (2, [1]),
-]
 OURS = tuple(f"megatron_pg_{aggregation}" for aggregation in oracle.AGGREGATIONS)
 THEIRS = {
     "sample_mean": "seq-mean-token-mean",
@@ -57,10 +42,6 @@ THEIRS = {
     "constant": "seq-mean-token-sum-norm",
 }
 """verl's own settings that are one of the four already."""
-
-
-CUTS = {"one": 1, "cp_2": 2, "dp_2": 1}
-"""The context-parallel size of one process, of two, and of two that are data parallel."""
 
 
 def cases(context: int) -> list[Case]:
@@ -102,21 +83,16 @@ def expected(case: Case, step: list[oracle.PlainSample]) -> Tensor:
     return table.grad
 
 
-def difference(found: Tensor | str, reference: Tensor) -> float:
-    assert isinstance(found, Tensor), found
-    return ((found.double() - reference).abs().max() / reference.abs().max()).item()
-
-
 @functools.cache
 def two_ranks() -> list[list[Tensor | str]]:
     """By rank, the gradients of all cases that take two processes."""
-    return run_ranks(gradients, 2, step_of(STEP), cases(2) + cases(1))
+    return run_ranks(gradients, 2, step_of(LENGTHS), cases(2) + cases(1))
 
 
 @functools.cache
 def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
     """Each case's gradient on every rank."""
-    step = step_of(STEP)
+    step = step_of(LENGTHS)
     if cut == "one":
         return {
             case: [found] for case, found in zip(cases(1), gradients(step, cases(1)), strict=True)
@@ -128,7 +104,7 @@ def outcomes(cut: str) -> dict[Case, list[Tensor | str]]:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_logits_gradient(cut):
-    step, looked_at = step_of(STEP), 0
+    step, looked_at = step_of(LENGTHS), 0
     for case, ranks in outcomes(cut).items():
         if case.breakage:
             continue
@@ -140,7 +116,7 @@ def test_every_logits_gradient(cut):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_mutants_fail(cut):
-    step = step_of(STEP)
+    step = step_of(LENGTHS)
     mutants = {case: ranks for case, ranks in outcomes(cut).items() if case.breakage}
     assert len(mutants) == 7
     for case, (found, *_) in mutants.items():
@@ -148,7 +124,7 @@ def test_mutants_fail(cut):
 
 
 def test_modes_differ():
-    step = step_of(STEP)
+    step = step_of(LENGTHS)
     sample_mean = expected(Case("megatron_pg_sample_mean"), step)
     for mode in OURS[1:]:
         assert difference(expected(Case(mode), step), sample_mean) > 0.05
@@ -166,7 +142,7 @@ def test_the_floor():
 
 
 def refusal(case: Case) -> str:
-    (found,) = gradients(step_of(STEP), [case])
+    (found,) = gradients(step_of(LENGTHS), [case])
     assert isinstance(found, str)
     return found
 
@@ -204,11 +180,11 @@ def test_every_estimator_runs_on_what_verl_hands_to_it():
         class Ours(Case):
             estimator = name
 
-        assert verl_advantages(step_of(STEP), Ours("megatron_pg_prompt_mean")).isfinite().all()
+        assert verl_advantages(step_of(LENGTHS), Ours("megatron_pg_prompt_mean")).isfinite().all()
 
 
 def test_the_vocabulary_is_one_row_per_token():
-    step = step_of(STEP)
+    step = step_of(LENGTHS)
     tokens = [token for sample in step for token in sample.tokens]
     assert len(set(tokens)) == len(tokens) == vocabulary(step) - 1
     assert torch.all(expected(Case("megatron_pg_sample_mean"), step)[0] == 0)

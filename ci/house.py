@@ -31,9 +31,9 @@ CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
     "config": 1830,
     "head": 3346,
-    "step": 2745,
+    "step": 2610,
     "loss": 3576,
-    "rollout_files": 1277,
+    "rollout_files": 1201,
     "__init__": 70,
     "megatron": 2043,
     "megatron/cpu": 454,
@@ -44,10 +44,10 @@ CEILINGS = {
     "migrate": 585,
     "cli": 64,
     "__main__": 7,
-    "core": 13930,
-    "package": 22227,
+    "core": 13400,
+    "package": 22016,
     "examples": 4435,
-    "tests": 38903,
+    "tests": 38908,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""
 

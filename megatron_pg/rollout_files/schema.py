@@ -252,6 +252,6 @@ def with_group_advantages(
     groups: Any = [count.group_index for part in counts for count in part]
     step = group_advantages([*itertools.chain(*rewards)], groups, method=method)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()
+    mine = step.advantages.split(list(map(len, rewards)))[rank].tolist()  # type: ignore[no-untyped-call]
     pairs = zip(samples, mine, strict=True)
     return [dataclasses.replace(sample, advantages=value) for sample, value in pairs], step

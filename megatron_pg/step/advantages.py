@@ -23,7 +23,7 @@ from megatron_pg.step.identity import hash_of
 from megatron_pg.step.ids import check_ids
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import BareSample
-from megatron_pg.step.values import refuse_values
+from megatron_pg.step.values import has_integers, refuse_values
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as the field does; rewards are of order 1."""
@@ -32,15 +32,7 @@ METHODS = ("grpo", "dr_grpo", "rloo")
 
 
 def half_of_dr_grpo(method: str, loss_aggregation: str) -> str:
-    """Name the half of Dr.GRPO that settings lack: it is advantages without the standard deviation and a constant divisor.
-
-    Args:
-        method: see `group_advantages`.
-        loss_aggregation: see `--loss-aggregation`.
-
-    Returns:
-        The remark; "" for settings with both halves or none.
-    """
+    """Remark on settings with one half of Dr.GRPO (advantages `dr_grpo`, aggregation `constant`); "" with both or none."""
     if method == "grpo" and loss_aggregation == "constant":
         return (
             "--loss-aggregation constant is one half of Dr.GRPO, arXiv:2503.20783: the advantages of these rewards are grpo's, "
@@ -163,11 +155,10 @@ def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Seq
             f"prompts has {len(prompts)} prompts for {len(group_indices)} rewards: give one each"
         )
     hashes = [hash_of(torch.as_tensor(prompt, dtype=torch.int64)) for prompt in prompts]
-    counted = [
-        BareSample(0, group, None, f"rewards[{number}]", prompt, "of those passed")
-        for number, (group, prompt) in enumerate(zip(group_indices, hashes, strict=True))
-    ]
-    check_ids([counted])
+    rows = enumerate(zip(group_indices, hashes, strict=True))
+    check_ids(
+        [[BareSample(0, g, None, f"rewards[{n}]", h, "of those passed") for n, (g, h) in rows]]
+    )
 
 
 def _checked(
@@ -177,7 +168,7 @@ def _checked(
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
     # An absent float id is NaN, and all absent ones would be one group.
-    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+    if ids.numel() and not has_integers(ids):
         raise ValueError(
             f"group_indices has dtype {ids.dtype}, expected integers: give the id of each sample's prompt group (a "
             "column with gaps is read as float; leave those rows out)"

@@ -54,14 +54,12 @@ def plan_bins(
             f"capacity {capacity} and number of bins {multiple}: expected an integer of at least 1 for both"
         )
     is_oversized = sizes > capacity
-    beyond = f", more than the capacity of a bin ({capacity})"
-    for is_wrong, problem in (
-        (sizes < 1, ": expected 1 or more"),
-        (is_oversized & (not oversized_alone), beyond),
-    ):
-        if is_wrong.any():
-            index = int(np.argmax(is_wrong))
-            raise ValueError(f"lengths[{index}] is {sizes[index]}{problem}")
+    is_wrong = (sizes < 1) | (is_oversized & (not oversized_alone))
+    if is_wrong.any():
+        index = int(np.argmax(is_wrong))
+        raise ValueError(
+            f"lengths[{index}] is {sizes[index]}: expected 1 or more, and no more than the capacity of a bin ({capacity})"
+        )
     order = np.arange(sizes.size)
     if seed is not None:
         order = np.random.default_rng(seed).permutation(sizes.size)

@@ -100,10 +100,9 @@ def plan_hybrid_cp_step(
 def micro_batches_of_rank(
     lengths: Sequence[int], layout: Layout, max_tokens_per_rank: int, cost: SampleCost
 ) -> list[tuple[tuple[int, ...], int, int]]:
-    """Plan one rank of the layout, that of all ranks together.
+    """List the samples, the packed tokens and the number of ranks of each micro-batch of a rank; at least one.
 
-    Returns:
-        The indices of the samples, the packed tokens and the number of ranks of each micro-batch; at least one.
+    The layout is that of all ranks together.
     """
     microbatches = []
     for size, members in _groups_of_rank(lengths, layout, max_tokens_per_rank, cost):

@@ -90,13 +90,9 @@ class StepTotals:
     def rollout_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
         """Look up D, the active tokens of each sample's rollout over the step, [len(samples)] float64."""
         own = _loss_weight if self.counts_loss_weights else _num_active_tokens
+        rollouts = self.rollout_active_tokens
         return _float64(
-            [
-                own(sample)
-                if sample.rollout_id is None
-                else _known(self.rollout_active_tokens, sample, "rollout_id")
-                for sample in samples
-            ]
+            [own(s) if s.rollout_id is None else _known(rollouts, s, "rollout_id") for s in samples]
         )
 
     def group_denominators(self, samples: Sequence[CountedSample]) -> Tensor:
@@ -210,10 +206,9 @@ def step_totals(
             group of different prompts.
     """
     everyone = gather(sample_counts(samples), data_parallel_group)
-    rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     return totals_of_counts(
         everyone,
-        rank,
+        0 if data_parallel_group is None else dist.get_rank(data_parallel_group),
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
         allow_different_group_sizes=allow_different_group_sizes,

@@ -37,7 +37,7 @@ class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
         self.plan(1)
 
     def plan(self, number: int) -> None:
-        """The step that begins has this many on this rank."""
+        """Set the number of the step that begins on this rank."""
         self.num_micro_batches = number
         batch = number * self._data_parallel_size
         self.current_global_batch_size = self.current_running_global_batch_size = batch
@@ -77,9 +77,9 @@ def _die_with_launcher() -> None:
     On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is started again.
     """
     if sys.platform == "linux":
-        set_parent_death_signal = 1
+        pr_set_pdeathsig = 1
         die_with_parent = functools.partial(
-            ctypes.CDLL(None).prctl, set_parent_death_signal, signal.SIGKILL
+            ctypes.CDLL(None).prctl, pr_set_pdeathsig, signal.SIGKILL
         )
         die_with_parent()
         os.register_at_fork(after_in_child=die_with_parent)

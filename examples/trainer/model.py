@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -28,9 +27,15 @@ def provide_model(
         config = core_transformer_config_from_args(args)
     if config.virtual_pipeline_model_parallel_size is not None and needs_kept_pipeline_outputs():
         config.deallocate_pipeline_outputs = False
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
+        )
+    else:
+        spec = torch_block_spec(config, vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(args, config, vp_stage),
+        transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -46,11 +51,3 @@ def provide_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-
-
-def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
-    if args.transformer_impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
-        )
-    return torch_block_spec(config, vp_stage)

@@ -46,7 +46,7 @@ CEILINGS = {
     "__main__": 7,
     "core": 13930,
     "package": 22210,
-    "examples": 3863,
+    "examples": 3851,
     "tests": 38892,
 }
 """The most lines that each part may have. `core` is the sum of `CORE` without `megatron/cpu`."""

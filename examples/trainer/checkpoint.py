@@ -36,8 +36,6 @@ from megatron_pg.step.agreement import gather
 from .errors import RunError, agreed, alone, mendable
 from .refusals import refuse_other_settings
 
-STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
-"""What torch.load may build of a place in the rollouts, beside tensors and plain values."""
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
 _locks: list[FileLock] = []
@@ -104,7 +102,8 @@ def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
                 "with its weights"
             )
         refuse_other_settings(args, stored)
-        with torch.serialization.safe_globals(list(STORED_TYPES)):
+        built = [CollectorState, RewardedSample, RolloutPosition, Sample, frozenset]
+        with torch.serialization.safe_globals(built):
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 
 
@@ -191,22 +190,20 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
     """
     parts = [p for p in _parts_with_torch_adam(optimizer) if isinstance(p, DistributedOptimizer)]
+    name = "_set_main_param_and_optimizer_states"
+
+    def put(part: Any, original: Callable[..., None], parameter: Any, tensors: Any) -> None:
+        step = next(iter(part.optimizer.state.values()))["step"]  # loaded before, put onto itself
+        original(parameter, {**tensors, "step": step})
+
     with contextlib.ExitStack() as stack:
         for part in parts:
-            name = "_set_main_param_and_optimizer_states"
-            put = functools.partial(_put_with_step, getattr(part, name), part.optimizer)
-            stack.enter_context(mock.patch.object(part, name, put))
+            with_step = functools.partial(put, part, getattr(part, name))
+            stack.enter_context(mock.patch.object(part, name, with_step))
         yield
     for part in parts:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
-
-
-def _put_with_step(
-    put: Callable[..., None], adam: torch.optim.Adam, parameter: Any, tensors: dict[str, Any]
-) -> None:
-    """The step has been loaded before; it is put onto itself."""
-    put(parameter, {**tensors, "step": next(iter(adam.state.values()))["step"]})
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from megatron_pg.megatron import compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
-from .model import provide_model
+from .initialize import provide_model
 
 
 class Scoring:

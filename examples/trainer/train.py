@@ -24,9 +24,8 @@ from .arguments import parse_arguments
 from .checkpoint import claim_save_folder, loading, restore_rollouts, save_with_rollouts
 from .dry_run import print_plan
 from .errors import agreed, mendable, plain_errors
-from .initialize import start_megatron
+from .initialize import provide_model, start_megatron
 from .log import MetricsLog
-from .model import provide_model
 from .rollouts import FileSteps, layout_of, plan_of
 from .scoring import Scoring
 

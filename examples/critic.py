@@ -37,26 +37,16 @@ def add_advantage_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 def check_advantage_args(args: argparse.Namespace) -> None:
     """Raises a ValueError that names the flags, where they are out of range or would be ignored."""
     settings = pg.CriticConfig.from_args(args)
-    given = [
-        f"--{field.name.replace('_', '-')}"
-        for field in fields(settings)
-        if getattr(settings, field.name) != field.default
-    ] + ["--critic-lr"] * (args.critic_lr != CRITIC_LR)
-    if given and args.advantage != "gae":
-        raise ValueError(
-            f"{' and '.join(given)}: about the critic of --advantage gae; found --advantage {args.advantage}: choose gae, "
-            "or drop the flags"
-        )
+    names = [f.name for f in fields(settings) if getattr(settings, f.name) != f.default]
+    names += ["critic_lr"] * (args.critic_lr != CRITIC_LR)
+    if names and args.advantage != "gae":
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        found = f"found --advantage {args.advantage}: choose gae, or drop the flags"
+        raise ValueError(f"{given}: about the critic of --advantage gae; {found}")
 
 
 class Critic:
-    """A model with a value head, and what updates it; every rank makes one.
-
-    Args:
-        args: the flags of the run.
-        model: the critic under DDP.
-        groups: the process groups of the run.
-    """
+    """A model with a value head under DDP, and what updates it; every rank makes one."""
 
     def __init__(self, args: argparse.Namespace, model: Any, groups: ParallelGroups) -> None:
         self.args, self.model, self.groups = args, model, groups
@@ -75,22 +65,18 @@ class Critic:
 
         An answer cut at the length limit has ended too: the verifier has marked it as it is.
         """
-        budget = self.args.max_tokens_per_microbatch
+        settings, budget = self.settings, self.args.max_tokens_per_microbatch
         values = compute_values(self.model, samples, max_tokens_per_microbatch=budget).values
         of_tokens = [torch.zeros(sample.response_length) for sample in samples]
         for of_sample, reward in zip(of_tokens, rewards, strict=True):
             of_sample[-1] = reward
         masks = [sample.loss_mask for sample in samples]
-        settings = self.settings
         estimates = pg.gae(of_tokens, values, masks, settings.gamma, settings.lam)
         advantages = estimates.advantages
         if settings.whiten_advantages:
             advantages = pg.whiten(advantages, masks, data_parallel_group=self.groups.data)
-        of_samples = zip(samples, advantages, values, estimates.returns, strict=True)
-        return [
-            replace(sample, advantages=each, old_values=old_values, returns=returns)
-            for sample, each, old_values, returns in of_samples
-        ]
+        found = zip(samples, advantages, values, estimates.returns, strict=True)
+        return [replace(s, advantages=a, old_values=v, returns=r) for s, a, v, r in found]
 
     def train_step(
         self,

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from run_folder import DamagedFile, cut_back, lock_folder, read_lines, replace_text
 from torch.utils.tensorboard import SummaryWriter
 
 FREE_TO_CHANGE = {"run_dir", "resume", "save_interval"}
 """Flags that may be others in a resumed run: what it computes does not depend on them."""
-LOCK_PATIENCE = 5.0
-"""Seconds in which the processes of a killed run may still be ending, and hold its lock."""
 CURVES = {
     "reward": "mean reward",
     "response_length": "response length (tokens)",
@@ -40,10 +39,6 @@ IN_SUMMARY = ("loss_aggregation", "seed", "tensor_model_parallel_size", "context
 LOGS = {"warm_start": "warm_start.jsonl", "step": "metrics.jsonl"}
 
 
-class DamagedFile(ValueError):
-    """A file of a run that is not as the run wrote it; the message names the file and what to do."""
-
-
 def checkpoints(run_dir: Path) -> list[Path]:
     """List the whole checkpoints of a run, oldest first: folders named `step_...`, and nothing else."""
     named = re.compile(r"step_\d{6,}_\d{6,}")
@@ -53,12 +48,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Write every rank's state, and keep two checkpoints; every rank calls it.
+    """Write every rank's state under another name, and rename it when all are done; two checkpoints are kept.
 
-    They are written under another name and renamed when every rank is done: what is named `step_...` is whole.
-
-    Raises:
-        OSError: the folder takes no more.
+    Every rank calls it. An OSError says that the folder takes no more.
     """
     partial = run_dir / "checkpoints" / "partial"
     final = partial.with_name("step_{warm_start:06d}_{step:06d}".format(**progress))
@@ -81,11 +73,7 @@ def save_checkpoint(run_dir: Path, progress: Mapping[str, Any], state: Mapping[s
 
 
 def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
-    """Read the state of a rank, and check it: torch.load does not compare the checksums that torch.save writes.
-
-    Raises:
-        DamagedFile: the message names the checkpoint before too.
-    """
+    """Read the state of a rank, and check it: torch.load does not compare the checksums that torch.save writes."""
     path = folder / f"rank_{rank}.pt"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -103,11 +91,7 @@ def read_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def read_settings(run_dir: Path) -> dict[str, str]:
-    """Read the flags of the run in a folder.
-
-    Raises:
-        DamagedFile: the file is no JSON object.
-    """
+    """Read the flags of the run in a folder."""
     path = run_dir / "settings.json"
     try:
         return {name: str(value) for name, value in dict(json.loads(path.read_text())).items()}
@@ -117,24 +101,14 @@ def read_settings(run_dir: Path) -> dict[str, str]:
         ) from error
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole: a process that is killed leaves the old text or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def claim_folder(args: argparse.Namespace, world_size: int, rank: int = 0) -> FileLock | None:
     """The lock of the run's folder, for rank 0; an earlier run in it is moved aside, or is the one to be resumed.
 
-    Raises:
-        ValueError: another run is writing to it, it holds something else, or a run of other settings, or it cannot be
-            written.
+    Raises a ValueError where another run is writing to it, it holds something else or a run of other settings, or it
+    cannot be written.
     """
-    if rank > 0:
-        return None
     try:
-        return _claimed(args, world_size)
+        return None if rank else _claimed(args, world_size)
     except OSError as error:
         raise ValueError(f"--run-dir {args.run_dir} cannot be written: {error}") from error
 
@@ -143,13 +117,7 @@ def _claimed(args: argparse.Namespace, world_size: int) -> FileLock:
     folder: Path = args.run_dir.resolve()  # a symbolic link stays one
     settings = folder / "settings.json"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")
-    try:
-        lock.acquire(timeout=LOCK_PATIENCE)
-    except Timeout:
-        raise ValueError(
-            f"--run-dir {folder}: another run is writing to it; give another"
-        ) from None
+    lock = lock_folder(folder, Path(f"{folder}.lock"))
     mine = {name: str(value) for name, value in vars(args).items() if name not in FREE_TO_CHANGE}
     mine["world_size"] = str(world_size)
     if folder.exists() and any(folder.iterdir()):
@@ -198,12 +166,7 @@ def report(steps: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 class Log:
-    """What rank 0 leaves in the folder, cut back to where a resumed run goes on.
-
-    Args:
-        args: the flags of the run.
-        progress: its `warm_start` and `step` so far; the log reads them for every line.
-    """
+    """What rank 0 leaves in the folder, cut back to where a resumed run goes on; `progress` is read for every line."""
 
     def __init__(self, args: argparse.Namespace, progress: Mapping[str, Any]) -> None:
         self._folder, self._progress = args.run_dir, progress
@@ -213,8 +176,7 @@ class Log:
         events = f"{args.run_dir}/tensorboard"
         self._events = SummaryWriter(events, purge_step=progress["step"] + 1)
         for phase, name in LOGS.items():
-            kept = [line for line in self._lines(phase) if line["step"] <= progress[phase]]
-            replace_text(args.run_dir / name, "".join(json.dumps(each) + "\n" for each in kept))
+            cut_back(args.run_dir / name, progress[phase])
 
     def write(
         self, phase: str, values: Mapping[str, float | None], answers: Iterable[str] = ()
@@ -235,34 +197,18 @@ class Log:
 
     def finish(self, **summary: Any) -> None:
         """Writes summary.json and report.png."""
-        lines = self._lines("step")
+        warm_start, lines = (read_lines(self._folder / name) for name in LOGS.values())
         tenth = max(len(lines) // 10, 1)
         for name, part in {"reward_first": lines[:tenth], "reward_last": lines[-tenth:]}.items():
             summary[name] = statistics.fmean(line["reward"] for line in part)
         summary |= self._settings | {"steps": len(lines), "world_size": dist.get_world_size()}
         summary |= {"torch": torch.__version__, "megatron_core": metadata.version("megatron-core")}
-        summary["seconds"] = sum(line["seconds"] for phase in LOGS for line in self._lines(phase))
+        summary["seconds"] = sum(line["seconds"] for line in [*warm_start, *lines])
         replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         report(lines).savefig(self._folder / "report.png", dpi=110)
         self._events.close()
-        print(
+        said = (
             "reward {reward_first:.2f} -> {reward_last:.2f}, held-out questions {held_out_before:.2f} -> "
-            "{held_out_after:.2f}".format(**summary),
-            f"; see {self._folder}/report.png",
-            sep="",
+            "{held_out_after:.2f}; see "
         )
-
-    def _lines(self, phase: str) -> list[dict[str, Any]]:
-        """Read the steps so far. A last line without its end is none: a killed run leaves it half written."""
-        path = self._folder / LOGS[phase]
-        steps = []
-        texts = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        for number, text in enumerate(texts, 1):
-            try:
-                steps.append({**json.loads(text)})
-                int(steps[-1]["step"])
-            except (ValueError, TypeError, KeyError):
-                raise DamagedFile(
-                    f"{path} line {number} is no line of a run, found {text[:40]!r}: mend or remove the line"
-                ) from None
-        return steps
+        print(said.format(**summary) + f"{self._folder}/report.png")

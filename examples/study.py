@@ -1,6 +1,6 @@
 """Ways to train on the quickstart's task, several seeds each: runs them, draws study.png and writes study.md.
 
-Launched by study.sh; `--study` says which ways. A run that is finished is not repeated, and one that was stopped goes on from its checkpoint.
+Launched by study.sh. A run that is finished is not repeated, and one that was stopped goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import statistics
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import sem
 from scipy.stats import t as student_t
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,35 +35,31 @@ CURVES = {
 }
 
 
-@dataclass(frozen=True)
 class StudyRun:
-    """A finished run: the lines of metrics.jsonl, and summary.json."""
+    """A finished run: the metrics of its steps, NaN where a step has none, and its summary."""
 
-    steps: list[dict[str, Any]]
-    summary: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> StudyRun:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        summary = json.loads((folder / "summary.json").read_text())
-        return cls([json.loads(line) for line in lines], summary)
+    def __init__(self, folder: Path) -> None:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        steps = [[line[name] for name in CURVES] for line in lines]
+        self.steps = dict(zip(CURVES, np.array(steps, dtype=float).T, strict=True))
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
 
     def mean(self, name: str, last_share: float = 1.0) -> float:
-        """Mean of a metric over the last part of the steps; steps that do not have it are left out."""
-        first = len(self.steps) - max(round(last_share * len(self.steps)), 1)
-        return statistics.fmean(step[name] for step in self.steps[first:] if step[name] is not None)
+        """Mean of a metric over the last part of the steps that have it."""
+        values = self.steps[name]
+        return float(np.nanmean(values[-max(round(last_share * len(values)), 1) :]))
 
-    def curve(self, name: str) -> list[float]:
+    def curve(self, name: str) -> NDArray[np.float64]:
         """Moving average of a metric over SMOOTHED_STEPS steps, fewer at the ends."""
-        half = SMOOTHED_STEPS // 2
-        windows = [self.steps[max(i - half, 0) : i + half] for i in range(len(self.steps))]
-        known = [[step[name] for step in part if step[name] is not None] for part in windows]
-        return [statistics.fmean(values) if values else math.nan for values in known]
+        values, half = self.steps[name], SMOOTHED_STEPS // 2
+        windows = [values[max(i - half, 0) : i + half] for i in range(len(values))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a window without the metric is NaN
+            return np.array([np.nanmean(window) for window in windows])
 
     def steps_to(self, reward: float) -> int:
         """The first step whose moving average reaches it; one more than there are where none does."""
-        reached = (number for number, mean in enumerate(self.curve("reward"), 1) if mean >= reward)
-        return next(reached, len(self.steps) + 1)
+        return int(np.argmax([*(self.curve("reward") >= reward), True])) + 1
 
 
 QUANTITIES: dict[str, Callable[[StudyRun], float]] = {
@@ -117,16 +112,14 @@ STUDIES = {
 }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % confidence interval by Student's t, which takes the values as normal.
+def interval(values: ArrayLike) -> tuple[Any, Any]:
+    """Mean over the first axis, the seeds, and half width of its 95 % confidence interval by Student's t.
 
-    Raises:
-        ValueError: fewer than two values.
+    It takes the values as normal. A ValueError says that an interval needs two seeds.
     """
-    if len(values) < 2:
-        raise ValueError(f"{len(values)} seeds: an interval needs 2 or more; change --seeds")
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), float(student_t.ppf(0.975, len(values) - 1)) * error
+    if (count := len(np.asarray(values))) < 2:
+        raise ValueError(f"{count} seeds: an interval needs 2 or more; change --seeds")
+    return np.mean(values, 0), student_t.ppf(0.975, count - 1) * sem(values)
 
 
 def launch(study: Study, mode: str, seed: int, folder: Path) -> str | None:
@@ -146,16 +139,15 @@ def launch(study: Study, mode: str, seed: int, folder: Path) -> str | None:
 
 def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
     """CURVES against the step: mean over the seeds, and its 95 % confidence band."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained", sharex=True)
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
     for axis, (name, label) in zip(axes.flat, CURVES.items(), strict=True):
         for mode, group in runs.items():
-            points = zip(*(run.curve(name) for run in group), strict=True)
-            centre, width = zip(*(interval(values) for values in points), strict=True)
+            centre, width = interval([run.curve(name) for run in group])
             steps = range(1, len(centre) + 1)
             (line,) = axis.plot(steps, centre, label=mode, linewidth=1.8)
-            low = [c - w for c, w in zip(centre, width, strict=True)]
-            high = [c + w for c, w in zip(centre, width, strict=True)]
-            axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            band = {"color": line.get_color(), "alpha": 0.15, "linewidth": 0}
+            axis.fill_between(steps, centre - width, centre + width, **band)
         axis.set_title(label, fontsize=10)
         axis.grid(alpha=0.3)
     for axis in axes[1]:
@@ -164,39 +156,43 @@ def draw(runs: dict[str, list[StudyRun]], path: Path) -> None:
     seeds = len(next(iter(runs.values())))
     figure.suptitle(f"{seeds} seeds: mean and 95 % confidence band, over {SMOOTHED_STEPS} steps")
     figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 def tables(study: Study, runs: dict[str, list[StudyRun]]) -> str:
     """Markdown: every way, its difference from the baseline, the curve of the mean reward, and how soon each seed learned."""
     values = {
-        mode: [[read(run) for run in group] for read in QUANTITIES.values()]
+        mode: np.array([[read(run) for read in QUANTITIES.values()] for run in group])
         for mode, group in runs.items()
     }
     base = values[study.baseline]
-    steps = range(4, len(runs[study.baseline][0].steps) + 1, 4)
-    whole, paired, by_step, by_seed = {}, {}, {}, {}
-    for mode, group in runs.items():
-        whole[mode] = ["{:.3f} ± {:.3f}".format(*interval(each)) for each in values[mode]]
-        if mode != study.baseline:
-            both = (zip(*each, strict=True) for each in zip(values[mode], base, strict=True))
-            apart = ([a - b for a, b in each] for each in both)
-            paired[f"{mode} - {study.baseline}"] = [
-                "{:+.3f} ± {:.3f}".format(*interval(each)) for each in apart
-            ]
-        curve = [
-            statistics.fmean(each)
-            for each in zip(*(run.curve("reward") for run in group), strict=True)
-        ]
-        by_step[mode] = [f"{curve[step - 1]:.2f}" for step in steps]
-        by_seed[mode] = [str(run.steps_to(LEARNED)) for run in group]
+    apart = {
+        f"{mode} - {study.baseline}": of_mode - base
+        for mode, of_mode in values.items()
+        if mode != study.baseline
+    }
+    curves = {
+        mode: np.mean([run.curve("reward") for run in group], 0) for mode, group in runs.items()
+    }
+    steps = range(4, len(curves[study.baseline]) + 1, 4)
     found = [
-        _table("", QUANTITIES, whole),
-        _table("", QUANTITIES, paired),
-        _table("reward by step", steps, by_step),
-        _table(f"steps to {LEARNED}, by seed", range(1, len(base[0]) + 1), by_seed),
+        _table("", QUANTITIES, {mode: _intervals(x, "{:.3f}") for mode, x in values.items()}),
+        _table("", QUANTITIES, {name: _intervals(x, "{:+.3f}") for name, x in apart.items()}),
+        _table(
+            "reward by step",
+            steps,
+            {mode: [f"{curve[step - 1]:.2f}" for step in steps] for mode, curve in curves.items()},
+        ),
+        _table(
+            f"steps to {LEARNED}, by seed",
+            range(1, len(base) + 1),
+            {mode: [str(run.steps_to(LEARNED)) for run in group] for mode, group in runs.items()},
+        ),
     ]
     return "\n".join(found)
+
+
+def _intervals(values: NDArray[np.float64], centre: str) -> list[str]:
+    return [f"{centre} ± {{:.3f}}".format(*each) for each in zip(*interval(values), strict=True)]
 
 
 def _table(corner: str, columns: Iterable[object], rows: Mapping[str, Sequence[str]]) -> str:
@@ -212,7 +208,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="seeds at a time")
     parser.add_argument("--out", type=Path, help="folder (runs/study, or that of another study)")
     args = parser.parse_args()
-    interval([float(seed) for seed in args.seeds])  # refuses a number of seeds before hours of runs
+    interval(args.seeds)  # refuses a number of seeds before hours of runs
     study = STUDIES[args.study]
     out = args.out or Path("runs", "study" if args.study == "aggregations" else args.study)
 
@@ -227,9 +223,7 @@ def main() -> None:
         errors = [*filter(None, itertools.chain(*pool.map(run_seed, args.seeds)))]
     if errors:
         sys.exit("\n".join(errors))
-    runs = {
-        mode: [StudyRun.read(folder_of(mode, seed)) for seed in args.seeds] for mode in study.modes
-    }
+    runs = {mode: [StudyRun(folder_of(mode, seed)) for seed in args.seeds] for mode in study.modes}
     draw(runs, out / "study.png")
     (out / "study.md").write_text(tables(study, runs))
     print(f"{tables(study, runs)}\nsee {out}/study.png and study.md")

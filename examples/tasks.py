@@ -1,13 +1,11 @@
 """What the quickstart trains on: reasoning-gym questions, answers to imitate first, and rounds of sampled answers.
 
-One token a character. While the model samples, every core attention is exchanged for one that remembers keys and values,
-so the same weights in the same tensor-parallel sharding train and generate.
+One token a character.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import os
@@ -20,16 +18,16 @@ import reasoning_gym
 import torch
 import torch.distributed as dist
 from critic import Critic
-from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from sampler import Sampler
 
 from megatron_pg import Sample, group_advantages
 from megatron_pg.megatron import ParallelGroups
+from megatron_pg.step.agreement import gather
 
 TASK = "spell_backward"
 WORD_LENGTHS = {"min_word_len": 3, "max_word_len": 7}
 PADDING, SEPARATOR, END = range(3)
-"""Tokens: what fills a batch of prompts on the left, what stands between question and answer, what ends an answer."""
+"""Tokens that are no text: the second stands between question and answer, the third ends an answer."""
 Entry = dict[str, Any]
 """A question of reasoning-gym and its answer; the verifier takes it back."""
 Means = dict[str, float | None]
@@ -45,21 +43,12 @@ def check_task_args(args: argparse.Namespace) -> None:
         )
     for name in ("rollout-batch-size", "warm-start-batch-size"):
         if (size := getattr(args, name.replace("-", "_"))) > args.num_training_tasks:
-            raise ValueError(
-                f"--{name} {size} is more than --num-training-tasks {args.num_training_tasks}"
-            )
+            most = f"--num-training-tasks {args.num_training_tasks}"
+            raise ValueError(f"--{name} {size} is more than {most}")
 
 
 class Tasks:
-    """Distinct questions, the same for a seed.
-
-    Args:
-        num_training: questions to train on.
-        num_held_out: others, to score before and after.
-
-    Raises:
-        ValueError: there are not that many.
-    """
+    """Distinct questions, the same for a seed: some to train on, and others to score before and after."""
 
     def __init__(self, num_training: int, num_held_out: int, seed: int) -> None:
         wanted = num_training + num_held_out
@@ -109,16 +98,14 @@ class Tasks:
 
     def text(self, answer: Sequence[int]) -> str | None:
         """The text of an answer's tokens; None where it was not ended."""
-        return (
-            "".join(self._text.get(token, "") for token in answer[:-1])
-            if END in answer[-1:]
-            else None
-        )
+        texts = (self._text.get(token, "") for token in answer[:-1])
+        return "".join(texts) if END in answer[-1:] else None
 
     def shown(self, sample: Sample) -> str:
         """A question without its opening, and the answer to it, as the log shows them."""
-        texts = [self._text.get(token, "") for token in sample.tokens.tolist()]
-        return f"{''.join(texts[1 : -sample.response_length])} -> {''.join(texts[-sample.response_length :])}"
+        length = sample.response_length
+        shown = [self._text.get(token, "") for token in sample.tokens.tolist()[1:]]
+        return f"{''.join(shown[:-length])} -> {''.join(shown[-length:])}"
 
     def reward(self, entry: Entry, answer: Sequence[int]) -> float:
         """1.0 where the task's verifier gives full marks, else 0.0: it gives partial credit, which is no reward here."""
@@ -155,52 +142,10 @@ class Tasks:
         return samples
 
 
-class CachedAttention(torch.nn.Module):
-    """Attention of new tokens over all so far, in a batch that is padded on the left."""
-
-    def __init__(self, is_real: Tensor) -> None:
-        super().__init__()
-        self.is_real = is_real  # [batch, longest] bool
-        self.cached: list[Tensor] = []
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[new tokens, batch, heads, dim] each -> [new tokens, batch, heads * dim]."""
-        query, *new = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        if self.cached:
-            new = [torch.cat(both, dim=2) for both in zip(self.cached, new, strict=True)]
-        self.cached = new
-        columns = torch.arange(new[0].size(2), device=query.device)
-        rows = columns[-query.size(2) :, None]
-        # Padding sees itself, or its softmax would be empty.
-        mask = ((columns <= rows) & self.is_real[:, None, : len(columns)]) | (columns == rows)
-        grouped = query.size(1) != new[0].size(1)
-        output = scaled_dot_product_attention(query, *new, mask[:, None], enable_gqa=grouped)
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-
-@contextlib.contextmanager
-def cached_attention(model: torch.nn.Module, is_real: Tensor) -> Iterator[None]:
-    """Every core attention of the model in exchange for one that remembers, and back."""
-    owners = [module for module in model.modules() if hasattr(module, "core_attention")]
-    originals = [owner.core_attention for owner in owners]
-    for owner in owners:
-        owner.core_attention = CachedAttention(is_real)
-    try:
-        yield
-    finally:
-        for owner, original in zip(owners, originals, strict=True):
-            owner.core_attention = original
-
-
 class RolloutWorker:
-    """Asks questions and marks the answers; every rank has one, and calls it alike.
+    """Asks a GPTModel questions and marks the answers; every rank has one, and calls it alike.
 
-    Tensor-parallel ranks sample alike; the others have other questions and a random state of their own each. Positions
-    are learned ones: rotary embeddings would be those of the context-parallel layout.
-
-    Args:
-        args: the flags of the run.
-        model: a GPTModel, wrapped or not.
+    Tensor-parallel ranks sample alike; the others have other questions and a random state of their own each.
     """
 
     def __init__(
@@ -211,7 +156,9 @@ class RolloutWorker:
         groups: ParallelGroups,
         device: torch.device,
     ) -> None:
-        self.args, self.model, self.tasks, self.groups = args, model, tasks, groups
+        self.args, self.tasks, self.groups = args, tasks, groups
+        size = tasks.vocabulary_size
+        self.sampler = Sampler(model, groups.pipeline, size, [END], args.max_response_len)
         seed = args.seed + 100_003 * dist.get_rank(groups.data_with_context)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.critic: Critic | None = None
@@ -240,25 +187,24 @@ class RolloutWorker:
         """The answers to this data-parallel rank's share of the questions, and their rewards.
 
         Its context-parallel ranks ask a part each, and then all hold all of it: they must pack the same micro-batches.
-
-        Args:
-            first_group: `group_index` of `questions[0]`; they count up from there.
         """
         groups, tasks = self.groups, self.tasks
         rank = groups.data_rank * groups.context_size + groups.context_rank
         mine = range(rank, len(questions), groups.data_size * groups.context_size)
         asked = [index for index in mine for _ in range(samples_per_prompt)]
         prompts = [tasks.prompt(questions[index]) for index in asked]
-        answers = self.sample(prompts)
-        tokens = [answer for answer, _ in answers]
-        rewards = [tasks.reward(questions[i], each) for i, each in zip(asked, tokens, strict=True)]
+        answers = self.sampler.sample(
+            prompts, 1, temperature=self.args.rollout_temperature, generator=self.generator
+        )
+        rewards = [
+            tasks.reward(questions[i], answer)
+            for i, (answer, _) in zip(asked, answers, strict=True)
+        ]
         method = "grpo" if self.args.advantage == "gae" else self.args.advantage
         advantages = group_advantages(rewards, asked, method=method).advantages.tolist()
         # Numbers, of which every rank makes the samples: a tensor takes a millisecond to pickle and to load.
-        gathered: list[Any] = [None] * groups.context_size
         rows = list(zip(asked, prompts, answers, rewards, advantages, strict=True))
-        dist.all_gather_object(gathered, rows, group=groups.context)
-        rows = list(itertools.chain(*gathered))
+        rows = list(itertools.chain(*gather(rows, groups.context)))
         samples = [
             Sample(
                 tokens=torch.tensor(prompt + answer),
@@ -288,38 +234,3 @@ class RolloutWorker:
             "response_length_right": right_tokens / right if right else None,
             "response_length_wrong": wrong_tokens / wrong if wrong else None,
         }
-
-    @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
-        """(tokens, their log-probs in nats) of one answer to each prompt, which `END` or the greatest length ends."""
-        if not prompts:
-            return []
-        longest = max(map(len, prompts))
-        rows = [[PADDING] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
-        new = torch.tensor(rows, device=self.generator.device)
-        is_real = pad(new != PADDING, (0, self.args.max_response_len), value=True)
-        positions = (is_real.cumsum(1) - 1).clamp(min=0)
-        has_ended = torch.zeros_like(is_real[:, :1])
-        tokens, log_probs = [], []
-        with cached_attention(self.model, is_real):
-            for total in range(longest, longest + self.args.max_response_len):
-                logits = self.model(
-                    input_ids=new,
-                    position_ids=positions[:, total - new.size(1) : total],
-                    attention_mask=None,
-                    runtime_gather_output=True,
-                )[:, -1, : self.tasks.vocabulary_size]
-                scores = torch.log_softmax(logits.float() / self.args.rollout_temperature, dim=-1)
-                new = torch.multinomial(scores.exp(), 1, generator=self.generator)
-                tokens.append(new)
-                log_probs.append(scores.gather(1, new))
-                has_ended |= new == END
-                if bool(has_ended.all()):
-                    break
-        both = (torch.cat(each, dim=1).tolist() for each in (tokens, log_probs))
-        return [_until_end(*row) for row in zip(*both, strict=True)]
-
-
-def _until_end(tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
-    length = tokens.index(END) + 1 if END in tokens else len(tokens)
-    return tokens[:length], log_probs[:length]

@@ -23,8 +23,8 @@ def check_teacher_args(args: argparse.Namespace) -> None:
     """Raises a ValueError that names the flags, where there is no such teacher, or none for it to teach."""
     if args.distill_teacher != (args.teacher and "hidden"):
         raise ValueError(
-            f"--teacher {args.teacher} and --distill-teacher {args.distill_teacher}: a run's model teaches by its hidden states; "
-            "give --distill-teacher hidden and --teacher, or neither"
+            f"--teacher {args.teacher} and --distill-teacher {args.distill_teacher}: a run's model teaches by its hidden "
+            "states; give --distill-teacher hidden and --teacher, or neither"
         )
     if args.teacher and not (args.teacher / "summary.json").exists():
         raise ValueError(f"--teacher {args.teacher} is not the folder of a finished run")
@@ -39,12 +39,7 @@ def check_teacher_args(args: argparse.Namespace) -> None:
 
 
 class Teacher:
-    """A trained model, forward only; every rank makes one.
-
-    Args:
-        args: the flags of the student's run.
-        build_model: makes a model of the sizes among the flags.
-    """
+    """The model of a finished run, forward only; every rank makes one."""
 
     def __init__(
         self, args: argparse.Namespace, build_model: Callable[[argparse.Namespace], Any]

@@ -25,13 +25,12 @@ from megatron.core import distributed as megatron_ddp
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from run_log import DamagedFile, Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
+from run_folder import DamagedFile
+from run_log import Log, checkpoints, claim_folder, read_checkpoint, save_checkpoint
 from tasks import RolloutWorker, Tasks, check_task_args
 from teacher import Teacher, check_teacher_args
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import megatron_pg as pg
@@ -44,6 +43,7 @@ from megatron_pg.megatron import (
     enable_cpu_runtime,
     torch_block_spec,
 )
+from megatron_pg.megatron.schedule import run_micro_batches
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.token_window import Layout
@@ -144,7 +144,7 @@ class Run:
         self.teacher: Teacher | None = None
         self.of_output: dict[str, Any] = {"vocab_size": self.tasks.vocabulary_size}
         self.start_optimizer()
-        self.worker = RolloutWorker(args, self.model, self.tasks, self.groups, self.device)
+        self.worker = RolloutWorker(args, self.model.module, self.tasks, self.groups, self.device)
         self.progress: dict[str, Any] = {"warm_start": 0, "step": 0, "held_out_before": None}
 
     def _build_model(
@@ -184,42 +184,26 @@ class Run:
         self, config: pg.PolicyLossConfig, samples: Sequence[pg.Sample], lr: float
     ) -> dict[str, float]:
         """One optimizer step, of a critic too, on this data-parallel rank's samples: the metrics, equal on every rank."""
-        context: dict[str, Any] = {
-            "cp_size": self.groups.context_size,
-            "cp_partition_mode": config.cp_partition_mode,
-        }
-        max_tokens = self.args.max_tokens_per_microbatch
+        groups, mode = self.groups, config.cp_partition_mode
+        context: dict[str, Any] = {"cp_size": groups.context_size, "cp_partition_mode": mode}
         samples = pg.accepted_samples(config, samples)
         plan = pg.plan_step(
             samples,
-            max_tokens_per_microbatch=max_tokens,
-            data_parallel_group=self.groups.data,
+            max_tokens_per_microbatch=self.args.max_tokens_per_microbatch,
+            data_parallel_group=groups.data,
             **context,
         )
         if plan.totals.num_active_tokens == 0:
             return {}  # nothing is updated
         packed = (
-            pg.pack([samples[i] for i in indices], cp_rank=self.groups.context_rank, **context)
+            pg.pack([samples[i] for i in indices], cp_rank=groups.context_rank, **context)
             for indices in plan.microbatches
         )
         batches = [batch.to(self.device) for batch in packed]
         step = PolicyStep(config, plan, model=self.model, **self.of_output)
-
-        def forward_step(batch_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-            head = step.head(next(batch_iterator))
-            return model(**head.model_inputs), head.loss_func
-
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        schedule_output = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self.model,
-            num_microbatches=plan.num_microbatches,
-            seq_length=max_tokens,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        schedule_output = run_micro_batches(step.head, batches, [self.model])
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
@@ -246,10 +230,8 @@ class Run:
             samples = self.teacher.taught(samples)
         if self.reference is None:
             return samples
-        budget = self.args.max_tokens_per_microbatch
-        scores = compute_log_probs(
-            self.reference, samples, self.config, max_tokens_per_microbatch=budget
-        )
+        budget = {"max_tokens_per_microbatch": self.args.max_tokens_per_microbatch}
+        scores = compute_log_probs(self.reference, samples, self.config, **budget)
         found = zip(samples, scores.log_probs, strict=True)
         return [replace(sample, ref_log_probs=log_probs) for sample, log_probs in found]
 

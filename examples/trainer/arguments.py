@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,25 +26,37 @@ from megatron_pg.step.advantages import METHODS
 from .hugging_face_config import megatron_arguments_of, read_config
 from .refusals import FLAGS, GROUPS, refuse_combinations, refuse_flags
 
-SAMPLE_FIELDS = (
-    "old_log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "group_index",
-    "kept_tokens",
-    "loss_weights",
-)
+SAMPLE_FIELDS = "old_log_probs ref_log_probs rollout_log_probs group_index kept_tokens loss_weights"
 """The optional fields of `Sample` that rollout files may fill."""
-
-FUSIONS = (
-    "masked_softmax_fusion",
-    "bias_gelu_fusion",
-    "bias_swiglu_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-)
+FUSIONS = """
+    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_permute_fusion
+"""
 """Kernels of Transformer Engine or Apex, or compiled by torch for a GPU."""
+TEXTS = (
+    (
+        "--hf-model",
+        "FOLDER",
+        "Hugging Face weights to begin with (docs/models.md); they say what the model is too",
+    ),
+    ("--save-hf", "FOLDER", "write the trained model there, as --hf-model was"),
+    (
+        "--ref-load",
+        "FOLDER",
+        "reference policy of the KL term, for rollouts without ref_log_probs, of either format",
+    ),
+    ("--task", "NAME", "train on this reasoning-gym task, with the model's answers"),
+    ("--task-settings", "JSON", "of the task's generator"),
+    ("--system-prompt", "TEXT", "before every question"),
+)
+"""Flags of this program that take words: name, what they take, and meaning."""
+COUNTS = (
+    ("--prompt-examples", 0, "tasks with their answers before every question"),
+    ("--prompts-per-step", 16, "questions of a step of --task"),
+    ("--samples-per-prompt", 8, "answers to each"),
+    ("--max-response-tokens", 128, "of an answer, at most"),
+    ("--held-out-tasks", 64, "scored before and after, never trained on"),
+)
+"""Flags of this program that take a number: name, default and meaning."""
 OWN = ("options", "policy loss", "planning", "trainer")
 """Groups of flags that --help shows."""
 
@@ -52,8 +64,7 @@ OWN = ("options", "policy loss", "planning", "trainer")
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line and validate it; the only place of this program that changes arguments.
 
-    Raises:
-        ValueError, NotImplementedError: naming the flag and what to do.
+    A ValueError or NotImplementedError names the flag and what to do.
     """
     parsers: list[argparse.ArgumentParser] = []
 
@@ -61,7 +72,11 @@ def parse_arguments() -> argparse.Namespace:
         parsers.append(_add_flags(parser))
         return parser
 
-    with _flags_of_hugging_face():
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--hf-model")
+    folder = before.parse_known_args()[0].hf_model
+    meant = [] if folder is None else megatron_arguments_of(read_config(folder))
+    with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
         args: argparse.Namespace = megatron.parse_args(extra_args_provider=add_trainer_args)
     refuse_flags(args, parsers[0])
     if args.use_checkpoint_args:
@@ -69,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     _settle(args)
     refuse_combinations(args)
     validate_planning_args(args)
-    validate_policy_loss_args(args, sample_fields=SAMPLE_FIELDS)
+    validate_policy_loss_args(args, sample_fields=SAMPLE_FIELDS.split())
     _validate_as_megatron_does(args)
     # Packs differ in length from one micro-batch to the next; pipeline stages then tell each other how long they are.
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
@@ -84,48 +99,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_planning_args(parser)
     add = parser.add_argument_group("trainer").add_argument
     add("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: gloo; cuda: NCCL")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing",
-    )
-    add(
-        "--hf-model",
-        metavar="FOLDER",
-        help="Hugging Face weights to begin with (families: docs/models.md); they say what the model is too",
-    )
-    add("--save-hf", metavar="FOLDER", help="write the trained model there, as --hf-model was")
-    add(
-        "--ref-load",
-        metavar="FOLDER",
-        help="reference policy of the KL term, where rollouts have no ref_log_probs: a checkpoint of Megatron, or "
-        "Hugging Face weights",
-    )
-    add(
-        "--advantage",
-        choices=METHODS,
-        default="grpo",
-        help="of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others",
-    )
-    add("--task", metavar="NAME", help="train on this reasoning-gym task, with the model's answers")
-    add("--task-settings", type=json.loads, metavar="JSON", help="of the task's generator")
-    add("--system-prompt", help="before every question")
-    add(
-        "--prompt-examples",
-        type=int,
-        default=0,
-        help="tasks with their answers before every question",
-    )
-    add("--prompts-per-step", type=int, default=16, help="questions of a step of --task")
-    add("--samples-per-prompt", type=int, default=8, help="answers to each")
-    add("--max-response-tokens", type=int, default=128, help="of an answer, at most")
-    add("--held-out-tasks", type=int, default=64, help="scored before and after, never trained on")
-    add(
-        "--help-megatron",
-        action=_MegatronHelp,
-        nargs=0,
-        help="Megatron's flags: the model, parallelism, optimizer, checkpoints, logs",
-    )
+    told = "check the flags for WORLD_SIZE processes, print the plan and a memory estimate, start nothing"
+    add("--dry-run", action="store_true", help=told)
+    for flag, metavar, told in TEXTS:
+        add(flag, metavar=metavar, type=json.loads if metavar == "JSON" else str, help=told)
+    for flag, default, told in COUNTS:
+        add(flag, type=int, default=default, help=told)
+    told = "of rewards in their prompt group: (reward - mean) / std, reward - mean, or reward - mean of the others"
+    add("--advantage", choices=METHODS, default="grpo", help=told)
+    told = "Megatron's flags: the model, parallelism, optimizer, checkpoints, logs"
+    add("--help-megatron", action=_MegatronHelp, nargs=0, help=told)
     # Checkpoints are read at any sharding, the distributed optimizer's part too.
     parser.set_defaults(dist_ckpt_optim_fully_reshardable=True)
     parser.set_defaults(log_interval=1, enable_one_logger=False)  # a step takes long
@@ -167,17 +150,6 @@ class _MegatronHelp(argparse.Action):
         parser.exit()
 
 
-@contextlib.contextmanager
-def _flags_of_hugging_face() -> Iterator[None]:
-    """The flags that --hf-model means, before those of the command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hf-model")
-    folder = parser.parse_known_args()[0].hf_model
-    meant = [] if folder is None else megatron_arguments_of(read_config(folder))
-    with mock.patch.object(sys, "argv", [sys.argv[0], *meant, *sys.argv[1:]]):
-        yield
-
-
 def _settle(args: argparse.Namespace) -> None:
     """What is no choice here: one pack a micro-batch, and what needs a device or a package that is not there."""
     args.micro_batch_size = 1
@@ -200,7 +172,7 @@ def _settle(args: argparse.Namespace) -> None:
         args.transformer_impl = "local"
         args.no_persist_layer_norm = True
         args.moe_grouped_gemm = False
-        for fusion in FUSIONS:
+        for fusion in FUSIONS.split():
             setattr(args, fusion, False)
 
 

@@ -20,57 +20,45 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
+from run_folder import lock_folder, replace_text
 
 from megatron_pg import Sample
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
 from megatron_pg.step.agreement import gather
 
-from .errors import RunError, agreed, alone
+from .errors import RunError, agreed, alone, mendable
+from .refusals import refuse_other_settings
 
-STORED_TYPES = (CollectorState, RewardedSample, RolloutPosition, Sample, frozenset)
-"""What torch.load may build of a place in the rollouts, beside tensors and plain values."""
-LOCK_PATIENCE = 5.0
-"""Seconds in which the processes of a killed run may still be ending, and hold its lock."""
-_locks: list[FileLock] = []
-"""Held until the process ends."""
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
+_locks: list[FileLock] = []
+"""Held until the process ends."""
 
 
 def claim_save_folder(args: argparse.Namespace) -> None:
     """Keep other runs out of `--save` until this process ends, however it ends; every rank must call it.
 
-    Raises:
-        RunError: another run is writing there, or it holds the checkpoints of a run that this one does not go on with.
+    A RunError says that another run is writing there, or has left checkpoints that this one does not go on from.
     """
     with agreed("--save"):
-        if args.save and args.rank == 0:
-            _claim(Path(args.save), args)
-
-
-def _claim(folder: Path, args: argparse.Namespace) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock")
-    try:
-        lock.acquire(timeout=LOCK_PATIENCE)
-    except Timeout as error:
-        raise ValueError(
-            f"another run is writing to {folder}: stop it, or give another folder"
-        ) from error
-    _locks.append(lock)
-    _mend_tracker(folder)
-    goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
-    if (folder / TRACKER).exists() and not goes_on:
-        raise ValueError(
-            f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
-            "--pretrained-checkpoint for the weights that it began with), or give another folder"
-        )
+        if not args.save or args.rank > 0:
+            return
+        folder = Path(args.save)
+        folder.mkdir(parents=True, exist_ok=True)
+        _locks.append(lock_folder(folder, folder / "lock"))
+        _mend_tracker(folder)
+        goes_on = args.load and Path(args.load).resolve() == folder.resolve() and not args.finetune
+        if (folder / TRACKER).exists() and not goes_on:
+            raise ValueError(
+                f"{folder} holds the checkpoints of another run: go on with it (--load {folder}, without --finetune; "
+                "--pretrained-checkpoint for the weights that it began with), or give another folder"
+            )
 
 
 def _mend_tracker(folder: Path) -> None:
@@ -80,14 +68,11 @@ def _mend_tracker(folder: Path) -> None:
     """
     tracker = folder / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "release"
-    is_number = named.isdigit()
-    if (named and not is_number) or (is_number and _is_whole(_folder_of(folder, int(named)))):
+    whole = sorted(path.parent for path in folder.glob(f"iter_*/{LAST_WRITTEN}"))
+    if named and (not named.isdigit() or _folder_of(folder, int(named)) in whole):
         return
-    whole = sorted(path for path in folder.glob("iter_*") if _is_whole(path))
     if whole:
-        aside = folder / f"{TRACKER}.partial"
-        aside.write_text(str(int(whole[-1].name.removeprefix("iter_"))))
-        aside.replace(tracker)
+        replace_text(tracker, str(int(whole[-1].name.removeprefix("iter_"))))
     elif not named:
         tracker.unlink()
 
@@ -96,92 +81,67 @@ def _folder_of(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def _is_whole(path: Path) -> bool:
-    return (path / LAST_WRITTEN).exists()
+def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
+    """Give the rollouts the place of the checkpoint that the run goes on from, if any; every rank must call it.
 
-
-def stored_arguments(args: argparse.Namespace) -> argparse.Namespace | None:
-    """The arguments in the checkpoint that the run goes on from, None where it begins anew; every rank must call it.
-
-    Raises:
-        RunError: the checkpoint cannot be read.
+    A RunError says that the checkpoint cannot be read, or is of another program or other settings.
     """
     if args.finetune or not checkpointing.checkpoint_exists(args.load):
-        return None
-    _, is_release = checkpointing.read_metadata(
-        checkpointing.get_checkpoint_tracker_filename(args.load)
-    )
-    if is_release:
-        return None
+        return
+    tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
+    if checkpointing.read_metadata(tracker)[1]:  # a release, of weights alone
+        return
     path = checkpointing.get_load_checkpoint_path_by_args(args)
     with alone(f"{path} cannot be read"):
-        state = dist_checkpointing.load_common_state_dict(path)
-    return state.get("args") or argparse.Namespace()
+        stored = dist_checkpointing.load_common_state_dict(path).get("args")
+    with mendable():
+        if (states := getattr(stored, "rollout_states", None)) is None:
+            raise ValueError(
+                "--load: the checkpoint is of another program and has no place in the rollouts; give --finetune to begin "
+                "with its weights"
+            )
+        refuse_other_settings(args, stored)
+        built = [CollectorState, RewardedSample, RolloutPosition, Sample, frozenset]
+        with torch.serialization.safe_globals(built):
+            rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 
 
-def rollout_states(stored: argparse.Namespace) -> list[CollectorState[Sample]]:
-    """The place in the rollouts that is stored with the arguments: of all data-parallel ranks of the run that wrote it.
-
-    Raises:
-        ValueError: another program wrote the checkpoint.
-    """
-    states = getattr(stored, "rollout_states", None)
-    if states is None:
-        raise ValueError(
-            "--load: the checkpoint is of another program and has no place in the rollouts; give --finetune to begin "
-            "with its weights"
-        )
-    with torch.serialization.safe_globals(list(STORED_TYPES)):
-        return [torch.load(io.BytesIO(state), map_location="cpu") for state in states]
-
-
-def _store_rollout_state(
-    args: argparse.Namespace, state: CollectorState[Sample], groups: ParallelGroups
-) -> None:
+def _store_rollout_state(args: argparse.Namespace, state: Any, groups: ParallelGroups) -> None:
     """Put the place in the rollouts among the arguments, the same on all ranks, every one of which must call it."""
     mine: bytes | None = None
     if groups.tensor_rank == groups.pipeline_rank == groups.context_rank == 0:
-        file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(state, file := io.BytesIO())
         mine = file.getvalue()
     gathered = gather((groups.data_rank, mine), dist.group.WORLD)
     in_order = sorted(gathered, key=operator.itemgetter(0))
     args.rollout_states = [state for _, state in in_order if state]
 
 
-def saving(
+def save_with_rollouts(
     save: Callable[..., None],
     args: argparse.Namespace,
+    state: Any,
     groups: ParallelGroups,
-    state: Callable[[], CollectorState[Sample]],
-    flush: Callable[[], None],
-) -> Callable[..., None]:
-    """Megatron's `save_checkpoint`, with the place in the rollouts; every rank must call it.
+    log: Any,
+    iteration: int,
+    model: Any,
+    optimizer: Any,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """Call Megatron's `save_checkpoint`, with the place in the rollouts; every rank must call it.
 
-    Args:
-        save: Megatron's.
-        state: gives this data-parallel rank's place in the rollouts.
-        flush: brings to the disk what a checkpoint must not be ahead of.
-
-    Returns:
-        The function, which raises `RunError` where a rank cannot write; the checkpoints that are there stay.
+    A RunError says that a rank cannot write; the checkpoints that are there stay.
     """
-
-    @functools.wraps(save)
-    def save_all(
-        iteration: int, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **named: Any
-    ) -> None:
-        path = _folder_of(Path(args.save), iteration)
-        with agreed(f"{path} cannot be written"):
-            flush()
-            if args.rank == 0 and path.exists():
-                shutil.rmtree(path)  # what a killed run has left half-written
-        _store_rollout_state(args, state(), groups)
-        _begin_moments(optimizer)
-        with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
-            save(iteration, model, optimizer, scheduler, *rest, **named)
-
-    return save_all
+    path = _folder_of(Path(args.save), iteration)
+    with agreed(f"{path} cannot be written"):
+        log.flush()  # a checkpoint must not be ahead of the metrics
+        if args.rank == 0 and path.exists():
+            shutil.rmtree(path)  # what a killed run has left half-written
+    _store_rollout_state(args, state, groups)
+    _begin_moments(optimizer)
+    with alone(f"{path} cannot be written"), _results_stay_in_this_process(args.async_save):
+        save(iteration, model, optimizer, *rest, **named)
 
 
 def loading(load: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
@@ -229,23 +189,20 @@ def _steps_of_torch_adam(optimizer: Any) -> Iterator[None]:
     would count on (optimizer/distrib_optimizer.py of megatron-core 0.19.2).
     """
     parts = [p for p in _parts_with_torch_adam(optimizer) if isinstance(p, DistributedOptimizer)]
+    name = "_set_main_param_and_optimizer_states"
+
+    def put(part: Any, original: Callable[..., None], parameter: Any, tensors: Any) -> None:
+        step = next(iter(part.optimizer.state.values()))["step"]  # loaded before, put onto itself
+        original(parameter, {**tensors, "step": step})
+
     with contextlib.ExitStack() as stack:
         for part in parts:
-            name = "_set_main_param_and_optimizer_states"
-            put = functools.partial(_put_with_step, getattr(part, name), part.optimizer)
-            stack.enter_context(mock.patch.object(part, name, put))
+            with_step = functools.partial(put, part, getattr(part, name))
+            stack.enter_context(mock.patch.object(part, name, with_step))
         yield
     for part in parts:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
-
-
-def _put_with_step(
-    put: Callable[..., None], adam: torch.optim.Adam, parameter: Any, tensors: dict[str, Any]
-) -> None:
-    """The step has been loaded before; it is put onto itself."""
-    step = next(iter(adam.state.values()))["step"]
-    put(parameter, {**tensors, "step": step})
 
 
 @contextlib.contextmanager

@@ -26,10 +26,7 @@ class RankError(RunError):
 
 @contextlib.contextmanager
 def mendable() -> Iterator[None]:
-    """What is refused in the body, on all ranks alike, is a `RunError`: arguments, a row, a sample, a prompt group.
-
-    So is the end of another rank. A disk may fail on one node alone, so its rank says it itself.
-    """
+    """Make a refusal in the body, on all ranks alike, a `RunError`. A disk may fail on one node alone: a `RankError`."""
     try:
         yield
     except (ValueError, NotImplementedError, FileNotFoundError, OtherRankError) as error:
@@ -42,12 +39,9 @@ def mendable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """An error that one rank has in the body is a `RunError` on all at its end: none waits for one that has failed.
+    """Make an error of one rank in the body a `RunError` on all at its end, after `doing`: none waits for the failed one.
 
     Every rank must enter it, and the body must not wait for another rank (see `alone`).
-
-    Args:
-        doing: what failed where something does, before the message.
     """
     failure: BaseException | None = None
     try:
@@ -64,7 +58,7 @@ def agreed(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(doing: str) -> Iterator[None]:
-    """An error in the body is a `RankError`: the ranks exchange something in it, so they cannot agree on it.
+    """Make an error in the body a `RankError`: the ranks exchange something in it, so they cannot agree on it.
 
     Over gloo the others then find their connections closed; elsewhere the launcher ends them.
     """

@@ -22,19 +22,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_pg.step.agreement import gather
+
 from .hugging_face_config import WeightsError, carry_over, differences, read_config
 
 
 def load_hugging_face(chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
     """Give the model the weights of a folder; every rank of the world calls it, before an optimizer copies them.
 
-    Args:
-        chunks: this rank's chunks of a GPTModel, wrapped (DDP, Float16Module) or not, at any TP, PP, VPP and EP.
-        folder: config.json and safetensors files of any dtype, readable on every rank.
-
-    Raises:
-        WeightsError: on every rank, before anything is changed: a tensor is missing, left over, of another shape or
-            unreadable, or the model is not the folder's.
+    `chunks` are this rank's of a GPTModel, wrapped or not, at any TP, PP, VPP and EP. A WeightsError, on every rank and
+    before anything is changed, names a tensor that is missing, left over, of another shape or unreadable, or a setting.
     """
     bridge, views, needed, problems = _compared(chunks, config := read_config(folder))
     files: dict[str, Any] = {}
@@ -69,14 +66,9 @@ def save_hugging_face(
 ) -> None:
     """Write the model as a folder that `transformers` loads; every rank of the world calls it.
 
-    Args:
-        chunks: as in `load_hugging_face`; the weights are written in their dtype.
-        folder: a new one on rank 0's disk, which has its name once it is whole (`.partial` follows it until then).
-        source: the folder whose config.json and tokenizer are carried over.
-        file_bytes: at which a safetensors file is full; with a second one comes an index.
-
-    Raises:
-        WeightsError: on every rank: `folder` exists, or the model is not that of `source`.
+    Weights keep their dtype; config.json and tokenizer are those of `source`. The folder has its name once it is whole
+    (`.partial` follows it until then). A safetensors file is full at `file_bytes`. A WeightsError, on every rank, says
+    that the folder exists, or that the model is not that of `source`.
     """
     bridge, views, _, problems = _compared(chunks, read_config(source))
     folder, is_writer = Path(folder), dist.get_rank() == 0
@@ -114,8 +106,7 @@ def save_hugging_face(
 
 def _agree(problems: list[str], mine: Any) -> list[Any]:
     """Give what every rank has, by rank; the problems of any are raised on all."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (problems, mine))
+    everyone = gather((problems, mine), dist.group.WORLD)
     found = dict.fromkeys(problem for problems, _ in everyone for problem in problems)
     if found:
         raise WeightsError("\n".join([*found][:12]))
@@ -175,9 +166,8 @@ def _bridge(model: Any, config: dict[str, Any]) -> Any:
     family: Any = _MODEL_REGISTRY[config["model_type"]]
 
     class FamilyBridge(family):  # type: ignore[misc]
-        _MLP_MAPPING = (
-            Bridge._MLP_MAPPING | family._MLP_MAPPING
-        )  # dense layers among those with experts
+        # Dense layers among those with experts.
+        _MLP_MAPPING = Bridge._MLP_MAPPING | family._MLP_MAPPING
 
         def _build_config(self) -> Any:
             return model.config

@@ -49,21 +49,17 @@ ROPE_MUST_BE: dict[str, dict[str, Any]] = {
 }
 """Megatron's constants of each scaling of the rotary embedding (embeddings/rotary_pos_embedding.py, MLATransformerConfig)."""
 
-FIELDS = {
+SAME_NAME = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim")
+FIELDS = dict(zip(SAME_NAME, SAME_NAME, strict=True)) | {
     "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
     "layernorm_epsilon": "rms_norm_eps",
     "moe_router_topk": "num_experts_per_tok",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
 }
-"""The settings of the model that config.json has under another name or the same."""
+"""The settings of the model and the fields of config.json that hold them."""
 
 FLAGS = {
     "layernorm_epsilon": "norm-epsilon",
@@ -86,8 +82,7 @@ class WeightsError(ValueError):
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face folder, with the defaults of its family.
 
-    Raises:
-        WeightsError: there is none, or it asks for something that Megatron's model cannot do.
+    A WeightsError says that there is none, or names what Megatron's model cannot do.
     """
     from transformers import AutoConfig
 
@@ -235,9 +230,9 @@ def differences(model: Any, config: dict[str, Any]) -> list[str]:
             flag = FLAGS.get(name, name).replace("_", "-")
             if name in NEGATED:
                 found, meant = not found, not meant
+            mend = "take its flags from megatron_arguments_of"
             problems.append(
-                f"--{flag} is {found!r} in the model, and config.json means {meant!r}: take its flags from "
-                "megatron_arguments_of"
+                f"--{flag} is {found!r} in the model, and config.json means {meant!r}: {mend}"
             )
     return problems
 

@@ -1,4 +1,4 @@
-"""Megatron's processes: its global variables, process groups and random state, on GPUs or on a CPU."""
+"""Megatron's processes, its global variables, process groups and random state, and the model, on GPUs or on a CPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import logging
 import os
 import signal
 import sys
+from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import num_microbatches_calculator
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
-from megatron.training import initialize
+from megatron.core.transformer import TransformerConfig
+from megatron.training import get_args, initialize
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.global_vars import set_global_variables
 
-from megatron_pg.megatron.cpu.runtime import enable_cpu_runtime
+from megatron_pg.config.versions import needs_kept_pipeline_outputs
+from megatron_pg.megatron import enable_cpu_runtime, torch_block_spec
 
 TALKATIVE = ("models.gpt.gpt_model", "rerun_state_machine", "dist_checkpointing.strategies.torch")
 """Modules of Megatron-Core that warn of what no user has chosen: it deprecates GPTModel, and a way of saving."""
@@ -37,7 +43,7 @@ class StepMicrobatches(NumMicroBatchesCalculator):  # type: ignore[misc]
         self.plan(1)
 
     def plan(self, number: int) -> None:
-        """The step that begins has this many on this rank."""
+        """Set the number of the step that begins on this rank."""
         self.num_micro_batches = number
         batch = number * self._data_parallel_size
         self.current_global_batch_size = self.current_running_global_batch_size = batch
@@ -77,9 +83,48 @@ def _die_with_launcher() -> None:
     On Linux; elsewhere nothing happens, and such processes have to be ended by hand before a run is started again.
     """
     if sys.platform == "linux":
-        set_parent_death_signal = 1
+        pr_set_pdeathsig = 1
         die_with_parent = functools.partial(
-            ctypes.CDLL(None).prctl, set_parent_death_signal, signal.SIGKILL
+            ctypes.CDLL(None).prctl, pr_set_pdeathsig, signal.SIGKILL
         )
         die_with_parent()
         os.register_at_fork(after_in_child=die_with_parent)
+
+
+def provide_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """One chunk of a pipeline stage; the `model_provider_func` of `megatron.training.training.get_model`."""
+    args = get_args()
+    if config is None:
+        config = core_transformer_config_from_args(args)
+    if config.virtual_pipeline_model_parallel_size is not None and needs_kept_pipeline_outputs():
+        config.deallocate_pipeline_outputs = False
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
+        )
+    else:
+        spec = torch_block_spec(config, vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )

@@ -7,8 +7,8 @@ attention that keeps no scores (flash attention).
 from __future__ import annotations
 
 import argparse
-import copy
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.training import theoretical_memory_usage as megatron
 
@@ -22,22 +22,19 @@ CHUNK_BYTES = 5 * GIB // 4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a GPU, and the number of parameters of the model.
-
-    Attributes:
-        states: weights, gradients and optimizer of the fullest rank.
-        activations: of the first pipeline stage, which holds as many micro-batches as there are stages.
-        last_stage_activations: of the last one, which holds one.
-        logits: of the output layer, with the logits of all tokens.
-        fused_head: of the output layer with `--fused-lm-head`.
-    """
+    """Bytes of a GPU, and the number of parameters of the model."""
 
     parameters: float
     states: float
+    """Weights, gradients and optimizer of the fullest rank."""
     activations: float
+    """Of the first pipeline stage, which holds as many micro-batches as there are stages."""
     last_stage_activations: float
+    """Of the last one, which holds one."""
     logits: float
+    """Of the output layer, with the logits of all tokens."""
     fused_head: float
+    """Of the output layer with `--fused-lm-head`."""
 
     def total(self, *, fused: bool) -> float:
         """Of the fuller one of the first and the last pipeline stage."""
@@ -47,56 +44,49 @@ class MemoryEstimate:
 
 def estimate_memory(args: argparse.Namespace) -> MemoryEstimate:
     """The estimate for validated arguments."""
-    stages = args.pipeline_model_parallel_size
     activations = _activations(args)
     tokens = args.max_tokens_per_microbatch / args.context_parallel_size
-    columns = args.vocab_size / args.tensor_model_parallel_size
-    narrow = tokens * columns * 2
-    # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
-    # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
-    logits = 2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow)
-    widths = 2 if args.fp32_lm_head else 1
+    narrow = 2 * tokens * args.vocab_size / args.tensor_model_parallel_size
     # Beside the chunk: the hidden states, gathered over tensor parallelism, and their gradient. A sequence may take four.
     chunks = 1 if gradient_scope(PolicyLossConfig.from_args(args)).tokens == "token" else 4
-    fused_head = widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4
+    widths = 2 if args.fp32_lm_head else 1
+    axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    sizes = {f"{axis}_parallel_size": 1 for axis in axes} | {"world_size": 1}
+    whole = _changed(args, **sizes, data_parallel_size=1, use_distributed_optimizer=False)
     return MemoryEstimate(
-        parameters=_states(_unsharded(args)) / 18,
+        parameters=_states(whole) / 18,  # bytes where one process holds everything
         states=_states(args),
         activations=activations,
-        last_stage_activations=activations / stages,
-        logits=logits,
-        fused_head=fused_head,
+        last_stage_activations=activations / args.pipeline_model_parallel_size,
+        # Float32 logits, whose place the gradient takes, and what is bfloat16 beside them: the logits that Megatron's
+        # Float16Module copies, or with --fp32-lm-head a chunk of the gradient.
+        logits=2 * narrow + (min(narrow, CHUNK_BYTES) if args.fp32_lm_head else narrow),
+        fused_head=widths * min(narrow, chunks * CHUNK_BYTES) + tokens * args.hidden_size * 4,
     )
 
 
-def _unsharded(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of one process that holds everything: 18 bytes a parameter."""
-    whole = copy.copy(args)
-    for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
-        setattr(whole, f"{axis}_parallel_size", 1)
-    whole.world_size = whole.data_parallel_size = 1
-    whole.use_distributed_optimizer = False
-    return whole
+def _changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(args) | values))
 
 
 def _states(args: argparse.Namespace) -> float:
-    copied = copy.copy(args)
-    copied.padded_vocab_size = args.vocab_size
     # The distributed optimizer shards over context-parallel ranks too; Megatron's estimate leaves them out.
-    copied.data_parallel_size = args.data_parallel_size * args.context_parallel_size
+    ranks = args.data_parallel_size * args.context_parallel_size
+    copied = _changed(args, padded_vocab_size=args.vocab_size, data_parallel_size=ranks)
     return float(megatron.compute_weight_and_optimizer_memory(copied))
 
 
 def _activations(args: argparse.Namespace) -> float:
     """Without those of the output layer."""
-    copied = copy.copy(args)
-    copied.seq_length = args.max_tokens_per_microbatch / args.context_parallel_size
-    copied.padded_vocab_size = 0
+    tokens = args.max_tokens_per_microbatch / args.context_parallel_size
+    of_layer = _bytes_of_a_layer(args)
     if args.recompute_granularity == "full":
-        return _recomputed(copied)
+        # Every layer's input in bfloat16, and all of the layer that is being recomputed.
+        split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        return float(tokens * args.hidden_size * (2 * args.num_layers / split + of_layer))
     # Megatron's formula has 18 + 4 ffn_hidden_size / hidden_size bytes for each of ours, over tensor parallelism.
-    whole = _bytes_of_a_layer(args) * args.tensor_model_parallel_size
-    copied.ffn_hidden_size = (whole - 18) / 4 * args.hidden_size
+    width = (of_layer * args.tensor_model_parallel_size - 18) / 4 * args.hidden_size
+    copied = _changed(args, seq_length=tokens, padded_vocab_size=0, ffn_hidden_size=width)
     return float(megatron.compute_activation_memory(copied, num_microbatches=None))
 
 
@@ -120,11 +110,3 @@ def _bytes_of_a_layer(args: argparse.Namespace) -> float:
     split = 4 + 4 * groups / args.num_attention_heads + 4 * _ffn_width(args) / args.hidden_size
     size = args.tensor_model_parallel_size
     return float(inputs / (size if args.sequence_parallel else 1) + split / size)
-
-
-def _recomputed(args: argparse.Namespace) -> float:
-    """Full recomputation: every layer's input in bfloat16, and all of the layer that is being recomputed."""
-    hidden = args.seq_length * args.hidden_size
-    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    inputs = 2 * hidden * args.num_layers / split
-    return float(inputs + hidden * _bytes_of_a_layer(args))

@@ -1,12 +1,17 @@
-"""What this program does not do: flags of Megatron that nothing here would read, refused before anything is started."""
+"""Refusals before anything is started: flags that nothing here would read, and a run that goes on with other settings."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+
+from megatron_pg.config.fields import fields_of
+from megatron_pg.config.planning import PlanningConfig
+from megatron_pg.config.policy_loss import PolicyLossConfig
 
 FILES = "samples come from --rollout-files or --task; drop it"
 GPT = "the model is a GPTModel; drop it"
@@ -52,27 +57,47 @@ REASONS = {
 FLAGS = {name: reason for reason, names in REASONS.items() for name in names.split()}
 """Further flags, by the attribute that they store to, and what to do."""
 
-LEAST = {
-    "prompts_per_step": 1,
-    "samples_per_prompt": 1,
-    "max_response_tokens": 1,
+LEAST = {"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 1} | {
     "held_out_tasks": 0,
     "prompt_examples": 0,
 }
 """Numbers of --task, and the smallest that each may be."""
-
+ONE_AT_A_TIME = "every tensor-parallel group generates by itself, a token at a time"
+CANNOT_GENERATE = {
+    "num_layers_per_virtual_pipeline_stage": "answers are generated with one chunk of layers a stage",
+    "num_virtual_stages_per_pipeline_rank": "answers are generated with one chunk of layers a stage",
+    "sequence_parallel": ONE_AT_A_TIME,
+    "expert_model_parallel_size": ONE_AT_A_TIME,
+    "replay_sampling_set": "answers are sampled from the whole vocabulary",
+    "distinct_ids": "tasks are numbered over all ranks",
+}
+"""Settings that --task cannot be given, by the attribute, and why."""
 POSITIONS = ("learned_absolute", "rope", "none")
+
+MODEL_KEPT = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels swiglu
+    squared_relu openai_gelu quick_geglu normalization layernorm_epsilon apply_residual_connection_post_layernorm
+    add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights vocab_size position_embedding_type
+    max_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor multi_latent_attention attention_dropout hidden_dropout num_experts moe_ffn_hidden_size
+    moe_layer_freq moe_router_topk moe_router_topk_scaling_factor moe_router_score_function moe_router_pre_softmax
+    moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_expert_capacity_factor
+"""
+TRAINING_KEPT = """
+    bf16 fp16 optimizer use_distributed_optimizer clip_grad adam_beta1 adam_beta2 adam_eps seed
+    task task_settings system_prompt prompt_examples prompts_per_step samples_per_prompt max_response_tokens
+    held_out_tasks advantage
+"""
+"""The learning rate and the weight decay Megatron compares itself, with flags of its own about them."""
+FREE = ("max_tokens_per_microbatch", "oversized_samples", "ragged_microbatches", "rollout_files")
+"""Settings of planning that change the order of sums alone; the files are compared by their contents."""
 
 
 def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises where a flag was given that this program does not read.
+    """Raise a NotImplementedError where a flag was given that this program does not read.
 
-    Args:
-        args: as parsed, before anything has changed them.
-        parser: what parsed them.
-
-    Raises:
-        NotImplementedError: naming the flag and what to do.
+    `args` are as parsed, before anything has changed them.
     """
     reasons = {
         action.dest: GROUPS[str(group.title)]
@@ -89,98 +114,100 @@ def refuse_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 
 
 def refuse_combinations(args: argparse.Namespace) -> None:
-    """Raises unless this program can run these arguments.
-
-    Raises:
-        ValueError: naming the flag and what to do.
-    """
+    """Raise a ValueError unless this program can run these arguments."""
     for name, value in vars(args).items():
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in values):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: give a finite number")
+            raise ValueError(f"{_flag(name)} is {value}: give a finite number")
     of_source = _of_tasks if args.task else _of_files
-    for is_wrong, message in (*of_source(args), *_of_any(args)):
-        if is_wrong:
-            raise ValueError(message)
+    for message in itertools.chain(of_source(args), _of_any(args)):
+        raise ValueError(message)
 
 
-def _of_any(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _of_any(args: argparse.Namespace) -> Iterator[str]:
+    if not args.vocab_size:
+        yield "--vocab-size is missing: token ids are below it"
+    if not args.train_iters:
+        yield "--train-iters is missing: steps, at most"
+    if args.save_hf and (not args.hf_model or Path(args.save_hf).exists()):
+        needs = "it is written with the config and tokenizer of --hf-model, as a new folder"
+        yield f"--save-hf {args.save_hf}: {needs}; give --hf-model, and a name that is free"
+    if args.save and (args.save_interval or 0) < 1:
+        found = f"--save {args.save} with --save-interval {args.save_interval}"
+        yield f"{found}: give the steps from one checkpoint to the next"
+    if project := args.wandb_project:
+        if not (args.wandb_exp_name and (args.save or args.wandb_save_dir)):
+            wants = "--wandb-exp-name, the run's name, and with --save or --wandb-save-dir"
+            yield f"--wandb-project goes with {wants}: give them too"
+        if importlib.util.find_spec("wandb") is None:
+            mend = "pip install wandb, or drop the flag"
+            yield f"--wandb-project {project}: the package wandb is not installed; {mend}"
+    if args.ckpt_format != "torch_dist":
+        wants = "checkpoints are read at any sharding; give torch_dist"
+        yield f"--ckpt-format {args.ckpt_format}: {wants}"
+    if args.position_embedding_type not in POSITIONS:
+        kinds = ", ".join(POSITIONS)
+        yield f"--position-embedding-type {args.position_embedding_type}: give one of {kinds}"
+    if args.device == "cpu" and (args.attention_dropout or args.hidden_dropout):
+        dropouts = "--attention-dropout and --hidden-dropout"
+        yield f"{dropouts} need Megatron's CUDA random state: give 0 with --device cpu"
+    if 0 < args.train_iters <= (args.lr_warmup_iters or 0):
+        found = f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters"
+        yield f"{found} {args.train_iters}: the learning rate would not get to --lr; give fewer"
     axes = ("tensor_model", "pipeline_model", "context")
-    model_ranks = math.prod(getattr(args, f"{axis}_parallel_size") for axis in axes)
-    yield not args.vocab_size, "--vocab-size is missing: token ids are below it"
-    yield not args.train_iters, "--train-iters is missing: steps, at most"
-    yield (
-        args.save_hf and (not args.hf_model or Path(args.save_hf).exists()),
-        f"--save-hf {args.save_hf}: it is written with the config and tokenizer of --hf-model, as a new folder; give "
-        "--hf-model, and a name that is free",
-    )
-    yield (
-        bool(args.save) and (args.save_interval or 0) < 1,
-        f"--save {args.save} with --save-interval {args.save_interval}: give the steps from one checkpoint to the next",
-    )
-    folder = args.wandb_save_dir or args.save
-    yield (
-        bool(args.wandb_project) and not (args.wandb_exp_name and folder),
-        "--wandb-project goes with --wandb-exp-name, the run's name, and with --save or --wandb-save-dir: give them too",
-    )
-    yield (
-        bool(args.wandb_project) and importlib.util.find_spec("wandb") is None,
-        f"--wandb-project {args.wandb_project}: the package wandb is not installed; pip install wandb, or drop the flag",
-    )
-    yield (
-        args.ckpt_format != "torch_dist",
-        f"--ckpt-format {args.ckpt_format}: checkpoints are read at any sharding; give torch_dist",
-    )
-    yield (
-        args.position_embedding_type not in POSITIONS,
-        f"--position-embedding-type {args.position_embedding_type}: give one of {', '.join(POSITIONS)}",
-    )
-    yield (
-        args.device == "cpu" and bool(args.attention_dropout or args.hidden_dropout),
-        "--attention-dropout and --hidden-dropout need Megatron's CUDA random state: give 0 with --device cpu",
-    )
-    yield (
-        0 < (args.train_iters or 0) <= (args.lr_warmup_iters or 0),
-        f"--lr-warmup-iters {args.lr_warmup_iters} is not below --train-iters {args.train_iters}: the learning rate "
-        "would not get to --lr; give fewer",
-    )
-    yield (
-        bool(args.world_size % model_ranks),
-        f"{args.world_size} processes cannot be split in groups of tensor x pipeline x context = {model_ranks}: "
-        "change --nproc-per-node of torchrun, --tensor-model-parallel-size, --pipeline-model-parallel-size or "
-        "--context-parallel-size",
-    )
+    sizes = {f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in axes}
+    if args.world_size % (ranks := math.prod(sizes.values())):
+        flags = ", ".join(["--nproc-per-node of torchrun", *map(_flag, sizes)])
+        groups = f"groups of tensor x pipeline x context = {ranks}"
+        yield f"{args.world_size} processes cannot be split in {groups}: change one of {flags}"
 
 
-def _of_files(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    yield not args.rollout_files, "what to train on: give one of --rollout-files and --task"
-    yield not args.docs_per_step, "--docs-per-step is missing: the documents (rollouts) of a step"
+def _of_files(args: argparse.Namespace) -> Iterator[str]:
+    if not args.rollout_files:
+        yield "what to train on: give one of --rollout-files and --task"
+    if not args.docs_per_step:
+        yield "--docs-per-step is missing: the documents (rollouts) of a step"
 
 
-def _of_tasks(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+def _of_tasks(args: argparse.Namespace) -> Iterator[str]:
     """The sampler has the stages of the model that is trained, each rank one of them, a token at a time."""
-    yield bool(args.rollout_files), "what to train on: give one of --rollout-files and --task"
-    yield (
-        not args.hf_model,
-        "--task needs --hf-model: its tokenizer and chat template make the prompts",
-    )
-    yield args.docs_per_step is not None, "--docs-per-step with --task: give --prompts-per-step"
+    if args.rollout_files:
+        yield "what to train on: give one of --rollout-files and --task"
+    if not args.hf_model:
+        yield "--task needs --hf-model: its tokenizer and chat template make the prompts"
+    if args.docs_per_step is not None:
+        yield "--docs-per-step with --task: give --prompts-per-step"
     for name, least in LEAST.items():
-        value = getattr(args, name)
-        yield value < least, f"--{name.replace('_', '-')} is {value}: give {least} or more"
-    yield (
-        args.distinct_ids is not None,
-        "--distinct-ids with --task: tasks are numbered over all ranks; drop it",
-    )
-    yield (
-        args.replay_sampling_set,
-        "--replay-sampling-set with --task: answers are sampled from the whole vocabulary; drop it",
-    )
-    for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"):
-        flag = f"--{name.replace('_', '-')}"
-        message = f"{flag} with --task: answers are generated with one chunk of layers a stage"
-        yield getattr(args, name, None) is not None, f"{message}; drop it"
-    for name in ("expert_model_parallel_size", "sequence_parallel"):
-        flag = f"--{name.replace('_', '-')}"
-        message = f"{flag} with --task: every tensor-parallel group generates by itself, a token at a time"
-        yield getattr(args, name) > 1 or getattr(args, name) is True, f"{message}; drop it"
+        if (value := getattr(args, name)) < least:
+            yield f"{_flag(name)} is {value}: give {least} or more"
+    given = vars(args) | {"expert_model_parallel_size": args.expert_model_parallel_size > 1}
+    for name, reason in CANNOT_GENERATE.items():
+        if given.get(name) not in (None, False):
+            yield f"{_flag(name)} with --task: {reason}; drop it"
+
+
+def refuse_other_settings(args: argparse.Namespace, stored: argparse.Namespace) -> None:
+    """Raise a ValueError unless the settings are those that are stored in the checkpoint."""
+    planning = [name for name in fields_of(PlanningConfig) if name not in FREE]
+    for name in (
+        *MODEL_KEPT.split(),
+        *TRAINING_KEPT.split(),
+        *fields_of(PolicyLossConfig),
+        *planning,
+    ):
+        then, now = getattr(stored, name, None), getattr(args, name, None)
+        if then != now and hasattr(stored, name):
+            raise ValueError(
+                f"{args.load} was made with {name} {then!r} and this run has {now!r}: a run that goes on repeats what "
+                "the first would have done, so give the same, or begin anew with its weights (--finetune, and another "
+                "--save)"
+            )
+    if (stored.expert_model_parallel_size > 1) != (args.expert_model_parallel_size > 1):
+        raise ValueError(
+            f"--expert-model-parallel-size was {stored.expert_model_parallel_size} in {args.load} and is "
+            f"{args.expert_model_parallel_size}: Megatron keeps one optimizer more where experts are parallel"
+        )

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pg import PolicyLossConfig, Sample, StepCollector
-from megatron_pg.config.planning import PlanningConfig
+from megatron_pg import PolicyLossConfig, Sample, StepCollector, StepPlan, plan_step
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import (
     CollectorState,
@@ -21,6 +20,7 @@ from megatron_pg.rollout_files import (
     with_group_advantages,
 )
 from megatron_pg.rollout_files.collector import no_sample_in
+from megatron_pg.step import SampleCost
 from megatron_pg.step.advantages import half_of_dr_grpo
 from megatron_pg.step.agreement import compute_and_gather
 
@@ -28,110 +28,122 @@ Step = tuple[list[Sample], dict[str, float | None]]
 """This data-parallel rank's samples, and what is known of them before the step, over all ranks."""
 
 
-def required_fields(args: argparse.Namespace, config: PolicyLossConfig) -> list[str]:
-    """What the policy loss needs of every row: all but the log-probs that a model here can say."""
+def row_settings(args: argparse.Namespace, config: PolicyLossConfig) -> dict[str, Any]:
+    """How rows are read. They need what the policy loss needs but for log-probs that a model here can say."""
     computed = {"old_log_probs"} | ({"ref_log_probs"} if args.ref_load else set())
-    return [name for name in config.required_sample_fields if name not in computed]
+    return {
+        "required_fields": [n for n in config.required_sample_fields if n not in computed],
+        "vocab_size": args.vocab_size,
+        "distinct_ids": args.distinct_ids == "file",
+    }
+
+
+def layout_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How a micro-batch lies on the ranks, as `plan_step` and `pack` take it."""
+    split = args.tensor_model_parallel_size * args.context_parallel_size
+    return {
+        "cp_size": args.context_parallel_size,
+        "pad_to_multiple": split if args.sequence_parallel else 1,
+        "cp_partition_mode": args.cp_partition_mode,
+    }
+
+
+def plan_of(
+    args: argparse.Namespace, samples: Sequence[Sample], group: dist.ProcessGroup | None = None
+) -> StepPlan:
+    """The plan of a step of which a data-parallel rank has these samples; every rank of the group must call it."""
+    stages = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return plan_step(
+        samples,
+        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+        data_parallel_group=group,
+        **layout_of(args),
+        cost=SampleCost.balancing(args.balance, args, args.vocab_size),
+        microbatch_group_size=stages if args.virtual_pipeline_model_parallel_size else 1,
+        ragged=args.ragged_microbatches,
+        oversized=args.oversized_samples,
+        allow_different_prompts=args.allow_different_prompts_in_group,
+        # The collector of files has not cut a group: their sizes are those of the files.
+        allow_different_group_sizes=bool(args.rollout_files),
+        samples_per_group=None if args.rollout_files else args.samples_per_prompt,
+    )
 
 
 class FileSteps:
-    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts.
+    """The steps of `--rollout-files`, each of `--docs-per-step` rollouts; every rank makes one and calls it alike.
 
-    Args:
-        args: validated.
-        config: the policy loss; what it needs of a sample, every row must have, but for log-probs that are computed.
-        groups: this rank's.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
+    Without groups they are those of all data-parallel ranks, in the order of the files.
     """
 
     def __init__(
-        self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
+        self,
+        args: argparse.Namespace,
+        config: PolicyLossConfig,
+        groups: ParallelGroups | None = None,
     ) -> None:
-        planning = PlanningConfig.from_args(args)
-        self._args, self._config, self._groups = args, config, groups
-        self._paths = planning.rollout_files
+        self._args, self._config, self._group = args, config, groups.data if groups else None
         files = RolloutFiles(
-            planning.rollout_files,
-            data_parallel_rank=groups.data_rank,
-            data_parallel_size=groups.data_size,
-            on_bad_row=planning.on_bad_row,
-            required_fields=required_fields(args, config),
-            vocab_size=args.vocab_size,
-            distinct_ids=planning.distinct_ids == "file",
+            args.rollout_files,
+            data_parallel_rank=groups.data_rank if groups else 0,
+            data_parallel_size=groups.data_size if groups else 1,
+            on_bad_row=args.on_bad_row,
+            **row_settings(args, config),
         )
         self._collector = StepCollector(
             files,
-            docs_per_step=planning.docs_per_step or 1,
-            mode=planning.docs_per_step_mode,
-            keep_prompt_groups=planning.keep_prompt_groups,
+            docs_per_step=args.docs_per_step,
+            mode=args.docs_per_step_mode,
+            keep_prompt_groups=args.keep_prompt_groups,
             refuse_cut_groups=config.loss_aggregation == "prompt_mean",
-            data_parallel_group=groups.data,
+            data_parallel_group=self._group,
         )
 
-    def attach(self, model: Sequence[Any]) -> None:
-        """Nothing here needs the model."""
+    def collect(self, iteration: int) -> StepSamples[Sample] | None:
+        """The samples of the step after `iteration` others; the end of the files is an error before the first step."""
+        step = self._collector.collect()
+        if step is None and iteration == 0:
+            raise no_sample_in(self._args.rollout_files, self.state().num_skipped)
+        return step
 
     def step(self, iteration: int) -> Step | None:
-        """The step that comes next, None at the end of the files; every rank must call it.
-
-        Args:
-            iteration: steps done.
-
-        Raises:
-            ValueError: there is not even a first step, or a sample of it cannot be trained on.
-        """
-        collected = self._collector.collect()
-        if collected is not None:
-            samples = with_advantages(
-                self._args, self._config, collected.samples, self._groups.data
-            )
-            return samples, self._metrics(collected)
-        if iteration == 0:
-            raise no_sample_in(self._paths, self._collector.state().num_skipped)
-        return None
+        """The step after `iteration` others, None at the end of the files."""
+        if (step := self.collect(iteration)) is None:
+            return None
+        samples = with_advantages(self._args, self._config, step.samples, self._group)
+        rewards = [getattr(sample, "reward", None) for sample in step.samples]
+        lengths = [sample.response_length for sample in step.samples]
+        counts = {"docs": step.num_documents, "skipped_rows": step.num_skipped}
+        return samples, counts | means_of(rewards, lengths, self._group)
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Nothing: no tokenizer is known here."""
         return []
 
     def state(self) -> CollectorState[Sample]:
-        """Of this data-parallel rank: where the files have been read to, and the samples that are carried over."""
+        """Where the files have been read to on this data-parallel rank, and the samples that are carried over."""
         return self._collector.state()
 
     def restore(self, states: Sequence[CollectorState[Sample]]) -> None:
-        """Go on where a run left the files, at any sharding; every rank must call it.
-
-        Args:
-            states: of all data-parallel ranks of that run.
-        """
+        """Go on where a run of any sharding left the files, by the states of all of its data-parallel ranks."""
         self._collector.load_states(states)
 
-    def _metrics(self, collected: StepSamples) -> dict[str, float | None]:
-        """Documents, skipped rows, mean reward (None where a row has none) and mean response length."""
-        rewards = [
-            sample.reward if isinstance(sample, RewardedSample) else None
-            for sample in collected.samples
-        ]
-        sums = torch.tensor(
-            [
-                sum(reward for reward in rewards if reward is not None),
-                rewards.count(None),
-                sum(sample.response_length for sample in collected.samples),
-                len(rewards),
-            ],
-            dtype=torch.float64,
-            device=torch.cuda.current_device(),
-        )
-        dist.all_reduce(sums, group=self._groups.data)
-        reward, num_without, length, count = sums.tolist()
-        return {
-            "docs": collected.num_documents,
-            "skipped_rows": collected.num_skipped,
-            "reward": None if num_without or not count else reward / count,
-            "response_length": length / count if count else None,
-        }
+
+def means_of(
+    rewards: Sequence[float | None], lengths: Sequence[int], group: dist.ProcessGroup | None
+) -> dict[str, float | None]:
+    """Mean reward, None where an answer has none, and mean response length over all data-parallel ranks."""
+    known = [reward for reward in rewards if reward is not None]
+    sums = torch.tensor(
+        [sum(known), len(known), sum(lengths), len(lengths)],
+        dtype=torch.float64,
+        device=torch.cuda.current_device(),
+    )
+    dist.all_reduce(sums, group=group)
+    reward, num_known, length, count = sums.tolist()
+    return {
+        "reward": reward / count if count and num_known == count else None,
+        "response_length": length / count if count else None,
+    }
 
 
 def with_advantages(
@@ -142,10 +154,7 @@ def with_advantages(
 ) -> list[Sample]:
     """Check the samples of a step, and give those that have rewards alone the advantages of `--advantage`.
 
-    Every rank of the group must call it.
-
-    Raises:
-        ValueError: a sample is too long, or the step may cut the prompt groups of rewards.
+    Every rank of the group must call it. A ValueError names a sample that is too long, or whose prompt group may be cut.
     """
     cuts_groups = not (args.keep_prompt_groups or config.loss_aggregation == "prompt_mean")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron.training import checkpointing, training
 
@@ -16,20 +16,11 @@ from megatron_pg.megatron import compute_log_probs
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
-from .model import provide_model
+from .initialize import provide_model
 
 
 class Scoring:
-    """Fills in what the policy loss needs of samples and a model can say; every rank calls everything alike.
-
-    Args:
-        args: validated; `ref_load` is the checkpoint of the reference policy, if there is one.
-        config: the policy loss.
-        groups: this rank's.
-
-    Raises:
-        ValueError: `--ref-load` holds no checkpoint, or one that does not fit the model.
-    """
+    """Fills in what the policy loss needs of samples and a model can say; every rank calls everything alike."""
 
     def __init__(
         self, args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups
@@ -38,12 +29,7 @@ class Scoring:
         self._reference = None if args.ref_load is None else load_reference(args)
 
     def filled(self, samples: Sequence[Sample], policy: list[Any]) -> list[Sample]:
-        """The samples, each with the log-probs that the loss needs: those that it has stay.
-
-        Args:
-            samples: this data-parallel rank's.
-            policy: the chunks of the model before the step.
-        """
+        """Give this data-parallel rank's samples the log-probs that the loss needs; those that they have stay."""
         found = self._with(list(samples), "old_log_probs", policy)
         return self._with(found, "ref_log_probs", self._reference)
 
@@ -68,11 +54,7 @@ class Scoring:
 
 
 def load_reference(args: argparse.Namespace) -> list[Any]:
-    """The chunks of the reference policy, frozen; every rank must call it.
-
-    Raises:
-        ValueError: as in `Scoring`.
-    """
+    """The chunks of the reference policy, frozen; every rank must call it."""
     is_hugging_face = (Path(args.ref_load) / "config.json").exists()
     if not (is_hugging_face or checkpointing.checkpoint_exists(args.ref_load)):
         raise ValueError(
@@ -86,18 +68,9 @@ def load_reference(args: argparse.Namespace) -> list[Any]:
 
         load_hugging_face(chunks, args.ref_load)
     else:
-        with _weights_alone(args):
+        # The weights of the last checkpoint of the folder and nothing else; the count is put back.
+        alone = {"finetune": True, "ckpt_step": None, "pretrained_checkpoint": None}
+        count = args.consumed_train_samples
+        with mock.patch.multiple(args, **alone, consumed_train_samples=count):
             checkpointing.load_checkpoint(chunks, None, None, load_arg="ref_load")
     return chunks
-
-
-@contextlib.contextmanager
-def _weights_alone(args: argparse.Namespace) -> Iterator[None]:
-    """Arguments under which Megatron reads the weights of the last checkpoint of a folder, and nothing else."""
-    settings = {"finetune": True, "ckpt_step": None, "pretrained_checkpoint": None}
-    before = {name: getattr(args, name) for name in (*settings, "consumed_train_samples")}
-    vars(args).update(settings)
-    try:
-        yield
-    finally:
-        vars(args).update(before)

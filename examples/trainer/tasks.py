@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
+from sampler import Response, Sampler
 
 from megatron_pg import PolicyLossConfig, Sample, group_advantages
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.step.agreement import gather
 
-from .rollouts import Step, say_half_of_dr_grpo
-from .sampler import Response, Sampler
+from .rollouts import Step, means_of, say_half_of_dr_grpo
 
 MOST_TASKS = 16384
 
@@ -24,15 +24,8 @@ MOST_TASKS = 16384
 class TaskSteps:
     """The steps of `--task`: `--prompts-per-step` tasks with `--samples-per-prompt` answers each.
 
-    What a step asks depends on the seed and its number alone, so a run that goes on needs no place.
-
-    Args:
-        args: validated.
-        config: the policy loss.
-        groups: this rank's.
-
-    Raises:
-        ValueError: no such task, or a prompt and its response do not fit.
+    What a step asks depends on the seed and its number alone, so a run that goes on needs no place. Every rank makes
+    one and calls it alike.
     """
 
     def __init__(
@@ -54,10 +47,8 @@ class TaskSteps:
         distinct = {entry["question"]: entry for entry in self._dataset}
         entries = list(distinct.values())
         self._examples, entries = entries[: args.prompt_examples], entries[args.prompt_examples :]
-        self._held_out, self._training = (
-            entries[: args.held_out_tasks],
-            entries[args.held_out_tasks :],
-        )
+        held_out = args.held_out_tasks
+        self._held_out, self._training = entries[:held_out], entries[held_out:]
         if len(self._training) < args.prompts_per_step:
             raise ValueError(
                 f"--task {args.task} has {len(entries)} distinct tasks: too few for --held-out-tasks "
@@ -82,19 +73,12 @@ class TaskSteps:
         )
 
     def step(self, iteration: int) -> Step:
-        """The step after `iteration` others; every rank must call it."""
-        args = self._args
-        entries = random.Random(f"{args.seed}-{iteration}").sample(
-            self._training, args.prompts_per_step
-        )
+        """The step after `iteration` others."""
+        args, draw = self._args, random.Random(f"{self._args.seed}-{iteration}")
+        entries = draw.sample(self._training, args.prompts_per_step)
         rollouts = self._answers(entries, args.samples_per_prompt, iteration)
-        rewards = [reward for _, _, reward, _ in rollouts]
-        advantages = group_advantages(
-            rewards,
-            [group for _, group, _, _ in rollouts],
-            method=args.advantage,
-            prompts=[prompt for prompt, _, _, _ in rollouts],
-        ).advantages
+        prompts, groups, rewards, _ = zip(*rollouts, strict=True) if rollouts else ((),) * 4
+        found = group_advantages(rewards, groups, method=args.advantage, prompts=prompts)
         first = iteration * args.prompts_per_step
         samples = [
             Sample(
@@ -107,7 +91,7 @@ class TaskSteps:
                 name=f"answer {index} (prompt group {first + group})",
             )
             for index, ((prompt, group, _, response), advantage) in enumerate(
-                zip(rollouts, advantages.tolist(), strict=True)
+                zip(rollouts, found.advantages.tolist(), strict=True)
             )
         ]
         return samples, self._metrics(rollouts)
@@ -117,19 +101,19 @@ class TaskSteps:
         rollouts = self._answers(self._held_out, 1, None)
         score = self._metrics(rollouts)["reward"]
         texts = [
-            self._tokenizer.decode(prompt + response.tokens) for prompt, _, _, response in rollouts
+            self._tokenizer.decode(prompt + answer.tokens) for prompt, *_, answer in rollouts[:4]
         ]
-        return float(score or 0.0), texts[:4]
+        return float(score or 0.0), texts
 
     def shown(self, samples: Sequence[Sample]) -> list[str]:
         """Answers after the ends of their prompts, 200 tokens in all."""
         return [self._tokenizer.decode(sample.tokens[-200:]) for sample in samples]
 
     def state(self) -> None:
-        """A run that goes on needs no place."""
+        """None: there is no place to go on from."""
 
-    def restore(self, states: Sequence[Any]) -> None:
-        """A run that goes on needs no place."""
+    def restore(self, states: Sequence[None]) -> None:
+        """Nothing, likewise."""
 
     def _prompt(self, entry: dict[str, Any]) -> list[int]:
         messages = []
@@ -181,15 +165,9 @@ class TaskSteps:
         answer = self._tokenizer.decode(response.tokens, skip_special_tokens=True).strip()
         return float(self._dataset.score_answer(answer, entry) == 1.0)
 
-    def _metrics(self, rollouts: Sequence[tuple[Any, int, float, Response]]) -> dict[str, Any]:
-        """Share of full marks and mean response length over all data-parallel ranks."""
+    def _metrics(
+        self, rollouts: Sequence[tuple[Any, int, float, Response]]
+    ) -> dict[str, float | None]:
         rewards = [reward for _, _, reward, _ in rollouts]
         lengths = [len(response.tokens) for *_, response in rollouts]
-        sums = torch.tensor(
-            [sum(rewards), sum(lengths), len(rollouts)],
-            dtype=torch.float64,
-            device=torch.cuda.current_device(),
-        )
-        dist.all_reduce(sums, group=self._groups.data)
-        reward, length, count = sums.tolist()
-        return {"reward": reward / count, "response_length": length / count}
+        return means_of(rewards, lengths, self._groups.data)

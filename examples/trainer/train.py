@@ -5,56 +5,51 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 from megatron.core.enums import ModelType
 from megatron.core.utils import get_model_config
 from megatron.training import checkpointing, training
 
-from megatron_pg import PolicyLossConfig, accepted_samples
+from megatron_pg import PolicyLossConfig, Sample, StepPlan, accepted_samples, pack
+from megatron_pg.megatron import PolicyStep
 from megatron_pg.megatron.groups import ParallelGroups
+from megatron_pg.megatron.schedule import run_micro_batches
 
 from .arguments import parse_arguments
-from .checkpoint import claim_save_folder, loading, rollout_states, saving, stored_arguments
+from .checkpoint import claim_save_folder, loading, restore_rollouts, save_with_rollouts
 from .dry_run import print_plan
 from .errors import agreed, mendable, plain_errors
-from .initialize import start_megatron
+from .initialize import provide_model, start_megatron
 from .log import MetricsLog
-from .model import provide_model
-from .resumption import refuse_other_settings
-from .rollouts import FileSteps
+from .rollouts import FileSteps, layout_of, plan_of
 from .scoring import Scoring
-from .step import RolloutStep
+
+PHASES = ("rollouts", "scoring", "training")
+"""Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
 
 
 class Run:
-    """A run, fresh or gone on with; every rank makes one.
-
-    Args:
-        args: validated.
-        config: the policy loss.
-    """
+    """A run, fresh or gone on with, from validated arguments; every rank makes one."""
 
     def __init__(self, args: argparse.Namespace, config: PolicyLossConfig) -> None:
         self._args, self._config = args, config
-        microbatches = start_megatron(args)
-        self._groups = groups = ParallelGroups.from_parallel_state()
+        self._microbatches = start_megatron(args)
+        self._groups = ParallelGroups.from_parallel_state()
         claim_save_folder(args)
         with agreed("the run cannot begin"):  # a rollout file may be absent on one node alone
-            self._rollouts = _rollouts_of(args, config, groups)
-        stored = stored_arguments(args)
-        with mendable():
-            if stored is not None:
-                states = rollout_states(stored)
-                refuse_other_settings(args, stored)
-                self._rollouts.restore(states)
-        self._rollout_step = RolloutStep(args, config, groups, microbatches)
-        self._train_step: Callable[..., tuple[Any, ...]] = training.train_step
-        self._save_all = saving(
-            training.save_checkpoint, args, groups, self._rollouts.state, self._flush
-        )
+            if args.rollout_files:
+                self._rollouts: Any = FileSteps(args, config, self._groups)
+            else:
+                from .tasks import TaskSteps  # needs reasoning-gym and transformers
+
+                self._rollouts = TaskSteps(args, config, self._groups)
+        restore_rollouts(args, self._rollouts)
+        self._train_step, self._save_checkpoint = training.train_step, training.save_checkpoint
         self._last_saved, self._is_exhausted = 0, False
 
     def train(self) -> None:
@@ -70,20 +65,21 @@ class Run:
                 model_provider_func=provide_model, model_type=ModelType.encoder_or_decoder
             )
             with mendable():
-                if args.hf_model and not _has_checkpoint(args):
+                begun = args.load and checkpointing.checkpoint_exists(args.load)
+                if args.hf_model and not (begun or args.pretrained_checkpoint):
                     from .hugging_face import load_hugging_face  # needs safetensors
 
                     load_hugging_face(model, args.hf_model)
                     updates[0].reload_model_params()
                 self._scoring = Scoring(args, self._config, self._groups)
-            self._last_saved = args.iteration
+            self._last_saved = iteration = args.iteration
             with agreed("the run cannot begin"):
                 self._log = MetricsLog(args)
-            self._rollouts.attach(model)
-            if args.iteration == 0:
+            if args.task:
+                self._rollouts.attach(model)
+            if iteration == 0:
                 self._score_held_out(0)
             config = get_model_config(model[0])
-            iteration = args.train_iters
             try:
                 iteration, flops = training.train(
                     None, model, *updates, None, None, None, config, {}, None
@@ -91,6 +87,7 @@ class Run:
             except SystemExit:  # an exit by a flag, unless the rollouts were exhausted
                 if not self._is_exhausted:
                     raise
+                iteration = args.train_iters
             else:
                 if args.save and iteration > self._last_saved:
                     training.save_checkpoint_and_time(iteration, model, *updates, flops, {})
@@ -98,10 +95,9 @@ class Run:
             self._score_held_out(iteration)
         with mendable():
             self._log.close()
-        if args.save_hf:
-            from .hugging_face import save_hugging_face
+            if args.save_hf:
+                from .hugging_face import save_hugging_face
 
-            with mendable():
                 save_hugging_face(model, args.save_hf, args.hf_model)
 
     def _step(
@@ -110,14 +106,11 @@ class Run:
         _data_iterator: None,
         model: list[Any],
         optimizer: Any,
-        scheduler: Any,
-        model_config: Any,
-        forward_backward: Callable[..., Any],
+        *rest: Any,
         **named: Any,
     ) -> tuple[Any, ...]:
         """Megatron's `train_step` on the rollouts that come next; see `megatron.training.training.train_step`."""
-        times = [time.monotonic()]
-        done: int = named["iteration"]
+        times, done = [time.monotonic()], named["iteration"]
         with mendable():
             collected = self._rollouts.step(done)
             if collected is None:
@@ -128,22 +121,12 @@ class Run:
             samples = self._scoring.filled(collected[0], model)
             times.append(time.monotonic())
             samples = list(accepted_samples(self._config, samples))
-            plan = self._rollout_step.plan(samples, model_config)
+            plan = plan_of(self._args, samples, self._groups.data)
         # Where no token is active, nothing is updated.
         result: tuple[Any, ...] = ({}, 1, False, False, 0, None, None, 0)
         metrics: dict[str, float | None] = dict(collected[1])
         if plan.totals.num_active_tokens > 0:
-            result, of_loss = self._rollout_step.train(
-                self._train_step,
-                samples,
-                plan,
-                model,
-                optimizer,
-                scheduler,
-                model_config,
-                forward_backward,
-                **named,
-            )
+            result, of_loss = self._update(samples, plan, model, optimizer, *rest, **named)
             metrics |= of_loss
         metrics["learning_rate"] = optimizer.param_groups[0]["lr"]
         times.append(time.monotonic())
@@ -153,6 +136,44 @@ class Run:
             self._log.step(done + 1, metrics, self._rollouts.shown(samples[:2]))
         return result
 
+    def _update(
+        self,
+        samples: Sequence[Sample],
+        plan: StepPlan,
+        model: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        model_config: Any,
+        _forward_backward: Any,
+        **named: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, float]]:
+        """Forward, backward and update by Megatron's `train_step`: its result, and the step's metrics."""
+        step = PolicyStep(self._config, plan, model=model, vocab_size=self._args.vocab_size)
+        batches = [
+            pack(
+                [samples[index] for index in indices],
+                cp_rank=self._groups.context_rank,
+                **layout_of(self._args),
+            ).to(torch.cuda.current_device())
+            for indices in plan.microbatches
+        ]
+        reported: list[Any] = []
+
+        def run_schedule(**_: Any) -> list[Any]:
+            reported.extend(run_micro_batches(step.head, batches, model))
+            return []  # Megatron would average what is there
+
+        self._microbatches.plan(plan.num_microbatches)
+        if hasattr(training, "update_seqlen_stats_from_cu_seqlens"):
+            # For Megatron's throughput; before 0.18 it takes all sequences for --seq-length long.
+            lengths = itertools.accumulate((sample.total_length for sample in samples), initial=0)
+            training.update_seqlen_stats_from_cu_seqlens(torch.tensor(list(lengths)))
+        by_iteration = SimpleNamespace(step=lambda increment: scheduler.step(increment=1))
+        result = self._train_step(
+            None, None, model, optimizer, by_iteration, model_config, run_schedule, **named
+        )
+        return result, {**step.metrics(reported), "grad_norm": result[5]}
+
     def _score_held_out(self, iteration: int) -> None:
         if isinstance(self._rollouts, FileSteps) or not self._args.held_out_tasks:
             return
@@ -161,27 +182,18 @@ class Run:
             self._log.held_out(iteration, score, answers)
 
     def _save(self, iteration: int, *rest: Any, **named: Any) -> None:
-        self._save_all(iteration, *rest, **named)
+        """In place of Megatron's `save_checkpoint`."""
+        save_with_rollouts(
+            self._save_checkpoint,
+            self._args,
+            self._rollouts.state(),
+            self._groups,
+            self._log,
+            iteration,
+            *rest,
+            **named,
+        )
         self._last_saved = iteration
-
-    def _flush(self) -> None:
-        self._log.flush()
-
-
-PHASES = ("rollouts", "scoring", "training")
-"""Of a step: getting its rollouts, the log-probs that they lack, and forward, backward and update."""
-
-
-def _rollouts_of(args: argparse.Namespace, config: PolicyLossConfig, groups: ParallelGroups) -> Any:
-    if args.rollout_files:
-        return FileSteps(args, config, groups)
-    from .tasks import TaskSteps  # needs reasoning-gym and transformers
-
-    return TaskSteps(args, config, groups)
-
-
-def _has_checkpoint(args: argparse.Namespace) -> bool:
-    return args.pretrained_checkpoint or (args.load and checkpointing.checkpoint_exists(args.load))
 
 
 @plain_errors()

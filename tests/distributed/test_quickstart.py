@@ -52,8 +52,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "examples/quickstart.sh", folder / "examples")
     (folder / "examples/launch").mkdir()
-    scripts = ("train_grpo", "critic", "tasks", "run_log", "teacher", "launch/torchrun")
-    for name in (f"{script}.py" for script in scripts):
+    scripts = "train_grpo critic tasks sampler run_folder run_log teacher launch/torchrun"
+    for name in (f"{script}.py" for script in scripts.split()):
         (folder / "examples" / name).symlink_to(ROOT / "examples" / name)
     (folder / "ci").mkdir()
     stub = f"make_environment() {{ VENV_PYTHON=${{STARTED:-{sys.executable}}}; }}\n"
@@ -432,7 +432,7 @@ def claim(folder: Path, *flags: str) -> FileLock:
 def test_a_folder_is_claimed_by_one_run_and_never_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("run_log.LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr("run_folder.LOCK_PATIENCE", 0.2)
     (tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "run"
     folder.symlink_to(tmp_path / "elsewhere")

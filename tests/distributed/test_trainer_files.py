@@ -69,8 +69,8 @@ ONE_RIGHT = {  # advantages of the rewards 1, 0, 0, 0
 @pytest.mark.parametrize("method", ONE_RIGHT)
 def test_advantages_are_those_that_the_flag_names(method: str) -> None:
     """Of rollout files and of tasks."""
+    from sampler import Response
     from trainer.rollouts import with_advantages
-    from trainer.sampler import Response
     from trainer.tasks import TaskSteps
 
     args = argparse.Namespace(

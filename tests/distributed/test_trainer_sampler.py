@@ -56,8 +56,8 @@ def sample(
 ) -> list[tuple[Any, Any]]:
     """Tokens and log-probs of two answers to each prompt."""
     from megatron.core import parallel_state
+    from sampler import Sampler
     from trainer.hugging_face import load_hugging_face
-    from trainer.sampler import Sampler
 
     from .hugging_face_job import Job, build
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args
-from megatron_pg.config.fields import flag_of
 from megatron_pg.config.planning import PlanningConfig, add_planning_args
 from megatron_pg.critic.settings import CriticConfig, add_critic_args
 from megatron_pg.loss import AGGREGATIONS, CORRECTIONS, KL_ESTIMATES, METRICS, OBJECTIVES
@@ -45,11 +44,10 @@ def rows(table: Any, meaning: str) -> Lines:
     """One line a row: its name, or its flag where it has one of its own, and what it says of itself."""
     default = getattr(PolicyLossConfig, table.field, None)
     head = "flag" if default is None else "name"
-    lines: Lines = [(head, meaning, "about", "reads", "its own flags")]
+    lines: Lines = [(head, meaning, "about", "reads")]
     for row in table.values():
         name = f"`{getattr(row, head)}`" + " (default)" * (row.name == default)
-        options = ", ".join(map(flag_of, row.options))
-        lines.append((name, f"`{row.formula}`", row.about, ", ".join(row.inputs), options))
+        lines.append((name, f"`{row.formula}`", row.about, ", ".join(row.inputs)))
     return lines
 
 

@@ -43,7 +43,7 @@ LAUNCH_LINE = (
 )
 """What a page's script was started with: as much as Megatron's own parser asks for."""
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-WORDS = 35_000
+WORDS = 30_000
 """The most words of the user's pages together; `wc -w docs/*.md README.md CONTRIBUTING.md` counts them."""
 
 

@@ -29,7 +29,7 @@ ORDER = (
 """The floors, from the ground up: a room imports from floors below its own."""
 CORE = ("config", "step", "loss", "head", "megatron")
 CEILINGS = {
-    "config": 1606,
+    "config": 1610,
     "head": 3346,
     "step": 3132,
     "loss": 3576,

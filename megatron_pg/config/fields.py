@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -148,16 +147,20 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@functools.cache
+_FIELDS: dict[type[Any], dict[str, Field]] = {}
+
+
 def fields_of(settings: type[Any]) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    hints = get_type_hints(settings, include_extras=True)
-    fields = [field for field in dataclasses.fields(settings) if field.init]
-    return {field.name: _field(field, hints[field.name]) for field in fields}
+    if settings not in _FIELDS:
+        hints = get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.init]
+        _FIELDS[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
+    return _FIELDS[settings]
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:

@@ -250,7 +250,8 @@ def _warnings(config: PolicyLossConfig, aggregation: str) -> Iterator[str]:
             f"{aggregation}. Give --loss-aggregation {aggregation} to silence this, or drop the flag."
         )
     for table in TABLES.values():
-        rows, word = table.rows_on(config), getattr(config, table.field, None)
+        rows = table.rows_on(config)
+        word: Any = getattr(config, table.field, None)
         if table.replaced_by is not None and table.is_replaced(config):
             path = getattr(config, table.replaced_by)
             yield f"{flag_of(table.replaced_by)} {path} takes the place of {flag_of(table.field)} {word}."

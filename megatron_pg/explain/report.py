@@ -185,13 +185,13 @@ def _warnings_of_flags(step: ExplainedStep, options: ExplainOptions) -> Iterator
             "here. Training that takes it from the files stops at such a row, or skips it with --on-bad-row skip."
         )
     planning, data_size = options.planning, options.data_parallel_size
-    count = planning.docs_per_step
-    if count is None or planning.docs_per_step_mode != "at_least" or data_size == 1:
+    wanted = planning.docs_per_step
+    if wanted is None or planning.docs_per_step_mode != "at_least" or data_size == 1:
         return
     # Such a step keeps all samples of its windows, whose number depends on the ranks that pull them.
     keeps_groups = planning.keep_prompt_groups or options.config.loss_aggregation == "prompt_mean"
     has_rollouts = any(sample.rollout_id is not None for sample in step.samples)
-    if count % data_size or keeps_groups or has_rollouts or step.num_skipped:
+    if wanted % data_size or keeps_groups or has_rollouts or step.num_skipped:
         yield (
             f"The step is that of one data-parallel rank. With --docs-per-step-mode at_least, {data_size} ranks that "
             "pull rows at once may keep others beyond --docs-per-step; exact steps are the same at every size."

@@ -4,9 +4,6 @@ Importing this package needs torch and NumPy. What touches Megatron is in `megat
 `from megatron_pg.megatron import PolicyStep`.
 """
 
-import sys
-
-from megatron_pg import rollout_files, step
 from megatron_pg.config import PolicyLossConfig, add_policy_loss_args, validate_policy_loss_args
 from megatron_pg.config.planning import PlanningConfig, add_planning_args, validate_planning_args
 from megatron_pg.critic.gae import gae, whiten
@@ -26,11 +23,6 @@ from megatron_pg.step.batch import PackedBatch, pack
 from megatron_pg.step.sample import Sample
 from megatron_pg.step.token_window import TokenWindow
 from megatron_pg.step.totals import StepTotals, step_totals
-
-# Documented paths of the collector and its sources from when they lay in `step`, which imports no room above it.
-for _name in ("CollectorState", "IteratorSource", "SampleSource", "StepCollector", "StepSamples"):
-    setattr(step, _name, getattr(rollout_files, _name))
-sys.modules["megatron_pg.step.sources"] = rollout_files.collector
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -17,7 +16,6 @@ import torch
 
 from megatron_pg import Sample, StepCollector
 from megatron_pg.rollout_files import (
-    IteratorSource,
     RolloutFiles,
     RolloutPosition,
     RowError,
@@ -560,13 +558,6 @@ def test_a_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError, match=r"pip install 'megatron_pg\[tools\]'"):
         RolloutFiles([paths["parquet"]])
     assert numbers(pull_all(RolloutFiles([paths["jsonl"]]))) == [3]
-
-
-def test_the_documented_paths_of_before_the_move_hold() -> None:
-    sources = importlib.import_module("megatron_pg.step.sources")
-    step = importlib.import_module("megatron_pg.step")
-    assert step.StepCollector is StepCollector
-    assert sources.IteratorSource is step.IteratorSource is IteratorSource
 
 
 @pytest.mark.parametrize("kind", KINDS)

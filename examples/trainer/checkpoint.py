@@ -102,6 +102,8 @@ def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
             )
         refuse_other_settings(args, stored)
         built = [CollectorState, RewardedSample, RolloutPosition, Sample, frozenset]
+        # The name in checkpoints of 2026-11-23 and before.
+        built.append((CollectorState, "megatron_pg.step.collector.CollectorState"))
         with torch.serialization.safe_globals(built):
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 

@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
 from run_folder import lock_folder, replace_text
 
-from megatron_pg import Sample
+from megatron_pg import Ragged, Sample
 from megatron_pg.megatron.groups import ParallelGroups
 from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition
 from megatron_pg.step.agreement import gather
@@ -37,6 +37,12 @@ from .refusals import refuse_other_settings
 
 TRACKER, LAST_WRITTEN = "latest_checkpointed_iteration.txt", "metadata.json"
 """Megatron's file that names the last checkpoint, and the file of a checkpoint that it writes last."""
+STORED_TYPES: list[Any] = [
+    *(CollectorState, RewardedSample, RolloutPosition, Sample, Ragged, frozenset),
+    # The name in checkpoints of 2026-11-23 and before.
+    (CollectorState, "megatron_pg.step.collector.CollectorState"),
+]
+"""The types that torch.load may build of a place in the rollouts, beside tensors and plain values."""
 _locks: list[FileLock] = []
 """Held until the process ends."""
 
@@ -101,10 +107,7 @@ def restore_rollouts(args: argparse.Namespace, rollouts: Any) -> None:
                 "with its weights"
             )
         refuse_other_settings(args, stored)
-        built = [CollectorState, RewardedSample, RolloutPosition, Sample, frozenset]
-        # The name in checkpoints of 2026-11-23 and before.
-        built.append((CollectorState, "megatron_pg.step.collector.CollectorState"))
-        with torch.serialization.safe_globals(built):
+        with torch.serialization.safe_globals(STORED_TYPES):
             rollouts.restore([torch.load(io.BytesIO(state), "cpu") for state in states])
 
 

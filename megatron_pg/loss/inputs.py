@@ -13,6 +13,7 @@ from megatron_pg.config.rows import read_off_rows
 from megatron_pg.head import HeadOptions
 from megatron_pg.step.batch import PackedBatch
 from megatron_pg.step.sample import Sample
+from megatron_pg.step.values import refuse_values
 
 TEACHER_CHANNELS = {
     "logits": ("teacher_logits",),
@@ -98,14 +99,19 @@ def refuse_tokens_outside(samples: Iterable[Sample], vocab_size: int) -> None:
         ids_by_name = {"response token": sample.tokens[sample.prompt_length :]}
         if sample.kept_tokens is not None:
             ids_by_name["kept_tokens: token"] = sample.kept_tokens.values
-        if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
-            ids_by_name["side_channels['teacher_ids']: token"] = teacher_ids[sample.loss_mask]
         for what, ids in ids_by_name.items():
             if ids.numel() and ids.amax() >= vocab_size:
                 raise ValueError(
                     f"{sample.name}: {what} id {int(ids.amax())} is outside the vocabulary of {vocab_size}: "
-                    "tokenizer, teacher and model do not belong together"
+                    "tokenizer and model do not belong together"
                 )
+        if isinstance(teacher_ids := sample.side_channels.get("teacher_ids"), Tensor):
+            where = f"{sample.name}: side_channels['teacher_ids']"
+            is_outside = sample.loss_mask[:, None] & (teacher_ids >= vocab_size)
+            problem = (
+                f", outside the vocabulary of {vocab_size}: teacher and model need one vocabulary"
+            )
+            refuse_values(where, teacher_ids, is_outside, problem)
 
 
 @read_off_rows

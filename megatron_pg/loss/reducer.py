@@ -42,9 +42,9 @@ def get_pg_loss_reducer(
 ) -> Reducer:
     """Build the reducer of one micro-batch on one rank.
 
-    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is
-    local to the rank: no communication and no host synchronisation. Summed over ranks and micro-batches and divided by the outer count of the step it is the objective. Neither
-    a value nor a gradient of a masked position reaches it, NaN and infinity included.
+    `reducer(x)` is `sum over the window of weight * x` with the weights of `megatron_pg.loss.aggregation`. It is local to the
+    rank: no communication and no host synchronisation. Summed over ranks and micro-batches and divided by the outer count of
+    the step it is the objective. Neither a value nor a gradient of a masked position reaches it, NaN and infinity included.
 
     Args:
         total_lengths: prompt and response tokens of each sample of the micro-batch, over all of its context-parallel

@@ -155,7 +155,8 @@ def compute_hidden_states(
 
     Raises:
         ValueError: as for `compute_log_probs`.
-        NotImplementedError: the output layer is none that `take_output_processor` takes.
+        NotImplementedError: the output layer is not Megatron's `ColumnParallelLinear`, has a bias, or gathers its logits over
+            tensor parallelism.
     """
     config = chunks_of(model)[0].config
     remedy = "give the teacher by --distill-teacher logits or top_k"

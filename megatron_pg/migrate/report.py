@@ -24,10 +24,12 @@ def formula_of(aggregation: str) -> str:
 def divisor_per_rollout(aggregation: str) -> str:
     """Read N times the divisor of a token off the formula of its aggregation, such as D_i or (P G_g / N)."""
     formula = re.sub(r"max\((\w+), 1\)", r"\1", formula_of(aggregation))
-    outer, inner = re.match(r"1/\(?([\w ]+)\)? sum", formula), re.search(r"m x / (.+)\)$", formula)
-    factors = [*(outer[1].split() if outer else ()), *([inner[1]] if inner else ())]
+    read = re.fullmatch(r"(?:1/\(?([\w ]+?)\)? )?sum(?: |.* )m x(?: / (.+)\))?", formula)
+    if read is None:  # a formula of another form
+        return f"(the divisor of {aggregation})"
+    factors = [*(read[1] or "").split(), *([read[2]] if read[2] else [])]
     if "N" in factors:
-        return " ".join(factor for factor in factors if factor != "N")
+        return " ".join(factor for factor in factors if factor != "N") or "1"
     return f"({' '.join(factors) or 1} / N)"
 
 

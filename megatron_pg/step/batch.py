@@ -231,9 +231,10 @@ def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | Non
     values = [getattr(sample, field) for sample in samples]
     if field == "loss_weights" and any(value is not None for value in values):
         values = [1.0 if value is None else value for value in values]
+    dtype = RESPONSE_FIELDS[field]
     return [
-        torch.full((sample.response_length,), value) if isinstance(value, (int, float)) else value
-        for sample, value in zip(samples, values, strict=True)
+        torch.full((s.response_length,), x, dtype=dtype) if isinstance(x, (int, float)) else x
+        for s, x in zip(samples, values, strict=True)
     ]
 
 

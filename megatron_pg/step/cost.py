@@ -40,7 +40,9 @@ class SampleCost:
 
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_size = setting("kv_channels") or hidden // heads
-        groups = setting("num_query_groups") or heads
+        # Without --group-query-attention the parsed arguments have 1 group, and the config made of them one for each head.
+        is_grouped = setting("group_query_attention") is not False
+        groups = (setting("num_query_groups") if is_grouped else None) or heads
         channels = heads * head_size
         attention = hidden * (2 * channels + 2 * groups * head_size)
         matrices = 3 if setting("gated_linear_unit") or setting("swiglu") else 2

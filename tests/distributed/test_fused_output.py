@@ -13,7 +13,12 @@ from megatron_pg import PolicyLossConfig, Sample, pack
 from megatron_pg.check import model as builder
 from megatron_pg.config.versions import derives_multi_token_labels
 from megatron_pg.loss.gradient_scope import GradientScope, gradient_scope
-from megatron_pg.megatron import ParallelGroups, PolicyStep, compute_log_probs
+from megatron_pg.megatron import (
+    ParallelGroups,
+    PolicyStep,
+    compute_hidden_states,
+    compute_log_probs,
+)
 from megatron_pg.megatron.fused_head import active_rows
 from megatron_pg.megatron.output_layer import take_output_processor
 from tests.random_steps import package_samples, uneven_totals
@@ -478,13 +483,19 @@ def refusals_of_layers() -> list[str]:
         setattr(layer, name, value)
         with pytest.raises(NotImplementedError) as refused:
             take_output_processor([chunk])
-        said.append(str(refused.value))
+        with pytest.raises(NotImplementedError) as of_teacher:
+            compute_hidden_states([chunk], [], max_tokens_per_microbatch=8)
+        said += [str(refused.value), str(of_teacher.value)]
         setattr(layer, name, before)
     take_output_processor([chunk])
     return said
 
 
 def test_an_output_layer_that_is_more_than_a_product_is_refused() -> None:
-    for gathered, biased in run_ranks(refusals_of_layers, 2):
+    for said in run_ranks(refusals_of_layers, 2):
+        gathered, gathered_teacher, biased, biased_teacher = said
         assert gathered.startswith("--fused-lm-head of a model that gathers its logits")
+        assert gathered_teacher.startswith("compute_hidden_states of a model that gathers its")
         assert biased.startswith("--fused-lm-head takes an output layer without bias")
+        for of_teacher in (gathered_teacher, biased_teacher):
+            assert of_teacher.endswith("give the teacher by --distill-teacher logits or top_k")

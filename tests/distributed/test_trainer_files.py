@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_pg import PolicyLossConfig
 from megatron_pg.config.versions import has_megatron_training
@@ -16,7 +20,7 @@ from .rollout_rows import write_rollouts
 from .trainer_run import WHOLE_GROUPS, copy_after_step, end_of, run, steps_of
 
 pytest.importorskip("pyarrow")
-from megatron_pg.rollout_files import RewardedSample  # noqa: E402
+from megatron_pg.rollout_files import CollectorState, RewardedSample, RolloutPosition  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not has_megatron_training(), reason="built on megatron.training")
 
@@ -105,6 +109,31 @@ def test_garbage_in_the_metrics_is_named(tmp_path: Path, garbage: bytes) -> None
     metrics.write_bytes(whole + garbage)
     MetricsLog(args)
     assert metrics.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "module", ["megatron_pg.rollout_files.collector", "megatron_pg.step.collector"]
+)
+def test_a_place_in_the_rollouts_is_read_with_kept_sets_and_by_its_old_name(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    from trainer.checkpoint import STORED_TYPES
+
+    sample = RewardedSample([1, 2, 3], 2, [1, 1], kept_tokens=[[2, 5], [3]], reward=1.0)
+    position = RolloutPosition(0, 3, (("rows.jsonl", 9, "0"),))
+    latest = {0: ("sample", 2)}
+    state = CollectorState(position, 3, ((2, sample),), latest, frozenset([("sample", 1)]), 0)
+    file = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, SimpleNamespace(CollectorState=CollectorState))  # type: ignore[arg-type]
+        patch.setattr(CollectorState, "__module__", module)
+        torch.save(state, file)
+    file.seek(0)
+    with torch.serialization.safe_globals(STORED_TYPES):
+        read = torch.load(file)
+    assert type(read) is CollectorState and read.source_position == position
+    ((_, carried),) = read.carried
+    assert carried.kept_tokens.values.tolist() == [2, 5, 3]
 
 
 def test_rejected_tokens_leave_the_denominators(rollouts: Path, tmp_path: Path) -> None:

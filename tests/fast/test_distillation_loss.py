@@ -70,7 +70,7 @@ def top_k(ids: Any, probabilities: Any) -> dict[str, torch.Tensor]:
 
 
 WRONG_TEACHERS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids']: token id 8 is outside the vocabulary of 8"),
+    "outside": (top_k([[1, 2], [3, 8]], [[0.5, 0.2]] * 2), "['teacher_ids'][1, 1] is 8, outside the vocabulary of 8"),
     "negative": (top_k([[1, 2], [-1, 3]], [[0.5, 0.2]] * 2), "['teacher_ids'][1] is a set with id -1, expected ids"),
     "twice": (top_k([[1, 2, 3], [5, 2, 5]], [[0.5, 0.2, 0.1]] * 2), "['teacher_ids'][1] is a set with id 5 twice"),
     "more_than_1": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -19,7 +20,7 @@ from megatron_pg.loss.aggregation import Aggregation
 from megatron_pg.loss.from_logits import policy_loss_from_log_probs
 from megatron_pg.loss.metrics import reduce_metrics
 from megatron_pg.migrate import main as migrate
-from megatron_pg.migrate.report import effective
+from megatron_pg.migrate.report import divisor_per_rollout, effective
 from megatron_pg.migrate.rows import Term
 from megatron_pg.step import plan_step
 from megatron_pg.step.batch import PackedBatch
@@ -156,3 +157,20 @@ def test_the_reference_of_check_is_that_of_loops() -> None:
     assert difference.item() == pytest.approx(expected, rel=1e-9)
     options = check_options.CheckOptions()
     assert check_options.config_of(ROW.name, options).loss_aggregation == ROW.name
+
+
+@pytest.mark.parametrize(
+    ("formula", "divisor"),
+    [
+        ("1/N sum m x", "1"),
+        ("1/(N K) sum_i (sum_t m x / D_i)", "K D_i"),
+        ("1/N sum_i (sum_t m x) / D_i", "(the divisor of root_mean)"),
+        ("sum_i w_i sum_t m x^2", "(the divisor of root_mean)"),
+    ],
+)
+def test_migrate_does_not_guess_a_divisor_of_another_formula(
+    monkeypatch: pytest.MonkeyPatch, formula: str, divisor: str
+) -> None:
+    row = dataclasses.replace(ROW, name="root_mean", formula=formula)
+    monkeypatch.setitem(AGGREGATIONS, row.name, row)
+    assert divisor_per_rollout(row.name) == divisor

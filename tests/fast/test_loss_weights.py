@@ -108,6 +108,17 @@ def test_terms_by_the_loss_are_weighted_as_it_is(aggregation: str, denominator: 
     assert_same(found, oracle.policy_loss(step, logits, objective).loss, logits)
 
 
+def test_missing_weights_are_1_whatever_the_default_dtype() -> None:
+    step = [Sample([1, 2, 3], 2, [1, 1], loss_weights=weights) for weights in ([0.5, 2.0], None)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weights = pack(step).loss_weights
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weights is not None and weights.dtype == torch.float32
+    assert weights.tolist() == [0.5, 2.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
 def test_weights_of_one_change_nothing_to_the_bit(aggregation: str, denominator: str) -> None:

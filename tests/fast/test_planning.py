@@ -150,6 +150,12 @@ def test_cost_of_a_model_is_its_operations() -> None:
     experts = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 4 * 2
     assert SampleCost.of_model(shape, 0).per_token == 2.0 * 2 * experts
     assert SampleCost.balancing("tokens", shape, 10).per_square == 0
+    # Megatron's arguments without --group-query-attention, and the config that is made of them.
+    arguments = SimpleNamespace(
+        **{**vars(shape), "num_query_groups": 1}, group_query_attention=False
+    )
+    shape.num_query_groups = 4
+    assert SampleCost.of_model(arguments, 10) == SampleCost.of_model(shape, 10)
 
 
 @settings(max_examples=60, deadline=None)

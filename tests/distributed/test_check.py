@@ -128,7 +128,7 @@ def test_right_loss_passes_under_torchrun() -> None:
     ],
     ids=["1 process", "TP2+SP CP2"],
 )
-def test_right_loss_passes(processes: int, flags: list[str]) -> None:
+def test_right_loss_passes(processes: int, flags: str) -> None:
     words = ["--json", *flags.split()]
     ranks = run_ranks(run_check_command, processes, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0] * processes, ranks[0][2]
@@ -143,7 +143,7 @@ def test_right_loss_passes(processes: int, flags: list[str]) -> None:
     ["--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"],
     ids=["CP2", "TP2+SP"],
 )
-def test_fused_head_passes(flags: list[str]) -> None:
+def test_fused_head_passes(flags: str) -> None:
     words = f"--json --fused-lm-head --num-layers 1 {flags}".split()
     ranks = run_ranks(run_check_command, 2, free_port(), None, words)
     assert [status for status, _, _ in ranks] == [0, 0], ranks[0][2]
@@ -165,7 +165,7 @@ def test_fused_head_passes(flags: list[str]) -> None:
     ],
     ids=["PP2 VPP2", "EP2 DP2", "TP2+SP ETP2", "CP2 bf16", "CP2 contiguous"],
 )
-def test_other_shardings_pass(flags: list[str]) -> None:
+def test_other_shardings_pass(flags: str) -> None:
     """Of the aggregations one, as all are above: they differ in the weights of tokens, before the model. A layer a chunk."""
     layers = 4 if "--pipeline-model-parallel-size" in flags else 1
     words = f"--json {flags} --num-layers {layers}".split()

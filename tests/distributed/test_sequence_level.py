@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def mean_of_what_is_left(
     response_lengths: list[int],
     loss_masks: list[Tensor],
     calculate_per_token_loss: bool,
-    **place,
+    **place: Any,
 ) -> Reducer:
     """The token mean of every sample, of the masks that it is given."""
     received.append([mask.tolist() for mask in loss_masks])

@@ -63,7 +63,7 @@ OPTIONS_OF_ONE = CheckOptions()
     ],
 )
 def test_flags_that_cannot_be_served(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+    flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--device", "cpu", *flags.split()]) == 2
     captured = capsys.readouterr()

@@ -13,7 +13,6 @@ from tests.fast.test_rollout_files import numbers, pull_all, row, write
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-parquet_file = pytest.importorskip("megatron_pg.rollout_files.parquet_file")
 
 NUM_ROWS = 600
 
@@ -80,12 +79,12 @@ def test_a_file_without_checksums_is_named_once(
         ([checked], ""),
         ([checked, tmp_path / "first.parquet", tmp_path / "second.parquet"], "first"),
     ):
-        monkeypatch.setattr(parquet_file, "_unchecked", [])
+        monkeypatch.setattr("megatron_pg.rollout_files.parquet_file._unchecked", [])
         caplog.clear()
         pull_all(RolloutFiles(paths, distinct_ids=True))
         assert caplog.text.count("no page checksums") == bool(said)
         assert f"{said}.parquet has no page checksums" in caplog.text or not said
-    monkeypatch.setattr(parquet_file, "_unchecked", [])
+    monkeypatch.setattr("megatron_pg.rollout_files.parquet_file._unchecked", [])
     monkeypatch.setenv("LOCAL_RANK", "1")
     caplog.clear()
     pull_all(RolloutFiles([tmp_path / "first.parquet"]))

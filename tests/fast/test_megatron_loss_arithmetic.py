@@ -233,6 +233,14 @@ def test_values_that_the_schedule_can_use(per_token: bool) -> None:
     assert torch.equal(result.loss, loss)
 
 
+def test_a_detached_view_in_the_metrics_would_be_rescaled() -> None:
+    """The mutant of the test above: .detach() without .clone()."""
+    loss = torch.ones((), requires_grad=True) * 2
+    reported = loss.detach()
+    loss *= 4
+    assert reported.item() == 8.0
+
+
 @pytest.mark.parametrize("per_token", (False, True))
 def test_step_without_an_active_token_has_no_gradient_and_no_nan(per_token: bool) -> None:
     step = [plain_sample([0, 0]), plain_sample([0])]

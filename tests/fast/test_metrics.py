@@ -509,10 +509,15 @@ def test_metrics_do_not_change_with_the_loss_that_megatron_rescales() -> None:
     assert all(torch.equal(metrics[name], value) for name, value in before.items())
 
 
-def reported(caplog, config: PolicyLossConfig, *micro_batches: MicroBatchMetrics) -> str:
-    """The one record of a step whose loss is no finite number."""
+def reported(
+    caplog: pytest.LogCaptureFixture,
+    config: PolicyLossConfig,
+    *micro_batches: MicroBatchMetrics,
+    loss: float = math.nan,
+) -> str:
+    """The one record of a step whose loss is that."""
     with caplog.at_level(logging.ERROR, logger="megatron_pg"):
-        assert not math.isfinite(reduced(config, list(micro_batches))["loss"])
+        assert reduced(config, list(micro_batches))["loss"] == pytest.approx(loss, nan_ok=True)
     (record,) = caplog.records
     return record.getMessage()
 
@@ -597,9 +602,7 @@ def test_an_infinite_loss_is_reported_with_sample_and_position(
 ) -> None:
     config, batch = PolicyLossConfig(policy_loss="reinforce"), pack([three_tokens(name="it")])
     metrics = micro_batch_metrics(config, batch, torch.tensor([-1.0, -math.inf, -1.0]))
-    assert reduced(config, [metrics])["loss"] == math.inf
-    caplog.clear()
-    said = reported(caplog, config, metrics)
+    said = reported(caplog, config, metrics, loss=math.inf)
     assert "the first is response token 1 of sample 0 (it)" in said
 
 

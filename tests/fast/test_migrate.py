@@ -38,8 +38,8 @@ def terms(line: str) -> str:
     given = read_line(words)
     trainer = trainer_of(given, words)
     found = [
-        f"{term.aggregation} {term.coefficient + 0:g}"
-        + (f" {term.divisor:g}" if term.divisor else "")
+        f"{term.aggregation} {term.coefficient + 0:.15g}"
+        + (f" {term.divisor:.15g}" if term.divisor else "")
         for term in trainer.terms(trainer.read(given))
     ]
     return ", ".join(found)

@@ -406,7 +406,7 @@ def rejection_forgets_weights(
 
 
 def divisor_of_all_terms(
-    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others
+    config: PolicyLossConfig, tokens: Tokens, weights: Weights, *others: Any
 ) -> Terms:
     """`grad_divisor` divides the KL and entropy terms too."""
     terms = terms_of(config, tokens, weights, *others)

@@ -97,6 +97,14 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(
     assert {name for name, value in metrics.items() if not math.isfinite(value)} <= ABSENT
 
 
+def test_masking_only_the_result_would_give_nan_gradients() -> None:
+    """The mutant of the test above: `where` after `exp` is not enough."""
+    log_prob = torch.zeros(2, requires_grad=True)
+    ratio = (log_prob - torch.tensor([-1.0, -math.inf])).exp()
+    torch.where(torch.tensor([True, False]), ratio, 0.0).sum().backward()
+    assert log_prob.grad is not None and log_prob.grad[1].isnan()
+
+
 @pytest.mark.parametrize("field", ("old_log_probs", "ref_log_probs"))
 def test_nan_at_an_active_position_stays_visible(field: str) -> None:
     step = random_step(seed=27)

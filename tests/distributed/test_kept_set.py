@@ -98,15 +98,15 @@ def shifted_steps(sharding: Sharding) -> list[Outcome | None]:
 
     inputs._refuse_other_distributions = lambda *_: None
 
-    whole = batch._channel_in_window
+    whole = batch._field_in_window
 
-    def late(where: str, parts: Any, window: Any) -> Any:
-        found = whole(where, parts, window)
-        if where != "kept_tokens" or len(found) < 2:
+    def late(field: str, *others: Any) -> Any:
+        found = whole(field, *others)
+        if field != "kept_tokens" or len(found) < 2:
             return found
         return found.select(torch.arange(len(found)).roll(1))
 
-    batch._channel_in_window = late
+    batch._field_in_window = late
     return steps(sharding, DENSE, "logits")
 
 

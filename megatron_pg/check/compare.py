@@ -22,7 +22,7 @@ AXES = ("TP", "CP", "DP", "PP")
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A step and its errors, equal on every rank."""
 
     model: str
@@ -128,7 +128,7 @@ def compare(
     *,
     dtype: str,
     **step: Any,
-) -> Row:
+) -> CheckRow:
     """Compare the ranks' slices with the reference. Every rank of the world calls it and gets the same row.
 
     Args:
@@ -155,7 +155,7 @@ def compare(
     ratio, scaled_error = _common_ratio(slices)
     wrong_ratio, wrong_scaled_error = _common_ratio(wrong)
     replica_error, axes, disagreeing = _replicas(slices, TOLERANCES[dtype])
-    return Row(
+    return CheckRow(
         **step,
         dtype=dtype,
         reference_loss=expected.loss,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_pg.check.compare import Row
+from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.finding import Finding, instead, named
 from megatron_pg.check.options import CheckOptions
 
 
-def diagnoses(rows: Sequence[Row], options: CheckOptions, world_size: int) -> list[str]:
+def diagnoses(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> list[str]:
     """Name the likely mistake behind each failed row; "" for a passed one."""
     data_size = world_size // options.model_parallel_size
     findings = [Finding(row, rows, options, data_size) for row in rows]
@@ -133,7 +133,7 @@ def _of_a_number(f: Finding) -> str:
     return ""
 
 
-def _loss_only(f: Finding) -> Row | None:
+def _loss_only(f: Finding) -> CheckRow | None:
     """Return the loss-only row of the same step if it fails too. That row does not depend on the model."""
     found = f.same("loss only")
     return None if found is None or found.passed else found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pg.check.cases import LOSS_SCALE
-from megatron_pg.check.compare import AXES, Row
+from megatron_pg.check.compare import AXES, CheckRow
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.samples import make_samples
 
@@ -17,12 +17,12 @@ from megatron_pg.check.samples import make_samples
 class Finding:
     """A failed row, all rows, and the check's options."""
 
-    row: Row
-    rows: Sequence[Row]
+    row: CheckRow
+    rows: Sequence[CheckRow]
     options: CheckOptions
     data_size: int
 
-    def same(self, model: str) -> Row | None:
+    def same(self, model: str) -> CheckRow | None:
         """Find a model's gradient row in this row's loss mode, with this row's aggregation if there is one."""
         kind = (model, self.row.calculate_per_token_loss, "gradient")
         return min(

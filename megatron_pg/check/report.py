@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_pg.check.cases import not_checked
-from megatron_pg.check.compare import Row
+from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.known_mistakes import mistakes_in
 from megatron_pg.check.options import CheckOptions, has_transformer_engine
@@ -25,11 +25,11 @@ class Checked:
     """One sharding's rows and time."""
 
     options: CheckOptions
-    rows: Sequence[Row]
+    rows: Sequence[CheckRow]
     seconds: float
 
 
-def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+def as_json(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
     """Write the whole report, with null for numbers that are not finite."""
     report = {
         "passed": all(row.passed for row in rows),
@@ -51,7 +51,7 @@ def as_json(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
     return json.dumps(report, indent=2, allow_nan=False)
 
 
-def as_text(rows: Sequence[Row], options: CheckOptions, world_size: int) -> str:
+def as_text(rows: Sequence[CheckRow], options: CheckOptions, world_size: int) -> str:
     """Write versions, the table with a diagnosis below each failed row, and the verdict."""
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     left_out = [f"not checked here: {name} ({why})" for name, why in not_checked(options).items()]
@@ -97,7 +97,7 @@ def summary_as_json(checked: Sequence[Checked], world_size: int) -> str:
 
 
 def _lines(
-    rows: Sequence[Row], options: CheckOptions, world_size: int, *, only_failed: bool = False
+    rows: Sequence[CheckRow], options: CheckOptions, world_size: int, *, only_failed: bool = False
 ) -> list[str]:
     """Write a line for each row, and its diagnosis below a failed one."""
     lines = []

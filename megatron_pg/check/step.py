@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megatron_pg.check.cases import Case, Run, cases_of
-from megatron_pg.check.compare import Row, compare
+from megatron_pg.check.compare import CheckRow, compare
 from megatron_pg.check.model import MODELS, build_model, initialize_groups, model_config
 from megatron_pg.check.options import ADAM_EPSILON, CUSTOM, CheckOptions, config_of, shardings
 from megatron_pg.check.reference import Expected, Scored, WholeModel
@@ -32,7 +32,7 @@ from megatron_pg.step.sample import Sample
 from megatron_pg.step.totals import step_totals
 
 
-def run_check(options: CheckOptions) -> list[Row]:
+def run_check(options: CheckOptions) -> list[CheckRow]:
     """Make all rows. Every rank of the world calls it and gets the same."""
     models = {name: model for name, model in MODELS.items() if model.is_run(options)}
     options_of = {name: replace(options, **model.changes) for name, model in models.items()}
@@ -133,7 +133,7 @@ def _row(
     groups: ParallelGroups,
     samples: Sequence[Sample],
     expected: Expected,
-) -> Row:
+) -> CheckRow:
     """Run a step and compare it."""
     case = run.case
     norm: float | None = None

@@ -13,7 +13,7 @@ from megatron_pg.config.program import ProgramParser
 from megatron_pg.loss.aggregation import AGGREGATIONS
 from megatron_pg.migrate.read import read_file, read_line
 from megatron_pg.migrate.report import lines
-from megatron_pg.migrate.rows import TRAINERS, Trainer
+from megatron_pg.migrate.rows import TRAINERS, TrainerTable
 
 EPILOG = """\
 examples:
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> Trainer:
+def trainer_of(given: Mapping[str, Any], words: Sequence[str] = ()) -> TrainerTable:
     """Find the trainer whose mark the keys, values and words have; raise ValueError where none has."""
     seen = [*words, *given, *map(str, given.values())]
     for trainer in TRAINERS.values():

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_pg.config import PolicyLossConfig
 from megatron_pg.loss.aggregation import AGGREGATIONS
-from megatron_pg.migrate.rows import Settings, Term, Trainer, holds, with_terms
+from megatron_pg.migrate.rows import Settings, Term, TrainerTable, holds, with_terms
 from megatron_pg.step.totals import BareSample, step_totals
 
 OTHERS = {"token_sum": "sum m x", "unknown": "not known here"}
@@ -69,7 +69,7 @@ def effective(term: Term, policy: Term, lengths: Sequence[int], group_size: int)
     return f"{text} = {numbers} for {', '.join(map(str, lengths))} tokens"
 
 
-def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
+def lines(trainer: TrainerTable, given: Settings, options: Any) -> list[str]:
     """Write the report of a launch line's settings, under the command's own options."""
     terms = trainer.terms(given)
     mode = options.loss_aggregation or terms[0].aggregation
@@ -106,7 +106,7 @@ def lines(trainer: Trainer, given: Settings, options: Any) -> list[str]:
 
 
 def here(
-    trainer: Trainer, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
+    trainer: TrainerTable, given: Settings, terms: Sequence[Term], mode: str, divisor: float | None
 ) -> tuple[str, list[str]]:
     """Return the flags of this package for the trainer's settings, and each setting without a counterpart as `key=value`."""
     flags = [f"--loss-aggregation {mode}"]

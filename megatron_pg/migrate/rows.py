@@ -50,7 +50,7 @@ class Term:
         return self.aggregation, self.divisor
 
 
-class Trainer:
+class TrainerTable:
     """One trainer, by its table."""
 
     def __init__(self, path: Path) -> None:
@@ -193,5 +193,5 @@ def _value(key: str, row: Mapping[str, Any], given: Any) -> Any:
 _TABLES = (
     Path(__file__).with_name(f"{name}.toml") for name in ("verl", "nemo_rl", "miles", "slime")
 )
-TRAINERS = {trainer.name: trainer for trainer in map(Trainer, _TABLES)}
+TRAINERS = {trainer.name: trainer for trainer in map(TrainerTable, _TABLES)}
 """By the word of `--trainer`; a launch line is taken for the first whose mark it has."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pg.check.compare import Row
+from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.diagnosis import diagnoses
 from megatron_pg.check.options import CheckOptions
 from megatron_pg.check.samples import make_samples
@@ -22,7 +22,7 @@ UPDATE = replace(MODEL, what="update", gradient_norm=1.0, reference_norm=1.0)
 ALL = ("a", "b", "c", "d")
 
 
-def scaled(ratio: float, row: Row = RIGHT) -> Row:
+def scaled(ratio: float, row: CheckRow = RIGHT) -> CheckRow:
     return replace(
         row,
         gradient_error=abs(ratio - 1),
@@ -33,7 +33,7 @@ def scaled(ratio: float, row: Row = RIGHT) -> Row:
     )
 
 
-def off(row: Row, *wrong: str, ratio: float | None = None, **changes: Any) -> Row:
+def off(row: CheckRow, *wrong: str, ratio: float | None = None, **changes: Any) -> CheckRow:
     """Wrong in these parameters, without a common factor where none is given."""
     return replace(
         replace(row, gradient_error=0.5, common_ratio=0.9, scaled_error=0.2, wrong=wrong or ALL),
@@ -43,14 +43,14 @@ def off(row: Row, *wrong: str, ratio: float | None = None, **changes: Any) -> Ro
     )
 
 
-def per_token(row: Row) -> Row:
+def per_token(row: CheckRow) -> CheckRow:
     return replace(row, calculate_per_token_loss=True)
 
 
 OPTIONS = CheckOptions(context_parallel_size=2, tensor_model_parallel_size=4)
 
 
-def words(*rows: Row, options: CheckOptions = OPTIONS, world_size: int = 8) -> list[str]:
+def words(*rows: CheckRow, options: CheckOptions = OPTIONS, world_size: int = 8) -> list[str]:
     return diagnoses(rows, options, world_size)
 
 
@@ -85,7 +85,7 @@ def words(*rows: Row, options: CheckOptions = OPTIONS, world_size: int = 8) -> l
         ),
     ],
 )
-def test_diagnosis_of_a_row(row: Row, expected: str) -> None:
+def test_diagnosis_of_a_row(row: CheckRow, expected: str) -> None:
     assert words(row) == [expected]
 
 
@@ -293,7 +293,7 @@ def test_gradients_left_over_are_named() -> None:
         ([off(MODEL)], "no loss-only rows.*without --fused-lm-head"),
     ],
 )
-def test_wrong_models_name_what_to_look_at(rows: list[Row], named: str) -> None:
+def test_wrong_models_name_what_to_look_at(rows: list[CheckRow], named: str) -> None:
     assert re.search(named, words(*rows)[0]), words(*rows)[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_pg.check import main
-from megatron_pg.check.compare import Row
+from megatron_pg.check.compare import CheckRow
 from megatron_pg.check.job import Launch
 from megatron_pg.check.options import CheckOptions, has_gradient_accumulation_fusion, parse_options
 from megatron_pg.check.report import Checked, as_json, as_text, summary, summary_as_json
@@ -20,7 +20,7 @@ from tests.lanes import in_both_lanes
 
 pytestmark = in_both_lanes
 
-RIGHT = Row(
+RIGHT = CheckRow(
     *("loss only", "prompt_mean", False, "fp32", -1.5, 1.0),
     reference_loss=-1.5,
     gradient_error=1e-7,

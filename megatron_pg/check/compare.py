@@ -192,8 +192,8 @@ def _compare_slice(
     prints = [float(found.flatten() @ torch.cos(step * numbers)) for step in (1.0, 2.3)]
     products = (found * expected, expected.square(), found.square())
     product, square, own_square = (float(each.sum()) for each in products)
-    of_place = (shard.name, shard.index, dist.get_rank(), place)
-    return _Slice(*of_place, error, product, square, own_square, tuple(prints))
+    origin = (shard.name, shard.index, dist.get_rank(), place)
+    return _Slice(*origin, error, product, square, own_square, tuple(prints))
 
 
 def _quotient(error: float, scale: float) -> float:

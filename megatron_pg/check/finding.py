@@ -87,7 +87,7 @@ class Finding:
         built: dict[tuple[str, bool], list[bool]] = {}
         for row in self.rows:
             built.setdefault((row.model, row.calculate_per_token_loss), []).append(row.passed)
-        later = [passed for of_model in built.values() for passed in of_model[1:]]
+        later = [passed for results in built.values() for passed in results[1:]]
         return all(first for first, *_ in built.values()) and len(later) > 2 and not any(later)
 
     @property
@@ -123,9 +123,9 @@ class Finding:
 
     def worst(self) -> str:
         """Name the worst gradient and its tensor-parallel rank and pipeline stage."""
-        of_axis = dict(zip(AXES, self.row.worst_place, strict=True))
+        place_by_axis = dict(zip(AXES, self.row.worst_place, strict=True))
         places = [
-            f"{name} {of_axis[axis]}"
+            f"{name} {place_by_axis[axis]}"
             for axis, name in (("TP", "tensor-parallel rank"), ("PP", "pipeline stage"))
             if self.sizes[axis] > 1
         ]
@@ -158,7 +158,7 @@ class Finding:
         samples = make_samples(self.options, self.data_size)
         active = [sample.num_active_tokens for sample in samples]
         total, ranks = sum(active), min(self.data_size, 8)
-        of_ranks = {
+        errors_by_rank = {
             f"T over that of data-parallel rank {rank}": total / sum(active[rank :: self.data_size])
             for rank in range(ranks if ranks > 1 else 0)
         }
@@ -168,7 +168,7 @@ class Finding:
             "P": len({sample.group_index for sample in samples}),
             "the loss scale": LOSS_SCALE,
             "all tokens over T": sum(sample.total_length for sample in samples) / total,
-            **of_ranks,
+            **errors_by_rank,
         }
 
     def times(self) -> str:

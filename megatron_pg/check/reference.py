@@ -141,7 +141,7 @@ class WholeModel:
             packed = [samples[index] for index in indices]
             logits = self._logits(packed)
             scored = map(self._scores, packed, logits)
-            outputs = [score for of_sample in scored for score in of_sample]
+            outputs = [score for sample_scores in scored for score in sample_scores]
             wanted = [leaf.grad for index in indices for leaf in leaves[index]]
             if self._options.mtp_num_layers is not None:
                 outputs.append(self._loss_ahead(packed, samples))
@@ -226,8 +226,8 @@ class WholeModel:
                 is_dropped[token, ids] = False
         rows = torch.log_softmax(scored.masked_fill(is_dropped, -math.inf), dim=-1)
         targets = sample.tokens[sample.prompt_length :].to(logits.device)
-        of_kept = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
-        return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * of_kept).sum(1)
+        kept_rows = rows.masked_fill(is_dropped, 0.0)  # 0 times minus infinity is no number
+        return rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * kept_rows).sum(1)
 
 
 def _reference_loss(

@@ -117,7 +117,7 @@ def with_kept_sets(options: CheckOptions, samples: Sequence[Sample]) -> list[Sam
 
     responses = [sample.tokens[sample.prompt_length :].tolist() for sample in samples]
     sets: list[Any] = [list(map(of_token, targets)) for targets in responses]
-    return [replace(s, kept_tokens=of_s) for s, of_s in zip(samples, sets, strict=True)]
+    return [replace(s, kept_tokens=kept) for s, kept in zip(samples, sets, strict=True)]
 
 
 def with_log_probs(samples: Sequence[Sample], log_probs: Sequence[Tensor]) -> list[Sample]:

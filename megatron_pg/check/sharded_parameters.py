@@ -110,8 +110,8 @@ def set_parameters(model: Any) -> None:
             whole *= 0.1 / math.sqrt(whole.shape[1])
             if "linear_qkv" in shard.name:
                 # With smaller queries and keys, attention would be the mean over the tokens before.
-                of_a_group = whole.view(model.config.num_query_groups, -1, whole.shape[1])
-                of_a_group[:, : -model.config.kv_channels] *= 4.0
+                groups = whole.view(model.config.num_query_groups, -1, whole.shape[1])
+                groups[:, : -model.config.kv_channels] *= 4.0
             elif ".local_experts." in shard.name and (
                 model.config.moe_router_topk < model.config.num_moe_experts
             ):

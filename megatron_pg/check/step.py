@@ -84,8 +84,8 @@ def _references(
             steps[kind] = model.score(samples_of(options, data_size, *kind))
         step = steps[kind]
         # Both loss modes have one reference, unless tokens weigh an auxiliary loss.
-        of_tokens = (case.name, run.per_token) if case.is_even else ()
-        key = (run.aggregation, case.policy_loss, kind, *of_tokens)
+        loss_mode = (case.name, run.per_token) if case.is_even else ()
+        key = (run.aggregation, case.policy_loss, kind, *loss_mode)
         if key not in known:
             packs = _packs(options, step[0], data_size, run.per_token) if case.is_even else ()
             known[key] = model.expected(step, run.aggregation, case, packs)
@@ -198,13 +198,13 @@ def train_step(
         chunk.zero_grad_buffer()
 
     def head(batch: PackedBatch) -> MicroBatchHead:
-        of_policy = step.head(batch)
+        policy_head = step.head(batch)
 
         def loss_func(logits: Tensor) -> Any:
-            loss, *rest = of_policy.loss_func(logits)
+            loss, *rest = policy_head.loss_func(logits)
             return loss + case.logit_coefficient * logits.float().square().sum(), *rest
 
-        return replace(of_policy, loss_func=loss_func) if case.logit_coefficient else of_policy
+        return replace(policy_head, loss_func=loss_func) if case.logit_coefficient else policy_head
 
     return step.metrics(run_micro_batches(head, batches, chunks))
 

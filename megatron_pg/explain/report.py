@@ -79,7 +79,7 @@ def _regularizers(options: ExplainOptions, reports: Mapping[str, Report]) -> Rep
     name = policy if config.regularizer_aggregation == "loss" else "sample_mean"
     both = (reports[each]["token_coefficient"] for each in (name, policy))
     # For one active token of each sample: its coefficient in the terms over its coefficient in the policy loss.
-    relative = [own / of_policy for own, of_policy in zip(*both, strict=True)]
+    relative = [own / policy_weight for own, policy_weight in zip(*both, strict=True)]
     return {"aggregation": name, "relative_coefficient": relative}
 
 

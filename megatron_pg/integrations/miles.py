@@ -112,7 +112,7 @@ def _rollout(
     other.
     """
     counted = []
-    of_rollout: dict[int, list[int]] = {}
+    indices_by_rollout: dict[int, list[int]] = {}
     for index, (sample, mask, rollout) in enumerate(
         zip(samples, data["loss_masks"], data["rollout_ids"], strict=True)
     ):
@@ -125,7 +125,7 @@ def _rollout(
                 )
             prompt = hash(tuple(sample.tokens[: len(sample.tokens) - sample.response_length]))
         counted.append(BareSample(sum(mask), group, rollout, f"sample {sample.index}", prompt))
-        of_rollout.setdefault(rollout, []).append(index)
-    rollouts = list(of_rollout.values())
+        indices_by_rollout.setdefault(rollout, []).append(index)
+    rollouts = list(indices_by_rollout.values())
     cut = [rollouts[first : first + batch_size] for first in range(0, len(rollouts), batch_size)]
-    return Rollout(counted, [[*chain(*of_step)] for of_step in cut], [len(each) for each in cut])
+    return Rollout(counted, [[*chain(*step)] for step in cut], [len(each) for each in cut])

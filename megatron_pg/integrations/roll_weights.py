@@ -39,7 +39,7 @@ def step_weights(
         ValueError: a prompt's samples are split over optimizer steps, or a prompt is in the step twice.
     """
     mine = list(zip(prompts or [b""] * len(tokens), tokens, strict=True))
-    everyone = [pair for of_rank in gather(mine, group) for pair in of_rank]
+    everyone = [pair for pairs in gather(mine, group) for pair in pairs]
     sizes = Counter(prompt for prompt, _ in everyone)
     split = [size for size in sizes.values() if size != rollouts_per_prompt]
     if split and aggregation == "prompt_mean":

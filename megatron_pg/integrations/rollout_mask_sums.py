@@ -60,16 +60,16 @@ def rollout_mask_sums(
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
     by_rank = [[[each.samples[i] for i in step] for step in each.steps] for each in everyone]
     cut = list(zip(*by_rank, strict=True))
-    whole = [[sample for of_rank in step for sample in of_rank] for step in cut]
+    whole = [[sample for samples in step for sample in samples] for step in cut]
     if aggregation.name == "prompt_mean":
         _refuse_split_groups(whole, trainer)
         if not allow_different_prompts:
             _refuse_different_prompts(whole, trainer)
     sums = torch.zeros(len(mine.samples), dtype=torch.float64)
     for number, indices in enumerate(mine.steps):
-        of_all = _of_step(aggregation, divisor, whole[number], mine.num_rollouts[number], trainer)
+        totals = _of_step(aggregation, divisor, whole[number], mine.num_rollouts[number], trainer)
         before = sum(map(len, cut[number][:rank]))
-        sums[list(indices)] = of_all[before : before + len(indices)]
+        sums[list(indices)] = totals[before : before + len(indices)]
     return sums
 
 

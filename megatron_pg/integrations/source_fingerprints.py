@@ -69,7 +69,7 @@ def found_sources(folder: Path, expected: Sources) -> dict[str, dict[str, str]]:
 
 def combined(sources: Sources) -> str:
     """Return one fingerprint, 16 hexadecimal digits, of all functions."""
-    in_order = [(file, sorted(of_file.items())) for file, of_file in sorted(sources.items())]
+    in_order = [(file, sorted(functions.items())) for file, functions in sorted(sources.items())]
     return _digits(repr(in_order))
 
 

@@ -202,11 +202,11 @@ def group_factors(response_mask: Tensor, index: np.ndarray[Any, Any]) -> tuple[T
     (uid `pad` and 32 hexadecimal digits, no active token) are in its N and in no prompt group.
     """
     tokens = response_mask.sum(dim=-1).double().cpu().numpy()
-    groups, of_sample = np.unique([str(uid) for uid in index], return_inverse=True)
-    of_group = np.bincount(of_sample, weights=tokens, minlength=len(groups))
+    groups, group_ids = np.unique([str(uid) for uid in index], return_inverse=True)
+    group_tokens = np.bincount(group_ids, weights=tokens, minlength=len(groups))
     is_padding = np.array([len(uid) == 35 and uid.startswith("pad") for uid in groups])
-    num_groups = max(len(groups) - int((is_padding & (of_group == 0)).sum()), 1)
-    factors = len(tokens) * tokens / (num_groups * np.maximum(of_group, 1)[of_sample])
+    num_groups = max(len(groups) - int((is_padding & (group_tokens == 0)).sum()), 1)
+    factors = len(tokens) * tokens / (num_groups * np.maximum(group_tokens, 1)[group_ids])
     return torch.from_numpy(factors), num_groups
 
 

@@ -71,31 +71,31 @@ def checksum_of(sums: Mapping[str, float]) -> tuple[float, str]:
 def samples_at_fault(micro_batches: Iterable[object]) -> str:
     """Name the samples that this rank trained on twice, wrongly or never; "" where nothing is known of them."""
     # By window: a process that evaluates all parts of a step has each sample in every window.
-    of_windows: dict[int, list[Sample]] = {}
+    samples_by_rank: dict[int, list[Sample]] = {}
     totals: StepTotals | None = None
     for metrics in micro_batches:
         batch: PackedBatch | None = getattr(metrics, "batch", None)
         if batch is not None:
-            of_windows.setdefault(batch.window.cp_rank, []).extend(batch.samples)
+            samples_by_rank.setdefault(batch.window.cp_rank, []).extend(batch.samples)
         totals = getattr(metrics, "totals", None) or totals
     if totals is None or not totals.knows_identities:
         return ""
     listed = [
         f"{kind}: {', '.join(names[:NUM_NAMED])}"
         + f" and {len(names) - NUM_NAMED} more" * (len(names) > NUM_NAMED)
-        for kind, names in _at_fault(of_windows.values(), totals).items()
+        for kind, names in _at_fault(samples_by_rank.values(), totals).items()
         if names
     ]
     rank = totals.data_parallel_rank
     return f" On data-parallel rank {rank}, {'; '.join(listed)}." if listed else ""
 
 
-def _at_fault(of_windows: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
+def _at_fault(rank_samples: Iterable[Sequence[Sample]], totals: StepTotals) -> dict[str, list[str]]:
     """List the names of samples by the mistake that was made with them."""
     rank_of = {count.identity: rank for rank, of in enumerate(totals.counts) for count in of}
     mine, names = totals.counts[totals.data_parallel_rank], dict[int | None, str]()
     trained = Counter[int | None]()
-    for samples in of_windows:
+    for samples in rank_samples:
         store_hashes(samples, totals.hashed_fields)
         trained |= Counter(sample.identity for sample in samples)
         names |= {sample.identity: sample.name for sample in samples}

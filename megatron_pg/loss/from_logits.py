@@ -99,10 +99,10 @@ def loss_of_logits(
     log_probs, entropy, divergence = log_probs_of_logits(config, batch, logits, options, teacher)
     mass = None
     if config.kept_set_mass:
-        of_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
+        whole_vocabulary = replace(config, replay_sampling_set=False, kept_set_mass=False)
         alone = replace(options, with_entropy=False)
         with torch.no_grad():  # log p - log p_K of any token of K is the log of the mass of K
-            whole, *_ = log_probs_of_logits(of_vocabulary, batch, logits, alone)
+            whole, *_ = log_probs_of_logits(whole_vocabulary, batch, logits, alone)
             mass = (whole - log_probs).exp()
     return loss(log_probs, entropy, divergence, mass)
 

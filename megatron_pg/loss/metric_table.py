@@ -213,8 +213,8 @@ METRICS = [
 is old_log_prob - rollout_log_prob. All differences of log-probs are held within +-300."""
 
 
-def _kish(total: float, of_squares: float) -> float:
-    return total * total / of_squares if of_squares else math.nan
+def _kish(total: float, squares: float) -> float:
+    return total * total / squares if squares else math.nan
 
 
 DERIVED = [
@@ -228,7 +228,7 @@ DERIVED = [
         "rollout_abs_difference_std",
         "standard deviation of |d|, under the weights of its mean",
         ("rollout_abs_difference", "rollout_abs_difference_squared"),
-        lambda mean, of_squares: math.sqrt(max(of_squares - mean * mean, 0.0)),
+        lambda mean, mean_square: math.sqrt(max(mean_square - mean * mean, 0.0)),
     ),
     Derived(
         "rollout_ppl_ratio",

@@ -265,13 +265,13 @@ def reduce_metrics(
     num_extremes = sum(row.kind in SIGNS for row in rows)
     maxima = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
     for metrics in counted:
-        of_batch = getattr(metrics, "maxima", None)
-        maxima = maxima if of_batch is None else maxima.maximum(of_batch)
+        batch_maxima = getattr(metrics, "maxima", None)
+        maxima = maxima if batch_maxima is None else maxima.maximum(batch_maxima)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
         if len(maxima):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    pairs, of_critic = pairs.tensor_split([len(names)])
+    pairs, critic_pairs = pairs.tensor_split([len(names)])
     reduced = _by_name(rows, names, pairs, maxima)
     if contributes and not math.isfinite(reduced["loss"]):
         report_nan_tokens(
@@ -293,7 +293,7 @@ def reduce_metrics(
             reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
     for name in ["current_policy_version", *(row.name for row in METRICS if not row.is_reported)]:
         reduced.pop(name, None)
-    return reduced if critic is None else reduced | critic.metrics(of_critic)
+    return reduced if critic is None else reduced | critic.metrics(critic_pairs)
 
 
 def add_pairs(

@@ -200,8 +200,8 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
     advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     ratio = clamped_log_ratio(log_ratio).exp()
-    of_positive = torch.full_like(ratio, config.sapo_tau_pos)
-    tau = torch.where(advantages > 0, of_positive, config.sapo_tau_neg)
+    positive_tau = torch.full_like(ratio, config.sapo_tau_pos)
+    tau = torch.where(advantages > 0, positive_tau, config.sapo_tau_neg)
     distance = tau * (ratio - 1.0)
     # Where the sigmoid is near 1, float32 keeps too few of its digits to say its gradient: 1 - sigmoid(-x) there.
     is_above = distance > 0
@@ -288,10 +288,10 @@ def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
     Infinite where the new policy leaves nothing to other tokens and the old one did.
     """
     others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
-    of_others = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
+    others_divergence = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
     p_old = old.exp()
     # 0 log 0 is 0: a token that the old policy could not sample adds nothing.
-    return torch.where(p_old == 0, 0.0, p_old * (old - new)) + of_others
+    return torch.where(p_old == 0, 0.0, p_old * (old - new)) + others_divergence
 
 
 def _divergence_masked(

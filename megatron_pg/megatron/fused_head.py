@@ -160,10 +160,10 @@ class FusedHead:
 
         def token_loss(*given: Any) -> Tensor:
             *vectors, rows = given
-            of_window = [self._rows.in_window(each, rows) for each in vectors]
+            window_vectors = [self._rows.in_window(each, rows) for each in vectors]
             if rows != everything:
-                return self._loss.loss(*of_window)
-            whole[:] = [self._loss(*of_window)]
+                return self._loss.loss(*window_vectors)
+            whole[:] = [self._loss(*window_vectors)]
             return whole[0][0]
 
         total, *vectors = linear_token_loss(

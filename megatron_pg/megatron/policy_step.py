@@ -221,13 +221,13 @@ class PolicyStep:
         A GPU would only say that an index is out of bounds.
         """
         (tokens, positions), longest = self._table_sizes, max(batch.window.total_lengths, default=0)
-        for what, found, of_sample, size in (
+        for what, found, length_of, size in (
             ("token id", batch.largest_token, lambda sample: int(sample.tokens.max()), tokens),
             ("position", longest - 1, lambda sample: sample.total_length - 1, positions),
         ):
             if size is not None and found >= size:
                 raise ValueError(
-                    f"{max(batch.samples, key=of_sample).name} has {what} {found} and the model's embedding {size} rows: take "
+                    f"{max(batch.samples, key=length_of).name} has {what} {found} and the model's embedding {size} rows: take "
                     "the tokenizer of the model, or shorten the sample (max_sequence_length, with learned positions)"
                 )
 

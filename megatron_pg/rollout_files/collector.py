@@ -333,8 +333,8 @@ class StepCollector(Generic[AnySample]):
         mine = zip(itertools.count(self._num_slots + self._rank, self._size), slots)
         self._samples |= {sequence: sample for sequence, sample in mine if sample is not None}
         self._num_slots += count * self._size
-        self._num_skipped += sum(ids is None for of_rank in everyone for ids in of_rank)
-        ended = {rank for rank, of_rank in enumerate(everyone) if len(of_rank) < count}
+        self._num_skipped += sum(ids is None for rank_ids in everyone for ids in rank_ids)
+        ended = {rank for rank, rank_ids in enumerate(everyone) if len(rank_ids) < count}
         self._is_exhausted = len(ended) == self._size
         # A window of bad rows alone does not end what was open at another size.
         if records or self._is_exhausted:

@@ -22,18 +22,15 @@ from megatron_pg.config.policy_loss import LOG_PROB_FIELDS
 Integers = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Table = Callable[[int], NDArray[Any]]
-"""A function (size) -> the coefficients of that many positions."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: the step of splitmix64's counter."""
-MASK = 2**64 - 1
-GOLDEN_FRACTION = GOLDEN / 2**64
 CHUNK = 128
 """Samples that are hashed together."""
 CRITIC_FIELDS = ("old_values", "returns")
 VALUE_FIELDS = ("advantages", *LOG_PROB_FIELDS, *CRITIC_FIELDS)
 """Fields that a trainer may fill after the step is counted. Fields that are filled by then are hashed."""
-_NOT_KEPT = torch.zeros(1, dtype=torch.bool)
+_NONE, _NOT_KEPT = torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
 
 
 def filled_fields(samples: Sequence[Any]) -> tuple[str, ...]:
@@ -61,60 +58,74 @@ def store_hashes(samples: Sequence[Any], fields: tuple[str, ...] | None = None) 
     samples = [sample for sample in samples if vars(sample).get("hashed_fields") != fields]
     for start in range(0, len(samples), CHUNK):
         chunk = samples[start : start + CHUNK]
-        tokens, masks = [s.tokens for s in chunk], [s.loss_mask for s in chunk]
-        totals = np.array([vector.numel() for vector in tokens])
+        tokens, weights = [s.tokens for s in chunk], [s.loss_weights for s in chunk]
         responses = np.array([sample.response_length for sample in chunk])
-        prompts = totals - responses
-        lengths = np.stack([prompts, responses], axis=1).reshape(-1)
-        parts = _sums(torch.cat(tokens).numpy(), totals, lengths, _keys)
-        prompt_sums, response_sums = parts.reshape(-1, 2).T
+        prompts = np.array([vector.numel() for vector in tokens]) - responses
+        parts = np.stack([prompts, responses], axis=1).reshape(-1)
+        prompt_sums, response_sums = _sums(_keys, tokens, parts).reshape(-1, 2).T
         active, mask_sums, position_sums = _sums_of_kept(
-            masks, _ones, _keys, _position_coefficients
+            [sample.loss_mask for sample in chunk], _ones, _keys, _position_coefficients
         )
-        weights = {n: s.loss_weights for n, s in enumerate(chunk) if s.loss_weights is not None}
-        if weights:
-            counts, together = responses[list(weights)], torch.cat(list(weights.values())).numpy()
-            position_sums[list(weights)] = _sums(together, counts, counts, _position_coefficients)
-        hashed = _token_part(prompt_sums + response_sums, totals) + _mask_part(mask_sums, responses)
-        identities = mixed(hashed + _value_part(chunk, responses, fields))
-        for n, sample in enumerate(chunk):
-            if sample.loss_weights is not None or sample.kept_tokens is not None:
-                identities[n] = _with_other_parts(int(identities[n]), sample)
-        coefficients = coefficient_of(identities) * position_sums
-        columns = (identities, mixed(_token_part(prompt_sums, prompts)), coefficients, active)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for sample, (identity, prompt_hash, total, count) in zip(chunk, rows, strict=True):
-            vars(sample).update(
-                identity=identity,
-                prompt_hash=prompt_hash,
-                active_coefficients=total,
-                num_active_tokens=count,
-                hashed_fields=fields,
-            )
+        has_weights = np.array([vector is not None for vector in weights])
+        if has_weights.any():
+            weighted = _sums(_position_coefficients, _filled(weights))
+            position_sums = np.where(has_weights, weighted, position_sums)
+        hashed = prompt_sums + response_sums + _FACTORS["loss_mask"] * mask_sums
+        hashed += _value_sums(chunk, fields)
+        identities = mixed(
+            _with_count(hashed, prompts + responses) + mixed(responses.astype(np.uint64))
+        )
+        columns = {
+            "identity": identities,
+            "prompt_hash": mixed(_with_count(prompt_sums, prompts)),
+            "active_coefficients": coefficient_of(identities) * position_sums,
+            "num_active_tokens": active,
+        }
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        for sample, row in zip(chunk, rows, strict=True):
+            vars(sample).update(zip(columns, row, strict=True), hashed_fields=fields)
 
 
-def hash_of(tokens: Tensor, loss_mask: Tensor | None = None) -> int:
-    """Hash token ids [tokens] int64 on the host, and the loss mask [response] bool of the last of them, to 64 bits."""
-    counts = np.array([tokens.numel()])
-    hashed = _token_part(_sums(tokens.numpy(), counts, counts, _keys), counts)
-    if loss_mask is not None:
-        (sums,) = _sums_of_kept([loss_mask], _keys)
-        hashed = hashed + _mask_part(sums, np.array([loss_mask.numel()]))
-    return int(mixed(hashed)[0])
+def hash_of(tokens: Tensor) -> int:
+    """Hash token ids [tokens] int64 on the host to 64 bits."""
+    return int(mixed(_with_count(_sums(_keys, [tokens]), np.array([len(tokens)])))[0])
 
 
-def _sums(vectors: NDArray[Any], counts: Integers, lengths: Integers, table: Table) -> NDArray[Any]:
-    """Compute `sum_i t_i x_i` of a table t over each part of vectors x that lie end to end; of integers, modulo 2^64.
+def _value_sums(samples: Sequence[Any], fields: Sequence[str]) -> Integers:
+    """Hash the bits of fields, the loss weights and the kept sets, [samples] int64."""
+    names = (*fields, "loss_weights", "kept_tokens")
+    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
+    columns["kept_tokens"] = [  # empty sets are not none
+        None if kept is None else torch.cat([kept.sizes + 1, kept.values])
+        for kept in columns["kept_tokens"]
+    ]
+    total = np.zeros(len(samples), dtype=np.int64)
+    for name, vectors in columns.items():
+        if any(vector is not None for vector in vectors):
+            total += _FACTORS[name] * _sums(_keys, _filled(vectors))
+    return total
+
+
+def _filled(vectors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Put an empty vector in the place of None."""
+    return [_NONE if vector is None else vector for vector in vectors]
+
+
+def _sums(table: Table, vectors: Sequence[Tensor], lengths: Integers | None = None) -> NDArray[Any]:
+    """Compute `sum_i t_i x_i` of a table t over each vector x; of integers and of the bits of floats, modulo 2^64.
 
     Args:
-        vectors: the vectors x.
-        counts: the number of elements of each vector.
-        lengths: the lengths of the parts: `counts`, or finer.
         table: the function (size) -> the first t_i.
+        vectors: the vectors x.
+        lengths: the lengths of the parts that the vectors are cut into, each with a sum of its own.
     """
-    factors = table(_table_size(max(counts.tolist())))
-    products = np.concatenate([factors[:count] for count in counts.tolist()])
-    products *= vectors
+    counts = [vector.numel() for vector in vectors]
+    factors = table(max(counts))
+    products = np.concatenate([factors[:count] for count in counts])
+    values = torch.cat(list(vectors)).numpy()
+    is_hash = products.dtype == np.int64
+    products *= values.view(np.int32) if is_hash and values.dtype == np.float32 else values
+    lengths = np.array(counts) if lengths is None else lengths
     filled = lengths > 0  # reduceat has no empty sum
     starts = (np.cumsum(lengths) - lengths)[filled]
     sums = np.zeros(len(lengths), dtype=products.dtype)
@@ -128,54 +139,20 @@ def _sums_of_kept(masks: Sequence[Tensor], *tables: Table) -> list[NDArray[Any]]
     separated = (part for mask in masks for part in (mask, _NOT_KEPT))
     kept = torch.cat([_NOT_KEPT, *separated]).numpy()
     edges = np.flatnonzero(kept[1:] != kept[:-1])  # first, end, first, end ...
-    ends_of_masks = np.cumsum([mask.numel() + 1 for mask in masks])
-    mask_of_run = np.searchsorted(ends_of_masks, edges[::2], side="right")
-    starts = np.concatenate([[0], ends_of_masks])
+    starts = np.cumsum([0, *(mask.numel() + 1 for mask in masks)])
+    mask_of_run = np.searchsorted(starts, edges[::2], side="right") - 1
     first, end = edges[::2] - starts[mask_of_run], edges[1::2] - starts[mask_of_run]
     totals = []
     for table in tables:
-        up_to = _running_sums(table, _table_size(int(end.max(initial=0))))
+        up_to = _running_sums(table)(end.max(initial=0) + 1)
         sums = np.zeros(len(masks), dtype=up_to.dtype)
         np.add.at(sums, mask_of_run, up_to[end] - up_to[first])
         totals.append(sums)
     return totals
 
 
-def _value_part(samples: Sequence[Any], responses: Integers, fields: Sequence[str]) -> Words:
-    """Add up the hashes of the fields' bits, each times a number of the field."""
-    total = np.zeros(len(samples), dtype=np.uint64)
-    for name in fields:
-        columns = (getattr(sample, name) for sample in samples)
-        values = [
-            torch.zeros(length) if value is None else value
-            for value, length in zip(columns, responses.tolist(), strict=True)
-        ]
-        sums = _sums(torch.cat(values).numpy().view(np.int32), responses, responses, _keys)
-        total += _FACTORS[name] * sums.view(np.uint64)
-    return total
-
-
-def _token_part(sums: Integers, counts: Integers) -> Words:
+def _with_count(sums: Integers, counts: Integers) -> Words:
     return sums.view(np.uint64) + np.uint64(GOLDEN) * counts.astype(np.uint64)
-
-
-def _mask_part(sums: Integers, counts: Integers) -> Words:
-    # No difference of two token ids is the one that a bit of the mask makes.
-    return np.uint64(GOLDEN) * sums.view(np.uint64) + mixed(counts.astype(np.uint64))
-
-
-def _with_other_parts(number: int, sample: Any) -> int:
-    """Extend the hash of tokens and mask by the loss weights and kept sets of a sample."""
-    vectors: list[tuple[Integers, int]] = []
-    if sample.loss_weights is not None:
-        vectors.append((sample.loss_weights.numpy().view(np.int32).astype(np.int64), 1))
-    if (kept := sample.kept_tokens) is not None:
-        vectors += [(ids.numpy(), 1 + ids.numel()) for ids in (kept.values, kept.offsets)]
-    for vector, count in vectors:
-        total = int(np.dot(_keys(_table_size(vector.size))[: vector.size], vector))
-        word = np.array([(number + total + GOLDEN * count) & MASK], dtype=np.uint64)
-        number = int(mixed(word)[0])
-    return number
 
 
 def mixed(numbers: Words) -> Words:
@@ -188,11 +165,12 @@ def mixed(numbers: Words) -> Words:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-_FACTORS = {
-    name: mixed(np.array([number], dtype=np.uint64)) | np.uint64(1)
-    for number, name in enumerate(VALUE_FIELDS, start=1)
+# No difference of two token ids is the one that a bit of the mask makes.
+_FACTORS = {"loss_mask": np.array([GOLDEN], dtype=np.uint64).view(np.int64)} | {
+    name: (mixed(np.array([number], dtype=np.uint64)) | np.uint64(1)).view(np.int64)
+    for number, name in enumerate((*VALUE_FIELDS, "loss_weights", "kept_tokens"), start=1)
 }
-"""The odd factor of each field's bits."""
+"""The odd factor [1] int64 of each field."""
 
 
 def coefficients_of(samples: Sequence[Any], fields: tuple[str, ...]) -> Tensor:
@@ -209,37 +187,37 @@ def coefficient_of(identity: Any) -> Any:
 
 def coefficients_of_positions(count: int) -> Tensor:
     """Return the coefficients of the first response tokens of any sample, [count] float64 in [0.5, 1.5), from a fixed table."""
-    return torch.from_numpy(_position_coefficients(_table_size(count))[:count])
+    return torch.from_numpy(_position_coefficients(count))
 
 
 def coefficient_of_rank(rank: int) -> float:
     """Compute the coefficient, in [0.5, 1.5), of a data-parallel rank: multiples of the golden ratio are far apart."""
-    return 0.5 + (rank + 1) * GOLDEN_FRACTION % 1.0
+    return 0.5 + (rank + 1) * (GOLDEN / 2**64) % 1.0
 
 
-def _table_size(count: int) -> int:
-    """Round up to a power of two, so that few tables are made."""
-    return max(1 << (count - 1).bit_length(), 1024) if count else 1024
+def _first_entries(table: Table) -> Table:
+    """Cache tables of sizes that are powers of two, so that few are made, and return their first entries."""
+    cached = functools.cache(table)
+    return lambda count: cached(max(1 << int(count - 1).bit_length(), 1024))[:count]
 
 
-@functools.cache
+@_first_entries
 def _keys(size: int) -> Integers:
     """Odd keys [size] int64: splitmix64 of the place."""
     counter = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return (mixed(counter) | np.uint64(1)).view(np.int64)
 
 
-@functools.cache
+@_first_entries
 def _position_coefficients(size: int) -> NDArray[np.float64]:
     # Of 32 bits, so that the sums of a million of them are exact, in whatever order.
     return 0.5 + (_keys(size) >> 32 & (2**32 - 1)) / 2.0**32
 
 
-def _ones(size: int) -> Integers:
-    return np.ones(size, dtype=np.int64)
-
-
 @functools.cache
-def _running_sums(table: Table, size: int) -> NDArray[Any]:
-    """Compute the sums of the first 0, 1, ..., size entries."""
-    return np.concatenate([[0], table(size)]).cumsum()
+def _running_sums(table: Table) -> Table:
+    """Make the table of the sums of the first 0, 1, ... entries."""
+    return _first_entries(lambda size: np.concatenate([[0], table(size)]).cumsum())
+
+
+_ones = functools.partial(np.ones, dtype=np.int64)

@@ -8,7 +8,8 @@ and the samples of one rollout come from one rank or one file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
 from megatron_pg.step.sample import Sample, checked_integer
@@ -62,18 +63,22 @@ class _Place(NamedTuple):
         return f"{self.ids.name} ({where})"
 
 
+Groups = dict[int, list[list[_Place]]]
+"""The rollouts of each prompt group, each with its samples."""
+
+
 def check_ids(
     everyone: Sequence[Sequence[CountedSample]],
     *,
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
-) -> None:
-    """Refuse ids that stand for two things in a step.
+) -> Groups:
+    """Refuse ids that stand for two things in a step, and return the rollouts of each prompt group.
 
     Args:
         everyone: the samples of every data-parallel rank.
-        allow_different_prompts: the samples of a prompt group may have different prompts.
-        samples_per_group: the rollouts that every prompt group has; None takes groups of any size.
+        allow_different_prompts: see `step_totals`.
+        samples_per_group: see `step_totals`.
 
     Raises:
         ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
@@ -83,9 +88,9 @@ def check_ids(
     rollouts: dict[object, list[_Place]] = {}
     for rank, samples in enumerate(everyone):
         for number, ids in enumerate(samples):
-            key = rollout_key(ids, rank, number)
+            key = (rank, number) if ids.rollout_id is None else ids.rollout_id
             rollouts.setdefault(key, []).append(_Place(rank, number, ids))
-    groups: dict[int, list[list[_Place]]] = {}
+    groups: Groups = {}
     for members in rollouts.values():
         if len(members) > 1:
             _check_rollout(members, allow_different_prompts)
@@ -96,11 +101,22 @@ def check_ids(
             _check_prompts(group_rollouts)
     if samples_per_group is not None:
         _check_sizes(rollouts.values(), groups, samples_per_group)
+    return groups
 
 
-def rollout_key(sample: CountedSample, rank: int, number: int) -> object:
-    """Name the rollout of a sample: its id, or the place of a sample without one."""
-    return (rank, number) if sample.rollout_id is None else sample.rollout_id
+def odd_group(groups: Groups) -> str:
+    """Name a prompt group with another number of rollouts than most; "" where all have as many."""
+    sizes = Counter(map(len, groups.values()))
+    if len(sizes) < 2:
+        return ""
+    usual = max(sizes, key=lambda size: (sizes[size], size))
+    odd, rollouts = next(item for item in groups.items() if len(item[1]) != usual)
+    others = len(groups) - sizes[usual] - 1
+    more = f"; {others} more differ" if others else ""
+    return (
+        f"prompt group {odd} has {len(rollouts)} rollouts in the step (the first is {rollouts[0][0].ids.name}) and most "
+        f"groups have {usual}{more}"
+    )
 
 
 def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
@@ -130,9 +146,7 @@ def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> 
 
 
 def _check_sizes(
-    rollouts: Iterable[Sequence[_Place]],
-    groups: Mapping[int, Sequence[Sequence[_Place]]],
-    samples_per_group: int,
+    rollouts: Iterable[Sequence[_Place]], groups: Groups, samples_per_group: int
 ) -> None:
     """Refuse a rollout without a prompt group, and a group of another size."""
     expected = f"samples_per_group is {samples_per_group}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,12 +18,10 @@ from torch import Tensor
 from megatron_pg.step.agreement import gather
 from megatron_pg.step.identity import coefficient_of_rank, store_hashes
 from megatron_pg.step.ids import BareSample as BareSample
-from megatron_pg.step.ids import CountedSample, check_ids, rollout_key
+from megatron_pg.step.ids import CountedSample, check_ids, odd_group
 from megatron_pg.step.sample import Sample
 
 AnySample = TypeVar("AnySample", bound=CountedSample)
-
-
 SampleCounts = list[BareSample]
 """The counts of one data-parallel rank's samples."""
 
@@ -46,8 +45,8 @@ class StepTotals:
     auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
     counts_loss_weights: bool = False
     """True where D, G and T are sums of loss weights."""
-    allows_different_group_sizes: bool = field(default=False, compare=False)
-    """True where prompt groups may differ in size: the caller said so, or gave the size and all have it."""
+    odd_group: str = field(default="", compare=False)
+    """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
     data_parallel_rank: int = field(default=0, compare=False)
     """The rank that counted these totals."""
     counts: tuple[SampleCounts, ...] = field(default=(), compare=False, repr=False)
@@ -106,28 +105,6 @@ class StepTotals:
         mine = self.counts[self.data_parallel_rank] if self.counts else ()
         return mine[0].hashed_fields if mine else ()
 
-    @functools.cached_property
-    def odd_group(self) -> str:
-        """A prompt group with another number of rollouts than most, in words; "" where all have as many or may differ."""
-        if self.allows_different_group_sizes or self.num_prompt_groups is None:
-            return ""
-        rollouts: dict[int | None, dict[object, str]] = {}
-        for rank, counts in enumerate(self.counts):
-            for number, count in enumerate(counts):
-                group = rollouts.setdefault(count.group_index, {})
-                group.setdefault(rollout_key(count, rank, number), count.name)
-        sizes = Counter(map(len, rollouts.values()))
-        if len(sizes) < 2:
-            return ""
-        usual = max(sizes, key=lambda size: (sizes[size], size))
-        odd, names = next(item for item in rollouts.items() if len(item[1]) != usual)
-        others = len(rollouts) - sizes[usual] - 1
-        more = f"; {others} more differ" if others else ""
-        return (
-            f"prompt group {odd} has {len(names)} rollouts in the step (the first is {next(iter(names.values()))}) and most "
-            f"groups have {usual}{more}"
-        )
-
     def counted_in(self, denominator: str) -> StepTotals:
         """Return the totals whose D, G and T count the loss mask ("mask") or loss weights ("weights").
 
@@ -145,13 +122,8 @@ class StepTotals:
 
     @functools.cached_property
     def _in_loss_weights(self) -> StepTotals:
-        return _totals(
-            self.counts,
-            _loss_weight,
-            num_tokens=self.num_tokens,
-            counts_loss_weights=True,
-            allows_different_group_sizes=self.allows_different_group_sizes,
-            data_parallel_rank=self.data_parallel_rank,
+        return dataclasses.replace(
+            self, counts_loss_weights=True, **_active_tokens(self.counts, _loss_weight)
         )
 
 
@@ -230,45 +202,41 @@ def totals_of_counts(
     samples_per_group: int | None = None,
     allow_different_group_sizes: bool = False,
 ) -> StepTotals:
-    """Compute the totals of a step from the counts of every data-parallel rank.
-
-    Raises:
-        ValueError: see `step_totals`.
-    """
-    check_ids(
+    """Compute the totals of a step from the counts of every data-parallel rank, as `step_totals` does."""
+    groups = check_ids(
         everyone,
         allow_different_prompts=allow_different_prompts,
         samples_per_group=samples_per_group,
     )
-    return _totals(
-        everyone,
-        _num_active_tokens,
-        num_tokens=num_tokens,
-        allows_different_group_sizes=allow_different_group_sizes or samples_per_group is not None,
-        data_parallel_rank=data_parallel_rank,
-    )
-
-
-def _totals(
-    counts: Sequence[SampleCounts], size_of: Callable[[BareSample], float], **others: Any
-) -> StepTotals:
-    """Add up the sizes of samples over their rollouts and prompt groups."""
-    groups: Counter[int | None] = Counter()
-    rollouts: Counter[Any] = Counter()
-    for rank, rank_counts in enumerate(counts):
-        for number, count in enumerate(rank_counts):
-            size: Any = size_of(count)
-            groups[count.group_index] += size
-            rollouts[rollout_key(count, rank, number)] += size
+    may_differ = allow_different_group_sizes or samples_per_group is not None
+    samples_by_rollout = Counter(count.rollout_id for count in itertools.chain(*everyone))
+    num_without_id = samples_by_rollout.pop(None, 0)
+    has_groups = all(count.group_index is not None for count in itertools.chain(*everyone))
     return StepTotals(
-        num_rollouts=len(rollouts),
-        num_prompt_groups=None if None in groups else len(groups),
-        num_active_tokens=groups.total(),
-        rollout_active_tokens={id_: n for id_, n in rollouts.items() if not isinstance(id_, tuple)},
-        group_active_tokens={id_: n for id_, n in groups.items() if id_ is not None},
-        counts=tuple(counts),
-        **others,
+        num_rollouts=len(samples_by_rollout) + num_without_id,
+        num_prompt_groups=len(groups) if has_groups else None,
+        num_tokens=num_tokens,
+        odd_group="" if may_differ else odd_group(groups),
+        data_parallel_rank=data_parallel_rank,
+        counts=tuple(everyone),
+        **_active_tokens(everyone, _num_active_tokens),
     )
+
+
+def _active_tokens(
+    counts: Iterable[SampleCounts], size_of: Callable[[BareSample], float]
+) -> dict[str, Any]:
+    """Compute T, D and G in `StepTotals`, by field name."""
+    rollouts, groups = Counter[int | None](), Counter[int | None]()
+    for count in itertools.chain(*counts):
+        size: Any = size_of(count)
+        rollouts[count.rollout_id] += size
+        groups[count.group_index] += size
+    return {
+        "num_active_tokens": groups.total(),
+        "rollout_active_tokens": {id_: n for id_, n in rollouts.items() if id_ is not None},
+        "group_active_tokens": {id_: n for id_, n in groups.items() if id_ is not None},
+    }
 
 
 _float64 = functools.partial(torch.tensor, dtype=torch.float64)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -18,11 +20,11 @@ from megatron_pg.step.sample import Sample, check_samples
 from megatron_pg.step.token_window import Layout, TokenWindow
 
 RESPONSE_FIELDS = {
-    "loss_mask": torch.bool,
-    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.float32),
-    "policy_version": torch.int64,
+    "loss_mask": torch.zeros(0, dtype=torch.bool),
+    **dict.fromkeys((*VALUE_FIELDS, "loss_weights"), torch.zeros(0)),
+    "policy_version": torch.zeros(0, dtype=torch.int64),
 }
-"""The fields of a sample that have one value per response token, or one for all of them."""
+"""The fields of a sample that have one value per response token, or one for all of them, and their values for no token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,41 +51,31 @@ class PackedBatch:
     window_segment_ids: Tensor
     """The sample of each response token, [window] int64."""
     loss_mask: Tensor
-    """The active tokens, [window] bool."""
+    """The active tokens, [window] bool. The fields of `Sample` below are [window] float32, and None where samples carry none."""
     advantages: Tensor
-    """The advantages [window] float32."""
     old_log_probs: Tensor | None
-    """Log-probs [window] float32 under the policy that the step starts from; None where the samples carry none."""
     ref_log_probs: Tensor | None
-    """Log-probs [window] float32 under the reference policy, or None."""
     rollout_log_probs: Tensor | None
-    """Log-probs [window] float32 that the rollout engine reported, or None."""
     loss_weights: Tensor | None
-    """The loss weights [window] float32, 1 for samples that have none; None where no sample has any."""
+    """The loss weights, 1 for samples that have none; None where no sample has any."""
     policy_version: Tensor | None
-    """The version of the policy that generated each token, [window] int64, or None."""
+    """The version of the policy that generated each token, [window] int64."""
     old_values: Tensor | None
-    """The critic's values [window] float32 that the advantages were made of, or None."""
     returns: Tensor | None
-    """The returns [window] float32 that the critic is trained to, or None."""
     num_active_tokens: int
     """Active tokens of this rank's window (a host number)."""
     largest_token: int
-    """The largest token id of the micro-batch, prompts included; known on the host."""
+    """The largest token id of the micro-batch, prompts included (a host number)."""
     largest_target: int
-    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host number), to be held against the size of
-    the vocabulary."""
+    """The largest id among `targets`, kept sets and a teacher's likeliest tokens (a host number)."""
     coefficients: Tensor
     """The numbers [window] float64 that tokens count by their position in the response, in the sums that tell samples apart."""
-
     kept_tokens: Ragged | None = None
-    """The ids that each token was sampled from, [window] rows; empty where masked and where all were kept. Stays on the host.
-    None where the samples carry none."""
+    """The ids that each token was sampled from, [window] rows on the host; empty where masked and where all were kept."""
     kept_set_size: Tensor | None = None
     """Sizes of the kept sets, [window] float32; 0 for an empty row."""
     side_channels: Mapping[str, Tensor | Ragged] = field(default_factory=dict)
-    """The side channels of the samples by name: [window, ...] of those of response tokens, [local_tokens, ...] of those of all
-    tokens."""
+    """The side channels by name: [window, ...] of response tokens, [local_tokens, ...] of all tokens."""
 
     @property
     def kept_tokens_of_rows(self) -> Ragged | None:
@@ -96,19 +88,15 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Move the tensors to `device` as `to_device` does."""
-        tensors = {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         cu_seqlens, *moved = _moved([self.window.cu_seqlens, *tensors.values()], device)
-        window = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
         changes: dict[str, Any] = dict(zip(tensors, moved, strict=True))
+        changes["window"] = dataclasses.replace(self.window, cu_seqlens=cu_seqlens)
         changes["side_channels"] = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in self.side_channels.items()
         }
-        return dataclasses.replace(self, window=window, **changes)
+        return dataclasses.replace(self, **changes)
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
@@ -148,10 +136,10 @@ def pack(
     Args:
         samples: the samples of the micro-batch, the same on every rank of the context-parallel, tensor-parallel and
             pipeline-parallel groups. Empty gives one dummy segment that no objective counts.
-        cp_rank: rank in the context-parallel group.
-        cp_size: its size.
-        pad_to_multiple: see `TokenWindow.build`; `cp_size * tp_size` under sequence parallelism.
-        cp_partition_mode: which tokens of the pack this rank takes; that of the model's attention.
+        cp_rank: see `TokenWindow.build`, for all that follow.
+        cp_size: of the context-parallel group.
+        pad_to_multiple: `cp_size * tp_size` under sequence parallelism.
+        cp_partition_mode: that of the model's attention.
 
     Raises:
         ValueError: an argument that is no list of samples; a field that some samples have and others lack, naming one of
@@ -171,21 +159,13 @@ def pack(
     )
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(s.tokens for s in samples)])
     response_fields: dict[str, Any] = {
-        name: _field_in_window(
-            name, _response_values(name, samples), samples, window, torch.zeros(0, dtype=dtype)
-        )
-        for name, dtype in RESPONSE_FIELDS.items()
+        name: _field_in_window(name, _response_values(name, samples), samples, window, empty)
+        for name, empty in RESPONSE_FIELDS.items()
     }
-    names = dict.fromkeys(name for sample in samples for name in sample.side_channels)
-    channels = {
-        name: _field_in_window(
-            f"side_channels[{name!r}]",
-            [sample.side_channels.get(name) for sample in samples],
-            samples,
-            window,
-        )
-        for name in names
-    }
+    channels = {}
+    for name in dict.fromkeys(itertools.chain(*(sample.side_channels for sample in samples))):
+        parts = [sample.side_channels.get(name) for sample in samples]
+        channels[name] = _field_in_window(f"side_channels[{name!r}]", parts, samples, window)
     loss_mask = response_fields["loss_mask"]
     sets = [sample.kept_tokens for sample in samples]
     kept = _field_in_window("kept_tokens", sets, samples, window, _NO_ROW.slice(slice(0, 0)))
@@ -193,8 +173,8 @@ def pack(
         kept = kept.only(loss_mask)
     targets = _gather_or_zero(tokens, window.target_indices)
     ids = [targets] if kept is None else [targets, kept.values]
-    if isinstance(teacher := channels.get("teacher_ids"), Tensor):
-        ids.append(teacher[loss_mask])
+    if "teacher_ids" in channels:
+        ids.append(channels["teacher_ids"][loss_mask])
     row_mask = torch.zeros(window.local_tokens, dtype=torch.bool)
     row_mask.index_copy_(0, window.logit_rows, loss_mask)
     return PackedBatch(
@@ -231,9 +211,8 @@ def _response_values(field: str, samples: Sequence[Sample]) -> list[Tensor | Non
     values = [getattr(sample, field) for sample in samples]
     if field == "loss_weights" and any(value is not None for value in values):
         values = [1.0 if value is None else value for value in values]
-    dtype = RESPONSE_FIELDS[field]
     return [
-        torch.full((s.response_length,), x, dtype=dtype) if isinstance(x, (int, float)) else x
+        RESPONSE_FIELDS[field].new_full((s.response_length,), x) if isinstance(x, Number) else x
         for s, x in zip(samples, values, strict=True)
     ]
 
@@ -245,18 +224,10 @@ def _field_in_window(
     window: TokenWindow,
     empty: Tensor | Ragged | None = None,
 ) -> Any:
-    """Take the rows of this rank from a field of all samples, or None where all of them lack it.
+    """Take the rows of this rank, [window, ...] or [local_tokens, ...], from a field of all samples; None where all lack it.
 
-    Args:
-        field: its name in errors.
-        parts: each sample's rows, of its response tokens or of all its tokens.
-        samples: the samples, for their names.
-        window: the window of this rank.
-        empty: the field of no samples.
-
-    Returns:
-        [window, ...] of a field of response tokens; [local_tokens, ...] of one of all tokens, zeros or an empty row for
-        padding.
+    `parts` are each sample's rows, of its response tokens or of all its tokens; `empty` is the field of no samples. Padding
+    gets zeros or an empty row.
     """
     lacks = [part is None for part in parts]
     given: list[Any] = [part for part in parts if part is not None]

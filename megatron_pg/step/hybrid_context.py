@@ -53,11 +53,9 @@ def plan_hybrid_cp_step(
         max_tokens_per_rank: the most packed tokens of a micro-batch on one rank, padding included (Megatron's
             `max_seqlen_per_dp_cp_rank`); under sequence parallelism a multiple of the tensor-parallel size.
         data_with_context_group: the data-parallel group *with* context parallelism; None is this rank alone.
-        cp_partition_mode: as given to `pack`.
+        cp_partition_mode: see `pack`.
         cost: what is evened out between ranks and orders micro-batches; by default tokens.
-        allow_different_prompts: see `step_totals`.
-        samples_per_group: see `step_totals`.
-        allow_different_group_sizes: see `step_totals`.
+        samples_per_group: see `step_totals`, for both permissions too.
 
     Raises:
         ValueError: a sample that all ranks together do not hold, sizes out of range, a number of ranks that is no power
@@ -65,10 +63,8 @@ def plan_hybrid_cp_step(
             refuses.
     """
     group = data_with_context_group
-    rank, num_ranks = (
-        (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    )
-    layout = Layout(rank, num_ranks, cp_partition_mode)
+    place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    layout = Layout(*place, cp_partition_mode)
 
     def plan_rank() -> list[tuple[tuple[int, ...], int, int]]:
         _check_sizes(samples, layout, max_tokens_per_rank)

@@ -70,9 +70,7 @@ def plan_step(
         max_tokens_per_microbatch: the most packed tokens of a micro-batch over the context-parallel group, padding
             included; a rank holds `1 / cp_size` of them.
         data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
-        cp_size: as given to `pack`.
-        pad_to_multiple: as given to `pack`.
-        cp_partition_mode: as given to `pack`.
+        cp_size: see `pack`, for `pad_to_multiple` and `cp_partition_mode` too.
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
@@ -81,9 +79,7 @@ def plan_step(
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
-        allow_different_prompts: see `step_totals`.
-        samples_per_group: see `step_totals`.
-        allow_different_group_sizes: see `step_totals`.
+        samples_per_group: see `step_totals`, for both permissions too.
 
     Raises:
         ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all
@@ -147,10 +143,9 @@ def plan_step(
 
 
 def pipeline_order(dearest_first: tuple[Ordered, ...]) -> tuple[Ordered, ...]:
-    """Order micro-batches so that the cheap ones stand at both ends.
+    """Order micro-batches so that the cheap ones stand at both ends, which a pipeline's stages wait for.
 
-    A pipeline fills with the first and drains with the last while its stages wait. All ranks run their dearest at the same
-    place, as experts need it.
+    All ranks run their dearest at the same place, as experts need it.
     """
     return dearest_first[::2][::-1] + dearest_first[1::2]
 
@@ -172,8 +167,7 @@ def assign_to_data_parallel_ranks(
     Args:
         samples: all samples of the step.
         data_parallel_size: the number of ranks to split over, without context parallelism.
-        cp_size: as given to `pack`.
-        cp_partition_mode: as given to `pack`.
+        cp_size: see `pack`, for `cp_partition_mode` too.
         cost: what is evened out; by default tokens.
 
     Returns:

@@ -109,11 +109,12 @@ class Sample:
         tokens = self._vector("tokens")
         if tokens.numel() and not has_integers(tokens):
             raise ValueError(f"{self.name}: tokens has dtype {tokens.dtype}, expected integers")
-        self._store("tokens", tokens.to(torch.int64, copy=True))
+        stored = vars(self)
+        stored["tokens"] = tokens.to(torch.int64, copy=True)
         for field in ("response_length", "group_index", "rollout_id", "policy_version"):
             value = getattr(self, field)
             if value is not None or field == "response_length":
-                self._store(field, checked_integer(f"{self.name}: {field}", value))
+                stored[field] = checked_integer(f"{self.name}: {field}", value)
         check_lengths(
             f"{self.name}: response_length", self.response_length, "total_length", self.total_length
         )
@@ -121,20 +122,20 @@ class Sample:
         is_wrong = (torch.arange(self.total_length) >= self.prompt_length) & (self.tokens < 0)
         problem = ", a response token: expected an id of the vocabulary, 0 or more"
         refuse_values(f"{self.name}: tokens", self.tokens, is_wrong, problem)
-        loss_mask = self._per_response_token("loss_mask").double()
+        loss_mask = self._vector("loss_mask", self.response_length).double()
         check_mask(f"{self.name}: loss_mask", loss_mask)
-        self._store("loss_mask", loss_mask.bool())
+        stored["loss_mask"] = loss_mask.bool()
         for field in ("loss_weights", *VALUE_FIELDS):
             if getattr(self, field) is not None:
-                self._store(field, self._checked_values(field))
+                stored[field] = self._checked_values(field)
         if self.kept_tokens is not None:
             where, targets = f"{self.name}: kept_tokens", self.tokens[self.prompt_length :]
-            kept = checked_kept_tokens(where, self.kept_tokens, targets, self.loss_mask)
-            self._store("kept_tokens", kept)
-        channels = checked_side_channels(
+            stored["kept_tokens"] = checked_kept_tokens(
+                where, self.kept_tokens, targets, self.loss_mask
+            )
+        stored["side_channels"] = checked_side_channels(
             self.name, self.side_channels, self.loss_mask, self.total_length
         )
-        self._store("side_channels", channels)
 
     @property
     def total_length(self) -> int:
@@ -158,17 +159,11 @@ class Sample:
 
     @functools.cached_property
     def identity(self) -> int:
-        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights, kept sets and `hashed_fields`."""
-        store_hashes([self])
-        return self.identity
-
-    @functools.cached_property
-    def hashed_fields(self) -> tuple[str, ...]:
-        """The fields of values in the identity: advantages, log-probs, `old_values` and `returns`, where every sample of the step
-        had them when it was counted.
+        """A 64-bit hash of what the sample is: tokens, response length, loss mask, loss weights and kept sets; of advantages,
+        log-probs, `old_values` and `returns` those that every sample of the step had when it was counted.
         """
         store_hashes([self])
-        return self.hashed_fields
+        return self.identity
 
     @functools.cached_property
     def prompt_hash(self) -> int:
@@ -176,16 +171,7 @@ class Sample:
         store_hashes([self])
         return self.prompt_hash
 
-    @functools.cached_property
-    def active_coefficients(self) -> float:
-        """The sum over the active tokens of their loss weights times the coefficients of sample and position."""
-        store_hashes([self])
-        return self.active_coefficients
-
-    def _store(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
-
-    def _vector(self, field: str) -> Tensor:
+    def _vector(self, field: str, length: int | None = None) -> Tensor:
         """Convert a field to a one-dimensional host tensor of real numbers, or raise an error that names the field."""
         where = f"{self.name}: {field}"
         try:
@@ -205,16 +191,11 @@ class Sample:
             )
         if vector.is_complex():
             raise ValueError(f"{where} has dtype {vector.dtype}, expected real numbers")
-        return vector.detach()
-
-    def _per_response_token(self, field: str) -> Tensor:
-        vector = self._vector(field)
-        if vector.numel() != self.response_length:
+        if length not in (None, vector.numel()):
             raise ValueError(
-                f"{self.name}: {field} is of {vector.numel()} values, expected one per response token "
-                f"({self.response_length})"
+                f"{where} is of {vector.numel()} values, expected one per response token ({length})"
             )
-        return vector
+        return vector.detach()
 
     def _checked_values(self, field: str) -> Tensor:
         """Convert a field of response tokens to float32, and refuse values at active tokens that are none of the field's."""
@@ -229,7 +210,7 @@ class Sample:
                     f"{where} is {reprlib.repr(number)}, expected a number that float32 holds"
                 ) from error
         else:
-            given = self._per_response_token(field)
+            given = self._vector(field, self.response_length)
         values = given.to(torch.float32, copy=True)  # the caller may fill its buffer again
         if field in LOG_PROB_FIELDS:
             check_log_probs(where, values, self.loss_mask)

@@ -41,9 +41,7 @@ class Layout:
     """
 
     cp_rank: int = 0
-    """Rank in the context-parallel group."""
     cp_size: int = 1
-    """Size of the context-parallel group."""
     mode: CpPartitionMode = "zigzag"
     multiple: int = 1
     """Number that divides the packed length over the whole group (`pad_to_multiple`)."""
@@ -208,9 +206,9 @@ class TokenWindow:
             response_lengths: response tokens of each sample; 0 is legal and contributes nothing.
             cp_rank: rank in the context-parallel group.
             cp_size: size of the context-parallel group.
-            pad_to_multiple: the packed length over the whole group becomes a multiple of this, by one extra padding
-                segment (`cp_size * tp_size` under sequence parallelism). It belongs to no sample.
-            cp_partition_mode: how the group cuts the pack, `zigzag` or `contiguous`.
+            pad_to_multiple: divides the packed length over the whole group, by a padding segment that belongs to no sample
+                (`cp_size * tp_size` under sequence parallelism).
+            cp_partition_mode: how the group cuts the pack.
 
         Raises:
             ValueError: lengths that do not fit each other, a response with no prompt token before it (the first
@@ -283,18 +281,16 @@ def _positions(layout: Layout, padded: Indices) -> tuple[Indices, Indices]:
 
 def _checked_lengths(
     total_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], ...]:
     if len(total_lengths) != len(response_lengths):
         raise ValueError(
             f"total_lengths has {len(total_lengths)} samples and response_lengths {len(response_lengths)}: "
             "give one of each per sample"
         )
+    names = {"total_lengths": total_lengths, "response_lengths": response_lengths}
     totals, responses = (
         tuple(checked_integer(f"{name}[{number}]", value) for number, value in enumerate(lengths))
-        for name, lengths in (
-            ("total_lengths", total_lengths),
-            ("response_lengths", response_lengths),
-        )
+        for name, lengths in names.items()
     )
     for number, (total, response) in enumerate(zip(totals, responses, strict=True)):
         where = f"sample {number}: response_lengths[{number}]"

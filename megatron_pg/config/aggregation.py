@@ -18,29 +18,23 @@ class AggregationSettings(Settings):
 
     loss_aggregation: str = "sample_mean"
     """Aggregation of the per-token losses x of a step to one number; all totals are of the whole step."""
-
     loss_aggregation_divisor: Annotated[float | None, Interval(0, metavar="L")] = None
     """L of constant, 1/(N L) sum m x, in tokens (Dr.GRPO, arXiv:2503.20783 eq. 2). Above 0."""
-
     loss_weight_denominator: Literal["mask", "weights"] = "mask"
     """Unit of D, G and T where samples carry loss weights u (Sample.loss_weights), by which every term of the loss is
     multiplied token by token. mask: active tokens, as without weights. weights: sum m u, so that a weight of 0 is as
     good as a masked token; needs samples with weights (1 where others have none)."""
-
     calculate_per_token_loss: bool = False
     """Megatron's per-token mode: gradients are summed over tokens and divided by the token count of the step. token_mean
     turns it on by itself, sample_mean with it becomes token_mean, constant and prompt_mean refuse it."""
-
     custom_pg_loss_reducer_function_path: str | None = None
     """Import path of f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer, where
     reducer(x) is the inner sum over this rank's window; f is given cp_rank, cp_size, cp_partition_mode and
     pad_to_multiple too where its signature names them. The masks are those that corrections leave. Takes the place of
     loss_aggregation; the outer count is N rollouts, T active tokens in per-token mode."""
-
     divide_gradient_twice: bool = False
     """Report the loss and differentiate loss / outer count, KL and entropy terms included: parity with a script that
     returns the mean over M documents to an engine that divides by M again (DeepSpeed). Not with grad_divisor."""
-
     grad_divisor: Annotated[float | None, Interval(0), PYTHON_ONLY] = None
     """Python API only. The reported policy loss is inner sum / outer count, the differentiated one inner sum /
     grad_divisor, for parity with engines that divide twice; PolicyStep takes one for its step. The same of the whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -72,7 +73,6 @@ class Field:
     interval: Interval | None
     parsed: Parsed | None
     is_optional: bool
-    """None is a value."""
     has_flag: bool
 
     @property
@@ -99,13 +99,13 @@ class Field:
             expected = "a sequence of words"
         elif self.interval is None:
             valid, expected = isinstance(value, str) and bool(value), "a path, such as pkg.mod.fn"
+        elif self.type is int:
+            valid = isinstance(value, numbers.Integral) and self.interval.contains(value)
+            expected = f"an integer {self.interval}"
         else:
-            valid = self.interval.contains(value)
-            kind = "a number or inf" if self.interval.or_infinite else "a finite number"
-            expected = f"{'an integer' if self.type is int else kind} {self.interval}"
-            if self.type is int:
-                valid = valid and isinstance(value, numbers.Integral)
-            elif valid and not (FLOAT32[0] <= abs(value) <= FLOAT32[1] or value in (0, math.inf)):
+            valid, kind = self.interval.contains(value), "a finite number"
+            expected = f"{'a number or inf' if self.interval.or_infinite else kind} {self.interval}"
+            if valid and not (FLOAT32[0] <= abs(value) <= FLOAT32[1] or value in (0, math.inf)):
                 valid, expected = False, f"{expected} that float32 holds"
         if valid:
             return None
@@ -147,20 +147,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_FIELDS: dict[type[Any], dict[str, Field]] = {}
-
-
+@functools.cache
 def fields_of(settings: type[Any]) -> dict[str, Field]:
     """Return the fields of a settings dataclass, by name and in order.
 
     The annotation is bool, `Literal` words, `Annotated[float, Interval(...)]`, `Annotated[int, COUNT]`, a tuple of words,
     or str, an import path or a word of the table of that name (`TABLES`); `| None` allows None.
     """
-    if settings not in _FIELDS:
-        hints = get_type_hints(settings, include_extras=True)
-        fields = [field for field in dataclasses.fields(settings) if field.init]
-        _FIELDS[settings] = {field.name: _field(field, hints[field.name]) for field in fields}
-    return _FIELDS[settings]
+    hints = get_type_hints(settings, include_extras=True)
+    fields = [field for field in dataclasses.fields(settings) if field.init]
+    return {field.name: _field(field, hints[field.name]) for field in fields}
 
 
 def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
@@ -181,11 +177,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 class Settings:
-    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text.
-
-    Raises:
-        ValueError: values are out of range or contradict each other. One error has all violations, and names flags.
-    """
+    """Base of a frozen dataclass that refuses wrong values. The docstring under a field is its flag's help text."""
 
     def __post_init__(self) -> None:
         refuse(self.checked(vars(self))[0])
@@ -196,12 +188,7 @@ class Settings:
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> tuple[list[str], Self]:
-        """Check values by field name.
-
-        Returns:
-            The violations, and the dataclass with a default for each value that is wrong or absent, made without
-            `__post_init__`.
-        """
+        """Return the violations of values by field name, and the dataclass with defaults for those wrong or absent."""
         violations, sound = [], object.__new__(cls)
         for field in fields_of(cls).values():
             value = given.get(field.name, field.default)

@@ -19,24 +19,19 @@ class ModelSettings(Settings):
 
     qkv_format: Literal["thd", "bshd"] = "thd"
     """Layout of the model's input. thd: packed. bshd: one padded row a sequence, not under context parallelism."""
-
     cp_partition_mode: CpPartitionMode = "zigzag"
     """Tokens of a pack that a context-parallel rank holds, as the model's attention has them. zigzag: of every sequence
     the chunks r and 2 CP - 1 - r. contiguous: one slice of the whole pack."""
-
     rollout_temperature: Annotated[float, Interval(0)] = 1.0
     """Temperature t of the rollout engine: log-probs and entropy are those of logits / t. Above 0."""
-
     replay_sampling_set: bool = False
     """Log-probs and entropy of the distribution renormalised to the set that each token was sampled from (top-p,
     top-k): log_prob = z_y / t - logsumexp over the set of z_k / t. Needs the sets (kept_tokens) of every sample, and
     all log-probs of the samples over the same sets. A KL term is that of the two renormalised distributions."""
-
     fused_lm_head: bool = False
     """Compute output layer, log-probs and entropy together, a chunk of tokens at a time, without
     the logits of all tokens in memory. Needs Megatron's ColumnParallelLinear as output layer, and
     PolicyStep with the model. Not with bshd."""
-
     fp32_lm_head: bool = False
     """Logits with float32 accumulation and output from the model's bf16 operands, in the fused head or in the model's
     own output layer. Needs Megatron's ColumnParallelLinear there, and PolicyStep."""
@@ -58,11 +53,9 @@ class ReportSettings(Settings):
 
     pg_metrics: Literal["none", "basic", "with_entropy"] = "basic"
     """Metrics beside the loss. basic: ratios, clip fractions, advantages, counts. with_entropy: the entropy too."""
-
     kept_set_mass: bool = False
     """Report kept_set_mass, the probability that the policy in training gives the kept sets, at the cost of a pass over
     the vocabulary. Needs replay_sampling_set; not with fused_lm_head."""
-
     check_aggregation: bool = False
     """Stop with an error, instead of one warning, when the aggregation checksum of a step is not 1 (sums of weights
     over their values from the totals): a sample was duplicated, dropped, mis-sliced or exchanged for another."""

@@ -30,37 +30,27 @@ class ObjectiveSettings(Settings):
 
     policy_loss: str = "ppo"
     """Per-token loss, with r = exp(log_prob - old_log_prob)."""
-
     custom_policy_loss_path: str | None = None
     """Import path, pkg.mod.fn, of f(config, tokens, log_probs) -> per-token loss [window], in place of policy_loss."""
-
     ratio_anchor: Literal["old", "rollout"] = "old"
     """Log-probs in the denominator of the ratio r, wherever r stands. old: old_log_probs, of the policy that the step
     starts from. rollout: rollout_log_probs, of the engine that sampled; then r carries staleness and mismatch, the clip
     bounds both, and old_log_probs are not read. Not with use_tis."""
-
     eps_clip: Annotated[float, Interval(0, 1)] = 0.2
     """The ratio is clipped from below at 1 - eps_clip. Above 0, at most 1."""
-
     eps_clip_high: Annotated[float | None, Interval(0)] = None
     """The ratio is clipped from above at 1 + eps_clip_high (arXiv:2503.14476). Above 0. Unset: eps_clip."""
-
     eps_clip_c: Annotated[float | None, Interval(1)] = None
     """Dual clip of ppo and gspo (arXiv:1912.09729): where A < 0 the loss is at most -eps_clip_c A. Above 1."""
-
     cispo_lower_bound: bool = False
     """Clip the ratio of cispo from below too: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A log_prob."""
-
     sapo_tau_pos: Annotated[float, Interval(0)] = 1.0
     """Temperature tau of sapo where A > 0. Above 0; the larger, the faster the gradient falls off as r leaves 1."""
-
     sapo_tau_neg: Annotated[float, Interval(0)] = 1.05
     """Temperature tau of sapo where A <= 0. Above 0."""
-
     dppo_delta: Annotated[float | None, Interval(0, 1)] = None
     """Divergence above which dppo_tv and dppo_kl drop a token with A < 0 whose probability fell. Above 0, at most 1.
     Unset: 0.15 for dppo_tv, 0.05 nats for dppo_kl."""
-
     dppo_delta_high: Annotated[float | None, Interval(0, 1)] = None
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
 
@@ -84,49 +74,35 @@ class MismatchSettings(Settings):
     use_tis: bool = False
     """Truncated importance sampling against the mismatch of rollout engine and trainer: weigh the per-token loss as
     tis_level and tis_mode say. Needs rollout_log_probs."""
-
     custom_tis_function_path: str | None = None
     """Import path of f(config, tokens, log_probs, pg_loss) -> (pg_loss, loss_mask), in place of use_tis's weights."""
-
     tis_level: Literal["token", "sequence", "geometric"] = "token"
     """Unit of the importance weight w, with d = old_log_prob - rollout_log_prob. token: w = exp(d). sequence: w =
     exp(sum_t d), one for all tokens of the sample. geometric: w = exp(mean_t d), likewise."""
-
     tis_mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of w. truncate: clamp(w, tis_clip_low, tis_clip). mask: 0 outside these bounds (token: IcePop)."""
-
     tis_clip: Annotated[float, _UPPER_BOUND] = 2.0
     """Upper bound of the importance weight. At least e^-20, the smallest weight."""
-
     tis_clip_low: Annotated[float, _LOWER_BOUND] = 0.0
     """Lower bound of the importance weight. At least 0, at most e^20 and tis_clip."""
-
     use_geometric_rejection: bool = False
     """Keep a sequence only if exp(mean_t d), d = old_log_prob - rollout_log_prob, lies between geometric_rejection_low
     and geometric_rejection_high. Needs rollout_log_probs."""
-
     geometric_rejection_low: Annotated[float, _LOWER_BOUND] = 0.999
     """Smallest exp(mean_t d) that is kept. At most e^20; 0 leaves the bound open."""
-
     geometric_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 1.001
     """Largest exp(mean_t d) that is kept. At least e^-20; inf leaves the bound open."""
-
     use_sequence_rejection: bool = False
     """Keep a sequence only if exp(sum_t d), d = old_log_prob - rollout_log_prob, lies between sequence_rejection_low
     and sequence_rejection_high. Needs rollout_log_probs."""
-
     sequence_rejection_low: Annotated[float, _LOWER_BOUND] = 0.5
     """Smallest exp(sum_t d) that is kept. At most e^20; 0 leaves the bound open."""
-
     sequence_rejection_high: Annotated[float, _OPEN_UPPER_BOUND] = 2.0
     """Largest exp(sum_t d) that is kept. At least e^-20; inf leaves the bound open."""
-
     use_opsm: bool = False
     """Off-policy sequence masking: drop a sequence if A < 0 and mean_t(old_log_prob - log_prob) > opsm_delta."""
-
     opsm_delta: Annotated[float, Interval(0, closed=True)] = 1e-4
     """Threshold of use_opsm, in nats per token. At least 0."""
-
     rejection_denominator: Literal["original", "accepted"] = "original"
     """Totals that the aggregation divides by when tokens or sequences are rejected. original: those before rejection,
     so that a rejected token counts as a zero. accepted: those of what was kept."""
@@ -148,21 +124,16 @@ class RegularizerSettings(Settings):
     """Aggregation of the KL and entropy terms. sample_mean: the sample mean, whatever loss_aggregation is. loss: the
     aggregation of the policy loss, so that the whole loss is aggregate(pg + beta kl - c H), over the tokens before any
     rejection; grad_divisor then divides all of it."""
-
     kl_loss_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight beta of the KL term: loss = pg + beta * kl, the mean of regularizer_aggregation. At least 0. Above 0 it
     needs ref_log_probs, of the reference model."""
-
     kl_loss_type: str = "k3"
     """Per-token estimate of KL(policy || reference), with d = log_prob - ref_log_prob."""
-
     use_unbiased_kl: bool = False
     """Weight the KL estimate by the ratio: r * kl, with gradient through r."""
-
     kl_loss_gradient: Literal["estimate", "k2"] = "estimate"
     """Gradient of the KL term. estimate: of kl_loss_type. k2: of d^2 / 2 whatever the value is (straight-through), whose
     on-policy expectation is the gradient of the divergence (arXiv:2506.09477). Not with use_unbiased_kl."""
-
     entropy_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight c of the entropy bonus: loss = pg - c * entropy, the mean of regularizer_aggregation of the entropy of the
     full vocabulary, in nats, with gradient. At least 0."""
@@ -182,15 +153,12 @@ class DistillationSettings(Settings):
     distill_coef: Annotated[float, Interval(0, closed=True)] = 0.0
     """Weight of a distillation term beside another policy loss: loss = pg + distill_coef * D, D the divergence from the
     teacher by the same aggregation. At least 0. Needs distill_teacher."""
-
     distill_divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """D of --policy-loss distill and of distill_coef, with p of the student and q of the teacher. forward_kl: sum_v q
     log(q / p). reverse_kl: sum_v p log(p / q). jsd: beta sum_v q log(q / m) + (1 - beta) sum_v p log(p / m), m = beta q
     + (1 - beta) p (arXiv:2306.13649)."""
-
     distill_beta: Annotated[float, Interval(0, 1)] = 0.5
     """beta of jsd, the teacher's weight in the mixture. Above 0, below 1."""
-
     distill_teacher: Literal["logits", "hidden", "top_k"] | None = None
     """Side channels of the samples that hold the teacher. logits: teacher_logits over the vocabulary. hidden:
     teacher_hidden, to be multiplied by the teacher's output weight (PolicyStep's teacher_weight). top_k: teacher_ids

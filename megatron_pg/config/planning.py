@@ -26,42 +26,31 @@ class PlanningConfig(Settings):
 
     max_tokens_per_microbatch: Annotated[int, COUNT]
     """The most packed tokens of a micro-batch over the context-parallel group, padding included. Needed."""
-
     oversized_samples: OversizedSamples = "error"
     """Treatment of a sample longer than --max-tokens-per-microbatch: stop and name it, or a micro-batch of its own."""
-
     balance: Balance = "time"
     """Quantity to even out between micro-batches, within --max-tokens-per-microbatch. time: a l + b l^2 of each
     sequence of l tokens, with a and b from the model's shape. tokens: their number."""
-
     ragged_microbatches: bool = False
     """Let data-parallel ranks run different numbers of micro-batches, where those with fewer would run empty ones.
     Refused with expert parallelism, whose ranks run in step."""
-
     docs_per_step: Annotated[int | None, COUNT] = None
     """Documents (rollouts) of a step, over all data-parallel ranks. Unset: the training script decides."""
-
     docs_per_step_mode: DocsPerStepMode = "at_least"
     """Samples pulled beyond --docs-per-step. at_least: the step keeps them. exact: the next step gets them."""
-
     keep_prompt_groups: bool = False
     """End steps between prompt groups; a step then may hold a part of a group more than --docs-per-step. Without it a
     group cut by the end of a step is an error with --loss-aggregation prompt_mean."""
-
     rollout_files: tuple[str, ...] = ()
     """Parquet and JSON Lines files to train from, one row a sample, in this order; of a directory all, by name."""
-
     on_bad_row: OnBadRow = "error"
     """Treatment of a row of --rollout-files that is no sample. error: stop and say why. skip: pass and count it."""
-
     allow_different_prompts_in_group: bool = False
     """Let the samples of a prompt group have different prompts, from an environment that varies the prompt. Without it
     such a group is an error: two ranks or files that number their groups alike would look the same."""
-
     allow_different_group_sizes: bool = False
     """Let the prompt groups of a step differ in size under --loss-aggregation prompt_mean, as dynamic sampling and
     agentic rollouts make them. Without it such a step is an error: its end may have cut a group."""
-
     distinct_ids: DistinctIds | None = None
     """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0.
     rank: ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the

@@ -41,7 +41,6 @@ class AggregationSettings(Settings):
     loss under regularizer_aggregation loss. Above 0. None: the outer count for both."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a reduction by two, and a gradient divided by two."""
         divisor = self.loss_aggregation_divisor
         if self.custom_pg_loss_reducer_function_path is not None:
             ignores = "--custom-pg-loss-reducer-function-path is a reduction and would ignore"

@@ -12,8 +12,6 @@ import torch
 
 from megatron_pg.config.fields import flag_of
 
-# A result that depends on other tokens of the micro-batch makes the objective depend on packing; sums over a sequence
-# are those of loss/sequence.py. Advantages and log-probs [window] of the tokens are 0 where masked.
 CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_policy_loss_path": (("config", "tokens", "log_probs"), ()),
     "custom_tis_function_path": (("config", "tokens", "log_probs", "pg_loss"), ()),
@@ -22,8 +20,9 @@ CUSTOM_FUNCTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("cp_rank", "cp_size", "cp_partition_mode", "pad_to_multiple"),
     ),
 }
-"""Arguments by position, and by keyword where the signature names them, of the function whose import path a setting has;
-the setting's docstring says what it returns."""
+"""Arguments by position, and by keyword where the signature names them, of the function whose import path a setting has.
+
+A result that depends on other tokens of the micro-batch makes the objective depend on packing."""
 
 
 def custom_function_violations(settings: Any) -> Iterator[str]:
@@ -38,11 +37,7 @@ def custom_function_violations(settings: Any) -> Iterator[str]:
 
 @functools.cache
 def load_custom_function(field: str, path: str) -> Callable[..., Any]:
-    """Import the function that a setting of `CUSTOM_FUNCTIONS` names, and check that it takes its arguments.
-
-    Args:
-        field: the setting.
-        path: `pkg.mod.fn` or `pkg.mod:fn`.
+    """Import the function at the path that a setting of `CUSTOM_FUNCTIONS` has, and check that it takes its arguments.
 
     Raises:
         ValueError: the path is malformed, the import fails (its error is the cause), the module has no such function, or
@@ -64,21 +59,21 @@ def load_custom_function(field: str, path: str) -> Callable[..., Any]:
     if not callable(function):
         kind = f"{function!r} of type {type(function).__name__}"
         found = kind if hasattr(module, name) else f"no attribute {name!r}"
-        place = f"{module_name} ({getattr(module, '__file__', 'built-in')})"
         raise ValueError(
-            f"{flag} {path}: expected a function of {expected} in {place}; found {found}"
+            f"{flag} {path}: expected a function of {expected} in {module_name} "
+            f"({getattr(module, '__file__', 'built-in')}); found {found}"
         )
     try:
         signature = inspect.signature(function)
         signature.bind(*positional, **dict.fromkeys(named_keywords(function, keywords)))
     except ValueError as error:
-        remedy = f"wrap it in a Python function of {expected}"
         raise ValueError(
-            f"{flag} {path}: its signature cannot be read ({error}); {remedy}"
+            f"{flag} {path}: its signature cannot be read ({error}); wrap it in a Python function of {expected}"
         ) from error
     except TypeError as error:
-        wrong = f"cannot be called with the positional arguments {expected}: {error}"
-        raise ValueError(f"{flag} {path}: {wrong}; found the signature {signature}") from error
+        raise ValueError(
+            f"{flag} {path}: cannot be called with the positional arguments {expected}: {error}; found the signature {signature}"
+        ) from error
     return function  # type: ignore[no-any-return]
 
 
@@ -99,12 +94,8 @@ def check_returned(
 ) -> None:
     """Refuse a user's result that is no tensor of that shape, or has lost its gradient; its values are not read.
 
-    Megatron's schedules pass over a loss without a gradient, so that training would go on and learn nothing.
-
-    Args:
-        where: the flag and the path, and the name of the result where there are several.
-        meaning: the tensor's contents, for the error message.
-        differentiable_in: the argument that must get a gradient, where it has one.
+    `where` names the flag and the path, `meaning` the tensor's contents. The argument `differentiable_in` must get a gradient,
+    where it has one: Megatron's schedules pass over a loss without, so that training would go on and learn nothing.
     """
     is_tensor, kind = isinstance(value, torch.Tensor), "a tensor of shape"
     if not is_tensor or value.shape != torch.Size(shape):

@@ -42,7 +42,6 @@ class ModelSettings(Settings):
         return self.fp32_lm_head and not self.fused_lm_head
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a layout that the fused head does not take."""
         if self.fused_lm_head and self.qkv_format != "thd":
             yield f"--fused-lm-head with --qkv-format {self.qkv_format}: use --qkv-format thd, or drop --fused-lm-head"
 
@@ -61,7 +60,6 @@ class ReportSettings(Settings):
     over their values from the totals): a sample was duplicated, dropped, mis-sliced or exchanged for another."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the settings that leave --kept-set-mass without sets, without logits or without a report."""
         if self.kept_set_mass and not self.replay_sampling_set:
             yield "--kept-set-mass is about the sets of --replay-sampling-set: add it, or drop --kept-set-mass"
         if self.kept_set_mass and self.fused_lm_head:

@@ -55,7 +55,6 @@ class ObjectiveSettings(Settings):
     """The same for a token with A > 0 whose probability rose. Unset: dppo_delta."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a rollout engine as the ratio's denominator where there is no ratio, or twice."""
         if self.ratio_anchor != "rollout":
             return
         if self.use_tis:
@@ -108,7 +107,6 @@ class MismatchSettings(Settings):
     so that a rejected token counts as a zero. accepted: those of what was kept."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the bounds that exclude each other."""
         for low, high in BOUNDS.items():
             lowest, highest = getattr(self, low), getattr(self, high)
             if lowest > highest:
@@ -139,7 +137,6 @@ class RegularizerSettings(Settings):
     full vocabulary, in nats, with gradient. At least 0."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield an aggregation of no terms, and two gradients of the KL term."""
         if self.regularizer_aggregation == "loss" and not (self.kl_loss_coef or self.entropy_coef):
             yield "--regularizer-aggregation loss is about --kl-loss-coef and --entropy-coef: give one, or drop it"
         if self.kl_loss_gradient == "k2" and self.use_unbiased_kl:
@@ -165,7 +162,6 @@ class DistillationSettings(Settings):
     and teacher_log_probs of its likeliest tokens, at the rollout temperature; the rest is one bucket on both sides."""
 
     def conflicts(self: Any, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults between teacher, divergence and policy loss."""
         is_loss = self.policy_loss == "distill" and self.custom_policy_loss_path is None
         divergence, beta = self.distill_divergence, self.distill_beta
         owners = "--policy-loss distill and --distill-coef: give one of them, or drop it"

@@ -57,7 +57,6 @@ class PlanningConfig(Settings):
     step."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the settings of files and of a step's end where there are none."""
         if self.on_bad_row != "error" and not self.rollout_files:
             yield "--on-bad-row is about --rollout-files: give files, or drop it"
         if self.distinct_ids == "file" and not self.rollout_files:

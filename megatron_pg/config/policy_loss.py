@@ -71,7 +71,6 @@ class PolicyLossConfig(
         return super().from_args(args)
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of the rows that are on, and of options beside them."""
         for table in TABLES.values():
             for row in table.rows_on(self):
                 yield from row.refusals(self)

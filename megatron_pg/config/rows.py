@@ -1,8 +1,7 @@
 """Tables of rows: everything that a setting chooses by name, each row with its properties beside it.
 
-An aggregation, an objective, a correction is one row beside its formula in `megatron_pg/loss`. Flags, help texts, required
-inputs, refusals, metric names, the way through the fused head and the tables of the docs read the row. Importing
-`megatron_pg` fills the tables.
+An aggregation, an objective, a correction is one row beside its formula in `megatron_pg/loss`, which fills the tables.
+Flags, help texts, required inputs, refusals, metric names, the fused head and the tables of the docs read the row.
 """
 
 from __future__ import annotations
@@ -97,15 +96,12 @@ class Table(dict[str, RowType]):
     def decorator(self, row_type: Callable[..., RowType]) -> Callable[..., Callable[[F], F]]:
         """Return a decorator `(formula, **properties)` that enters a function as a row, under its own name."""
 
-        def row(formula: str, **properties: Any) -> Callable[[F], F]:
-            def enter(function: F) -> F:
-                properties.update(name=function.__name__, formula=formula, function=function)
-                self.add(row_type(**properties))
-                return function
+        def enter(formula: str, properties: Mapping[str, Any], function: F) -> F:
+            row = {"name": function.__name__, "formula": formula, "function": function}
+            self.add(row_type(**row, **properties))
+            return function
 
-            return enter
-
-        return row
+        return lambda formula, **properties: functools.partial(enter, formula, properties)
 
     def rows_on(self, config: Any) -> list[RowType]:
         """Return the rows that are on under a config, in the table's order."""

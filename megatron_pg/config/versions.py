@@ -19,9 +19,7 @@ class UnsupportedMegatronError(ImportError):
 
 @cache
 def megatron_core_version() -> tuple[int, int, int]:
-    """Return the version of the Megatron-Core that `import megatron.core` finds, as (major, minor, patch).
-
-    A Megatron-LM checkout on PYTHONPATH has no installed metadata of its own, but `megatron.core.package_info`.
+    """Return (major, minor, patch) of the Megatron-Core that can be imported; a checkout on PYTHONPATH has no metadata.
 
     Raises:
         UnsupportedMegatronError: Megatron-Core cannot be imported.
@@ -29,19 +27,14 @@ def megatron_core_version() -> tuple[int, int, int]:
     try:
         from megatron.core import package_info
     except ImportError as error:
-        remedy = f"Install it with `pip install '{SUPPORTED_RANGE}'`."
         raise UnsupportedMegatronError(
-            f"importing megatron.core failed: {error}. {remedy}"
+            f"importing megatron.core failed: {error}. Install it with `pip install '{SUPPORTED_RANGE}'`."
         ) from error
     return parse_version(package_info.__version__)
 
 
 def parse_version(text: str) -> tuple[int, int, int]:
-    """Read (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123".
-
-    Raises:
-        UnsupportedMegatronError: `text` does not start with two numbers.
-    """
+    """Read (major, minor, patch) from a version such as "0.19.2", "0.16.0rc1" or "0.18.0+abc123"; refuse other text."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
         raise UnsupportedMegatronError(f"{text!r} is no version; supported: {SUPPORTED_RANGE}")
@@ -53,15 +46,13 @@ def require_supported_version() -> None:
     """Raise `UnsupportedMegatronError` for a Megatron-Core that is missing or not supported; call it once at start."""
     version = megatron_core_version()
     if not OLDEST_SUPPORTED <= version[:2] < FIRST_UNSUPPORTED:
-        found = f"megatron-core {'.'.join(map(str, version))} is installed"
-        raise UnsupportedMegatronError(f"{found}; install a version in {SUPPORTED_RANGE}")
+        raise UnsupportedMegatronError(
+            f"megatron-core {'.'.join(map(str, version))} is installed; install a version in {SUPPORTED_RANGE}"
+        )
 
 
 def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Build the `__getattr__` of a package that imports its exports, by module, when they are first used.
-
-    Without Megatron-Core the import raises `UnsupportedMegatronError`, which says what to install.
-    """
+    """Build the `__getattr__` of a package that imports its exports, by module, when they are first used."""
     places = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
@@ -76,8 +67,7 @@ def exports_of_megatron(modules: Mapping[str, Sequence[str]]) -> Callable[[str],
 def per_token_moe_under_context_parallel_is_right() -> bool:
     """Tell whether per-token mode scales the MoE auxiliary loss rightly when CP (or TP) splits the tokens.
 
-    transformer/moe/router.py of 0.19.2 multiplies it by `num_local_tokens * tp_cp_group.size()`; 0.15.3 to 0.18.2 multiply by
-    the local tokens alone, which leaves 1 / CP of the intended gradient.
+    transformer/moe/router.py of 0.15.3 to 0.18.2 multiplies it by local tokens without `tp_cp_group.size()`.
     """
     return megatron_core_version() >= (0, 19)
 
@@ -85,8 +75,7 @@ def per_token_moe_under_context_parallel_is_right() -> bool:
 def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
     """Tell whether the other mode scales the MoE auxiliary loss rightly under context parallelism.
 
-    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.16.1 multiplies the auxiliary scale by the context-parallel
-    size, by which data parallelism divides again; 0.15.3 does not, which leaves 1 / CP of the intended gradient.
+    forward_step_calc_loss in pipeline_parallel/schedules.py of 0.15.3 lacks the factor CP by which data parallelism divides.
     """
     return megatron_core_version() >= (0, 16)
 
@@ -94,8 +83,8 @@ def moe_auxiliary_loss_under_context_parallel_is_right() -> bool:
 def derives_multi_token_labels() -> bool:
     """Tell whether multi-token prediction is trained without labels, and has a loss scale of its own.
 
-    `process_mtp_loss` in transformer/multi_token_prediction.py of 0.19.2 makes labels from the input, and
-    model_parallel_config.py has `mtp_grad_scale_func`. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones fail.
+    `process_mtp_loss` of 0.19.2 makes labels from the input. Without labels 0.17.1 and 0.18.2 leave the loss out, older ones
+    fail.
     """
     return megatron_core_version() >= (0, 19)
 
@@ -103,18 +92,13 @@ def derives_multi_token_labels() -> bool:
 def needs_kept_pipeline_outputs() -> bool:
     """Tell whether interleaved PP needs `deallocate_pipeline_outputs=False`.
 
-    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it;
-    0.18.2 waits for `send_next_wait_handle` first.
+    pipeline_parallel/schedules.py up to 0.17.1 may free a chunk's output while its asynchronous send is still reading it.
     """
     return megatron_core_version() < (0, 18)
 
 
 def ready_parameters(bucket_group: Any) -> Any:
-    """Return the object of one of DDP's bucket groups that `zero_grad_buffer` replaces.
-
-    `_ParamAndGradBucketGroup.reset` in distributed/param_and_grad_buffer.py: `per_param_grad_ready_counts` from 0.16 on,
-    `params_with_grad` before.
-    """
+    """Return the object of one of DDP's bucket groups that `zero_grad_buffer` replaces, by another name before 0.16."""
     counts = getattr(bucket_group, "per_param_grad_ready_counts", None)
     return bucket_group.params_with_grad if counts is None else counts
 
@@ -127,8 +111,7 @@ def has_partition_mode(model_config: Any) -> bool:
 def follows_own_group() -> bool:
     """Tell whether rotary positions follow the context-parallel group of a micro-batch (`PackedSeqParams.cp_group`).
 
-    `Attention.forward` of the development branch (August 2026, transformer/attention.py) sets `pg_collection.cp` to it, and
-    packed_seq_params.py has `resolve_cp_group`; releases up to 0.19.2 keep the model's.
+    `Attention.forward` of the development branch (August 2026) does; releases up to 0.19.2 keep the model's group.
     """
     from megatron.core import packed_seq_params
 
@@ -142,9 +125,6 @@ def has_hybrid_model() -> bool:
 
 
 def has_megatron_training() -> bool:
-    """Tell whether `megatron.training` (parser, arguments, train step) is importable.
-
-    The wheels of 0.17.1 to 0.19.2 have it, those of 0.15.3 and 0.16.1 do not, and a Megatron-LM checkout always does.
-    """
+    """Tell whether `megatron.training` is importable: from wheels of 0.17.1 on, and from any Megatron-LM checkout."""
     megatron_core_version()
     return importlib.util.find_spec("megatron.training") is not None

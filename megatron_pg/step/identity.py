@@ -48,11 +48,8 @@ def filled_fields(samples: Sequence[Any]) -> tuple[str, ...]:
 def store_hashes(samples: Sequence[Any], fields: tuple[str, ...] | None = None) -> None:
     """Store `num_active_tokens`, `identity`, `prompt_hash` and `active_coefficients` in samples; see `Sample`.
 
-    The tokens of many samples are one vector: a call for each sample takes longer than its arithmetic.
-
-    Args:
-        samples: of type `Sample`. Samples that are hashed with the same fields already keep their hashes.
-        fields: fields of `VALUE_FIELDS` in the identity; None is `filled_fields(samples)`.
+    The identity has the `fields` of `VALUE_FIELDS`, `filled_fields(samples)` where None. Samples that are hashed with them
+    already keep their hashes. The tokens of many samples are one vector: a call for each takes longer than its arithmetic.
     """
     fields = filled_fields(samples) if fields is None else fields
     samples = [sample for sample in samples if vars(sample).get("hashed_fields") != fields]
@@ -112,12 +109,9 @@ def _filled(vectors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _sums(table: Table, vectors: Sequence[Tensor], lengths: Integers | None = None) -> NDArray[Any]:
-    """Compute `sum_i t_i x_i` of a table t over each vector x; of integers and of the bits of floats, modulo 2^64.
+    """Compute `sum_i t_i x_i` of a table t over each vector x, or over its parts of these lengths.
 
-    Args:
-        table: the function (size) -> the first t_i.
-        vectors: the vectors x.
-        lengths: the lengths of the parts that the vectors are cut into, each with a sum of its own.
+    Under an integer table it is a sum of integers, or of the bits of floats, modulo 2^64.
     """
     counts = [vector.numel() for vector in vectors]
     factors = table(max(counts))

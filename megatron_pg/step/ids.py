@@ -26,9 +26,8 @@ NUM_NAMED = 5
 class BareSample(NamedTuple):
     """The counts and ids of a sample by the names of `Sample`, without its tokens.
 
-    A data-parallel rank tells the others a `BareSample` of each of its samples. Built without an identity, as for a row of a
-    matrix, it cannot be told from another: the checksum of a step of such samples is of weights alone. Prompts are compared
-    where there is a `prompt_hash`.
+    A data-parallel rank tells the others a `BareSample` of each of its samples. Without an identity, as for a row of a matrix,
+    it cannot be told from another: the checksum of such a step is of weights alone.
     """
 
     num_active_tokens: int
@@ -73,12 +72,7 @@ def check_ids(
     allow_different_prompts: bool = False,
     samples_per_group: int | None = None,
 ) -> Groups:
-    """Refuse ids that stand for two things in a step, and return the rollouts of each prompt group.
-
-    Args:
-        everyone: the samples of every data-parallel rank.
-        allow_different_prompts: see `step_totals`.
-        samples_per_group: see `step_totals`.
+    """Refuse ids that stand for two things in a step, by data-parallel rank, and return the rollouts of each prompt group.
 
     Raises:
         ValueError: a rollout of several prompt groups, or of several ranks or files, or of several prompts with neither a
@@ -120,26 +114,21 @@ def odd_group(groups: Groups) -> str:
 
 
 def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
-    first = members[0]
-    is_vouched = first.ids.group_index is not None or first.ids.id_source is not None
+    first, (_, _, ids) = members[0], members[0]
+    may_differ = allow_different_prompts or ids.group_index is not None or ids.id_source is not None
     for other in members:
-        if other.ids.group_index != first.ids.group_index:
+        if other.ids.group_index != ids.group_index:
             raise ValueError(
-                f"rollout_id {first.ids.rollout_id} has samples of group_index {first.ids.group_index} and "
-                f"{other.ids.group_index}: a rollout answers one prompt; they are {first} and {other}"
+                f"rollout_id {ids.rollout_id} has samples of group_index {ids.group_index} and {other.ids.group_index}: a "
+                f"rollout answers one prompt; they are {first} and {other}"
             )
         if other.source != first.source:
-            _refuse(
-                f"rollout_id {first.ids.rollout_id}",
-                first,
-                other,
-                "where each numbers its own",
-                "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples",
-            )
-        prompts = first.ids.prompt_hash, other.ids.prompt_hash
-        if not (is_vouched or allow_different_prompts or None in prompts or len(set(prompts)) == 1):
+            exception = "where one rollout does lie on both, say so with the same Sample(id_source=...) on its samples"
+            _refuse("rollout_id", first, other, "where each numbers its own", exception)
+        prompts = {ids.prompt_hash, other.ids.prompt_hash}
+        if not (may_differ or None in prompts or len(prompts) == 1):
             raise ValueError(
-                f"rollout_id {first.ids.rollout_id} is given to {first} and to {other}, whose prompts have different tokens, "
+                f"rollout_id {ids.rollout_id} is given to {first} and to {other}, whose prompts have different tokens, "
                 "and no group_index or id_source says that they are of one rollout: give every rollout an id of its own; "
                 "where it is one, give its samples their group_index, or the same Sample(id_source=...)"
             )
@@ -182,24 +171,23 @@ def _check_prompts(rollouts: Sequence[Sequence[_Place]]) -> None:
             first, common = members[0], prompts
         common &= prompts
         if not common:
-            _refuse(
-                f"group_index {first.ids.group_index}",
-                first,
-                members[0],
-                "whose prompts have different tokens",
-                "where the environment varies the prompt within a group, say so with --allow-different-prompts-in-group",
+            flag = "--allow-different-prompts-in-group"
+            exception = (
+                f"where the environment varies the prompt within a group, say so with {flag}"
             )
+            problem = "whose prompts have different tokens"
+            _refuse("group_index", first, members[0], problem, exception)
 
 
-def _refuse(what: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
+def _refuse(field: str, first: _Place, other: _Place, problem: str, exception: str) -> NoReturn:
     """Raise the error for two samples that share an id and are not of one thing."""
     flag = "--distinct-ids, which makes those of ranks or of files distinct"
     if first.source != other.source:
         by_file = isinstance(first.source, str) and isinstance(other.source, str)
         flag = f"--distinct-ids {'file' if by_file else 'rank'}"
     raise ValueError(
-        f"{what} is given to {first} and to {other}, {problem}: an id is its own over all data-parallel ranks and files of "
-        f"the step. Number them over all of these, or give {flag}; {exception}"
+        f"{field} {getattr(first.ids, field)} is given to {first} and to {other}, {problem}: an id is its own over all "
+        f"data-parallel ranks and files of the step. Number them over all of these, or give {flag}; {exception}"
     )
 
 

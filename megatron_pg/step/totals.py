@@ -41,8 +41,8 @@ class StepTotals:
     group_active_tokens: Mapping[int, float]
     """G by `group_index`."""
     num_tokens: int | None = None
-    """All packed tokens of the step over every rank, padding included; only per-token mode with a mixture-of-experts
-    auxiliary loss or multi-token prediction needs it, and a plan of the step gives it."""
+    """All packed tokens of the step over every rank, padding included, by a plan of the step. Per-token mode with an auxiliary
+    loss or multi-token prediction needs it."""
     counts_loss_weights: bool = False
     """True where D, G and T are sums of loss weights."""
     odd_group: str = field(default="", compare=False)
@@ -58,15 +58,10 @@ class StepTotals:
     def expected_sums(
         self, divisors_of: Callable[[Sequence[CountedSample]], Tensor], key: Hashable
     ) -> list[float]:
-        """Compute three sums over the samples of all ranks, each sample's part over its divisor.
+        """Compute three sums over the samples of all ranks, each sample's part over its divisor; once for each `key`.
 
-        Args:
-            divisors_of: the function (samples) -> [samples] float64.
-            key: stands for the divisors; the sums are computed once for each key.
-
-        Returns:
-            The sums of active tokens (of loss weights, where samples have them), of `active_coefficients`, and of these times
-            the coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
+        They are of active tokens (loss weights, where samples have them), of `active_coefficients`, and of these times the
+        coefficient of each sample's rank. Where `knows_identities` is False, the first sum three times.
         """
         if key not in self._expected_sums:
             samples = list(itertools.chain(*self.counts))
@@ -158,12 +153,11 @@ def step_totals(
     """Count the samples of one optimizer step over the data-parallel group.
 
     Every data-parallel rank must call it, once a step, with all samples that it trains on in that step; ranks that
-    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange of ids, active
-    tokens and hashes of each sample over the group; none where it is None or of size 1.
+    differ only in their context-, tensor- or pipeline-parallel place pass the same samples. One exchange over the group.
 
     Args:
         samples: the samples of this data-parallel rank, over all its micro-batches of the step.
-        data_parallel_group: the data-parallel group *without* context parallelism.
+        data_parallel_group: the data-parallel group *without* context parallelism; None is this rank alone.
         allow_different_prompts: the samples of a prompt group may have different prompts
             (`--allow-different-prompts-in-group`).
         samples_per_group: the rollouts (samples, where each is one) that every prompt group of the step has; a group of
@@ -173,9 +167,8 @@ def step_totals(
             rollouts make them (`--allow-different-group-sizes`).
 
     Raises:
-        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things (see
-            `check_ids`): a rollout of different prompt groups, or of one and of none, of two ranks or files; a prompt
-            group of different prompts.
+        ValueError: a prompt group of another size than `samples_per_group`; ids that stand for two things: a rollout of
+            several prompt groups, ranks or files; a prompt group of different prompts.
     """
     everyone = gather(sample_counts(samples), data_parallel_group)
     return totals_of_counts(

@@ -22,6 +22,7 @@ HALF_SPACING_OF_BFLOAT16 = 2.0**-8
 LOG_PROB = f"a log-prob: a finite number of at most 0 (rounding may leave {LARGEST_LOG_PROB:.1e})"
 LARGEST_VOCABULARY = 2**31
 """Ids of a kept set are below it."""
+TEACHER_CHANNELS = ("teacher_ids", "teacher_log_probs")
 
 
 def refuse_values(where: str, values: Tensor, is_wrong: Tensor, problem: str) -> None:
@@ -46,23 +47,13 @@ def check_mask(where: str, mask: Tensor) -> None:
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
-    """Refuse log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it.
-
-    Args:
-        log_probs: [response_length] or [response_length, k].
-        is_active: bool, of a shape that broadcasts to it.
-    """
+    """Refuse log-probs that are infinite or above 0 at an active token. NaN passes: the step's metrics name it."""
     is_wrong = is_active & ((log_probs > LARGEST_LOG_PROB) | (log_probs == -math.inf))
     refuse_values(where, log_probs, is_wrong, f" at an active token, expected {LOG_PROB}")
 
 
 def checked_kept_tokens(where: str, kept: Any, targets: Tensor, loss_mask: Tensor) -> Ragged:
-    """Convert the kept sets of a sample to [response_length] rows of int64 ids, and check them.
-
-    Args:
-        kept: a `Ragged`, or a sequence of ids for each response token; empty where all tokens were kept.
-        targets: [response_length] response tokens; each active one is in its set.
-    """
+    """Convert the kept sets of a sample to a row of int64 ids for each response token, and check that it has the token."""
     if not isinstance(kept, Ragged):
         try:
             rows = list(map(list, kept))
@@ -128,15 +119,16 @@ def checked_side_channels(
                 f"{where} has {len(values)} rows, expected one per response token ({len(loss_mask)}) or per token of the "
                 f"sequence ({total_length})"
             )
-        if channel in ("teacher_ids", "teacher_log_probs"):
+        if channel in TEACHER_CHANNELS:
             _check_teacher(where, channel, values, loss_mask)
-    shapes = [
-        f"side_channels[{channel!r}] has shape {list(side_channels[channel].shape)}"
-        for channel in ("teacher_ids", "teacher_log_probs")
+    shapes = {
+        channel: list(side_channels[channel].shape)
+        for channel in TEACHER_CHANNELS
         if channel in side_channels
-    ]
-    if len({shape.partition(" has")[2] for shape in shapes}) > 1:
-        raise ValueError(f"{name}: {' and '.join(shapes)}: give the log-prob of each id")
+    }
+    if len(set(map(str, shapes.values()))) > 1:
+        found = " and ".join(f"side_channels[{k!r}] has shape {v}" for k, v in shapes.items())
+        raise ValueError(f"{name}: {found}: give the log-prob of each id")
     return dict(side_channels)
 
 

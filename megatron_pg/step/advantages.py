@@ -51,7 +51,7 @@ class GroupAdvantages:
     """Advantages of the samples of a step, and what became of its prompt groups."""
 
     advantages: Tensor
-    """The advantages [samples] float32, one number per sample, in the order of the rewards."""
+    """The advantages [samples] float32, in the order of the rewards."""
     num_groups: int
     zero_advantage_groups: tuple[int, ...]
     """Group indices, sorted, of the groups whose advantages are all 0."""
@@ -76,7 +76,7 @@ def group_advantages(
     Args:
         rewards: [samples] finite numbers.
         group_indices: [samples], any int64: samples of one prompt share it.
-        method: `grpo`, `dr_grpo` or `rloo`.
+        method: one of `METHODS`.
         prompts: [samples] token ids of each prompt. A group of different prompts is refused. Pass None where the
             environment varies the prompt within a group, or where the ids are known to be unique.
 
@@ -130,10 +130,6 @@ def filter_overlong(samples: Sequence[Sample], is_overlong: Sequence[bool]) -> l
     Filter after the advantages: the rewards stay in the baseline of their group. A masked sample adds nothing to the sum and
     leaves T. It still counts in N and P, so that the scale does not depend on the number of masked samples.
 
-    Args:
-        samples: the samples of the step.
-        is_overlong: [samples], True where generation stopped at the limit and not at an end token.
-
     Raises:
         ValueError: not one flag per sample.
     """
@@ -164,7 +160,6 @@ def _check_prompts(prompts: Sequence[Sequence[int] | Tensor], group_indices: Seq
 def _checked(
     rewards: Sequence[float] | Tensor, group_indices: Sequence[int] | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Convert to rewards [samples] float64 and ids [samples] int64."""
     reward = torch.as_tensor(rewards, dtype=torch.float64, device="cpu")
     ids = torch.as_tensor(group_indices, device="cpu")
     # An absent float id is NaN, and all absent ones would be one group.
@@ -178,6 +173,8 @@ def _checked(
             f"rewards has shape {list(reward.shape)} and group_indices {list(ids.shape)}: expected one number each per "
             "sample"
         )
-    problem = "expected a finite number: one reward that is not would spoil the advantages of its whole prompt group"
-    refuse_values("rewards", reward, ~torch.isfinite(reward), f", {problem}")
+    problem = (
+        ", expected a finite number: one that is not would spoil the advantages of its prompt group"
+    )
+    refuse_values("rewards", reward, ~torch.isfinite(reward), problem)
     return reward, ids.to(torch.int64)

@@ -27,19 +27,14 @@ class OtherRankError(RuntimeError):
 def compute_and_gather(
     compute: Callable[[], Value], share: Callable[[Value], Shared], group: dist.ProcessGroup | None
 ) -> tuple[Value, list[Shared]]:
-    """Compute a value on this rank, and gather the shared part of it from every rank, in rank order.
+    """Compute a value on this rank, and gather the picklable part of it that `share` returns from every rank, in rank order.
 
     Every rank of the group must call it. An error of `compute` or `share` travels in place of the value, so that no rank is
     left waiting in the collective: a file may be unreadable on one node alone.
 
-    Args:
-        compute: the function () -> this rank's value.
-        share: the function (value) -> the picklable part that other ranks need.
-        group: the data-parallel group; None is this rank alone.
-
     Raises:
-        ValueError: one was raised here, or on another rank, which the message then names.
-        OtherRankError: a RuntimeError: another rank raised an error of another kind.
+        ValueError: another rank raised one, which the message names.
+        OtherRankError: another rank raised an error of another kind.
         Exception: an error that was raised here, as it is.
     """
     mine: Shared | Exception
@@ -48,9 +43,8 @@ def compute_and_gather(
         mine = share(value)
     except Exception as error:
         # The message of a ValueError is written for the user; others say little without their kind.
-        is_for_user = isinstance(error, ValueError)
-        text = str(error) if is_for_user else f"{type(error).__name__}: {error}"
-        gather((ValueError if is_for_user else OtherRankError)(text), group)
+        other = OtherRankError(f"{type(error).__name__}: {error}")
+        gather(ValueError(str(error)) if isinstance(error, ValueError) else other, group)
         raise
     shared = []
     for rank, part in enumerate(gather(mine, group)):

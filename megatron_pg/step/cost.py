@@ -24,15 +24,11 @@ class SampleCost:
 
     @classmethod
     def of_model(cls, config: Any, vocab_size: int) -> SampleCost:
-        """Derive the cost from the shape of a transformer.
+        """Derive the cost from the shape of a transformer: Megatron's `TransformerConfig`, or its parsed arguments.
 
-        A token takes 2 operations for each weight that it meets, in its experts and in the output layer too. Attention over
-        d = heads * head size channels takes 2 d operations for each earlier token, for scores and again for values. A token
-        has l / 2 earlier tokens on average.
-
-        Args:
-            config: Megatron's `TransformerConfig`, or its parsed arguments.
-            vocab_size: columns of the output layer; 0 leaves it out.
+        A token takes 2 operations for each weight that it meets, in its experts and in the output layer too (`vocab_size` 0
+        leaves it out). Attention over d = heads * head size channels takes 2 d operations for each earlier token, for scores
+        and again for values. A token has l / 2 earlier tokens on average.
         """
 
         def setting(name: str) -> Any:

@@ -96,10 +96,7 @@ def plan_hybrid_cp_step(
 def micro_batches_of_rank(
     lengths: Sequence[int], layout: Layout, max_tokens_per_rank: int, cost: SampleCost
 ) -> list[tuple[tuple[int, ...], int, int]]:
-    """List the samples, the packed tokens and the number of ranks of each micro-batch of a rank; at least one.
-
-    The layout is that of all ranks together.
-    """
+    """List the samples, the packed tokens and the number of ranks of each micro-batch of a rank; at least one."""
     microbatches = []
     for size, members in _groups_of_rank(lengths, layout, max_tokens_per_rank, cost):
         group = Layout(cp_size=size, mode=layout.mode)

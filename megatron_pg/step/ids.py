@@ -114,7 +114,7 @@ def odd_group(groups: Groups) -> str:
 
 
 def _check_rollout(members: Sequence[_Place], allow_different_prompts: bool) -> None:
-    first, (_, _, ids) = members[0], members[0]
+    first, ids = members[0], members[0].ids
     may_differ = allow_different_prompts or ids.group_index is not None or ids.id_source is not None
     for other in members:
         if other.ids.group_index != ids.group_index:

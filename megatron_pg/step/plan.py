@@ -25,9 +25,8 @@ class StepPlan:
     """The step of one data-parallel rank. Built by `plan_step` and `plan_hybrid_cp_step`."""
 
     microbatches: tuple[tuple[int, ...], ...]
-    """Per micro-batch the indices of its samples, ascending; micro-batches in the order in which they are run
-    (`pipeline_order`, in a plan of `plan_step`). An empty one is legal: pack() makes a dummy of it that no objective
-    counts."""
+    """Per micro-batch the indices of its samples, ascending, in the order in which micro-batches are run. Of an empty one pack()
+    makes a dummy that no objective counts."""
     microbatch_tokens: tuple[int, ...]
     """Per micro-batch its packed tokens over the context-parallel group, padding included."""
     totals: StepTotals
@@ -74,8 +73,7 @@ def plan_step(
         microbatch_group_size: the number of micro-batches becomes a multiple of it. Interleaved pipeline parallelism
             needs `config.microbatch_group_size_per_vp_stage`.
         ragged: data-parallel ranks may run different numbers of micro-batches. Otherwise those with fewer run empty
-            ones, which costs next to nothing; expert parallelism needs it, as experts exchange tokens over
-            data-parallel ranks.
+            ones, as expert parallelism needs.
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
@@ -126,10 +124,9 @@ def plan_step(
     added = [0 if ragged else max(numbers) - number for number in numbers]
     num_tokens = sum(tokens_of_ranks) + layout.least_tokens * sum(added)
     rank = 0 if data_parallel_group is None else dist.get_rank(data_parallel_group)
-    num_added = added[rank]
     return StepPlan(
-        microbatches=pipeline_order(microbatches + ((),) * num_added),
-        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * num_added),
+        microbatches=pipeline_order(microbatches + ((),) * added[rank]),
+        microbatch_tokens=pipeline_order(tokens + (layout.least_tokens,) * added[rank]),
         totals=totals_of_counts(
             counts,
             rank,
@@ -138,7 +135,7 @@ def plan_step(
             samples_per_group=samples_per_group,
             allow_different_group_sizes=allow_different_group_sizes,
         ),
-        cp_sizes=(cp_size,) * (len(microbatches) + num_added),
+        cp_sizes=(cp_size,) * (len(microbatches) + added[rank]),
     )
 
 
@@ -161,8 +158,7 @@ def assign_to_data_parallel_ranks(
     """Split samples that every rank holds over the data-parallel ranks, evenly by the cost of their padded tokens.
 
     No communication: every rank computes the same split of the same samples. Prompt groups and rollouts may end up on
-    several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that, as
-    otherwise ranks that number their own would not be told from it.
+    several ranks; the totals of the step span them. Rollouts of several samples need an `id_source` for that.
 
     Args:
         samples: all samples of the step.

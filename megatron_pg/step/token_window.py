@@ -77,10 +77,7 @@ class Layout:
         return max(-(-padded_tokens // self.least_tokens), 1) * self.least_tokens
 
     def local_positions(self, padded: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from padded lengths [segments].
-
-        The segments never fall.
-        """
+        """Compute the segment and the position in it [local_tokens] of the rank's tokens, from padded lengths [segments]."""
         segment_ids, positions = map(torch.from_numpy, _positions(self, padded.cpu().numpy()))
         return segment_ids.to(padded.device), positions.to(padded.device)
 
@@ -151,11 +148,9 @@ class TokenWindow:
         return self.logit_rows.numel()
 
     def in_responses(self, values: Tensor) -> Tensor:
-        """Put values [..., window] of this rank at their places among all response tokens of the micro-batch.
+        """Put values [..., window] of this rank at their places among all response tokens [..., sum of the response lengths].
 
-        Returns:
-            [..., sum of the response lengths], 0 where another rank scores: summed over the context-parallel group,
-            every rank's values.
+        Summed over the context-parallel group they are every rank's values.
         """
         whole = values.new_zeros(*values.shape[:-1], sum(self.response_lengths))
         return whole.index_copy_(-1, self.response_indices.to(values.device), values)
@@ -164,13 +159,7 @@ class TokenWindow:
         """Cut the samples so that no rank of the context-parallel group scores more than `size` active tokens of a part.
 
         A longer sample is a part of its own. Lengths of whole samples decide, so that every rank of the group cuts alike.
-
-        Args:
-            loss_mask: [sum of the response lengths] bool, on the host.
-            size: active tokens, at least 1.
-
-        Returns:
-            [parts + 1] numbers of samples, from 0 to `num_samples`.
+        `loss_mask` is [sum of the response lengths] bool on the host; the borders are [parts + 1], from 0 to `num_samples`.
         """
         totals, responses = torch.tensor(
             [self.total_lengths, self.response_lengths], dtype=torch.int64
@@ -204,8 +193,8 @@ class TokenWindow:
         Args:
             total_lengths: prompt and response tokens of each sample; empty for an empty micro-batch.
             response_lengths: response tokens of each sample; 0 is legal and contributes nothing.
-            cp_rank: rank in the context-parallel group.
-            cp_size: size of the context-parallel group.
+            cp_rank: rank in the context-parallel group, of size `cp_size`.
+            cp_size: 1 without context parallelism.
             pad_to_multiple: divides the packed length over the whole group, by a padding segment that belongs to no sample
                 (`cp_size * tp_size` under sequence parallelism).
             cp_partition_mode: how the group cuts the pack.

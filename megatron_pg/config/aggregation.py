@@ -82,8 +82,7 @@ def settle_per_token_mode(
 ) -> tuple[bool, str, list[str]]:
     """Return whether per-token mode is on, the aggregation that its row leaves beside it, and violations.
 
-    A mode that the trainer forces on the model's config later is not the flag and is not seen here. `trainer` has
-    arguments by Megatron's names (`megatron/training/arguments.py` of 0.19).
+    `trainer` has arguments by Megatron's names. A mode forced on the model's config later is not seen here.
     """
     chosen, table = config.loss_aggregation, TABLES["loss_aggregation"]
     is_custom, counterpart = table.is_replaced(config), table[chosen].under_per_token_flag
@@ -95,12 +94,14 @@ def settle_per_token_mode(
         return is_token_mean and not (obstacle or _scales_inner_losses(trainer)), chosen, []
     violations = []
     if counterpart is None:
-        other = f"the token mean, --loss-aggregation {chosen} another objective"
-        violations.append(f"--calculate-per-token-loss is {other}: drop one of the two")
+        violations.append(
+            f"--calculate-per-token-loss is the token mean, --loss-aggregation {chosen} another objective: drop one of the two"
+        )
     if obstacle:
-        remedy = "choose --loss-aggregation token_mean, whose gradient is the same without it"
-        found = f"does not work with {flag_of(obstacle)}"
-        violations.append(f"--calculate-per-token-loss {found}: drop it and {remedy}")
+        violations.append(
+            f"--calculate-per-token-loss does not work with {flag_of(obstacle)}: drop it and choose --loss-aggregation "
+            "token_mean, whose gradient is the same without it"
+        )
     return True, chosen if is_custom else counterpart, violations
 
 

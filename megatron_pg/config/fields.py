@@ -113,8 +113,8 @@ class Field:
 
     def did_you_mean(self, value: Any) -> str:
         """Return a hint at the nearest right word, "" where none is near."""
-        table = TABLES.get(self.name)
-        return did_you_mean(value, self.choices or (), table.also_known_as if table else {})
+        other_names = TABLES[self.name].also_known_as if self.name in TABLES else {}
+        return did_you_mean(value, self.choices or (), other_names)
 
     def word(self, text: str) -> str:
         """Parse one of the choices."""
@@ -225,9 +225,6 @@ def add_args(
 
     A flag that the parser has already (Megatron's `--calculate-per-token-loss`, a trainer's `--eps-clip`) is left as it
     is: its value lands in the same attribute. Flags of `unset` have no default, which shows if they were given.
-
-    Raises:
-        ValueError: the parser has a flag of the same name that stores to another attribute.
     """
     fields = [field for field in fields_of(settings).values() if field.has_flag]
     missing = [field for field in fields if not is_defined(parser, field.name)]
@@ -246,9 +243,10 @@ def is_defined(parser: argparse.ArgumentParser, name: str) -> bool:
     flag = flag_of(name)
     action = parser._option_string_actions.get(flag)
     if action is not None and action.dest != name:
-        found = f"stores to {action.dest!r}; expected {name!r}"
-        remedy = f"give that flag another name, or dest={name!r}"
-        raise ValueError(f"{flag} is already a flag of this parser and {found}: {remedy}")
+        raise ValueError(
+            f"{flag} is already a flag of this parser and stores to {action.dest!r}; expected {name!r}: give that flag another "
+            f"name, or dest={name!r}"
+        )
     return action is not None
 
 

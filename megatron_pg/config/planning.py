@@ -53,8 +53,7 @@ class PlanningConfig(Settings):
     agentic rollouts make them. Without it such a step is an error: its end may have cut a group."""
     distinct_ids: DistinctIds | None = None
     """Make group_index and rollout_id distinct where each rank, or each of --rollout-files, numbers its own from 0.
-    rank: ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the
-    step."""
+    rank: ids of two data-parallel ranks are two. file: ids of two files are two. Unset: ids are unique over the step."""
 
     def conflicts(self, given: Mapping[str, Any]) -> Iterator[str]:
         if self.on_bad_row != "error" and not self.rollout_files:

@@ -1,8 +1,6 @@
 """`PolicyLossConfig`: every setting of the policy loss, in groups by subject, its flags, and their startup validation.
 
-The docstring under a field is also the `--help` text of its flag, so each formula is stated once. The text of a table's
-word (`--loss-aggregation`, `--policy-loss`, `--kl-loss-type`) is that of its row. In all of them m is the loss mask,
-A the advantage, sg() stops the gradient, and log-ratios are clamped to +-20 before they are exponentiated.
+The docstring under a field is also the `--help` text of its flag. The text of a table's word is that of its row.
 """
 
 from __future__ import annotations
@@ -227,10 +225,9 @@ def _sample_field_violations(
     if sample_fields is None:
         return
     for field in sorted(set(sample_fields).difference(OPTIONAL_SAMPLE_FIELDS)):
-        expected = (
-            f"{', '.join(OPTIONAL_SAMPLE_FIELDS)}{did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)}"
-        )
-        yield f"sample_fields: {field!r} is no optional field of Sample; expected some of {expected}"
+        hint = did_you_mean(field, OPTIONAL_SAMPLE_FIELDS)
+        expected = f"expected some of {', '.join(OPTIONAL_SAMPLE_FIELDS)}{hint}"
+        yield f"sample_fields: {field!r} is no optional field of Sample; {expected}"
     required = required_inputs(config)
     if config.loss_weight_denominator == "weights":  # of any sample: tokens of the others weigh 1
         required["loss_weights"] = ("--loss-weight-denominator weights",)

@@ -23,13 +23,11 @@ from typing import get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_pg.config.policy_loss import CpPartitionMode
+from megatron_pg.step.bins import Indices
 from megatron_pg.step.sample import check_lengths, checked_integer
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def plan_hybrid_cp_step(
         data_with_context_group: the data-parallel group *with* context parallelism; None is this rank alone.
         cp_partition_mode: see `pack`.
         cost: what is evened out between ranks and orders micro-batches; by default tokens.
-        samples_per_group: see `step_totals`, for both permissions too.
+        samples_per_group: see `step_totals`, for `allow_different_prompts` and `allow_different_group_sizes` too.
 
     Raises:
         ValueError: a sample that all ranks together do not hold, sizes out of range, a number of ranks that is no power

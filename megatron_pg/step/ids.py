@@ -19,9 +19,6 @@ AnyWholeSample = TypeVar("AnyWholeSample", bound=Sample)
 NUM_IDS = 2**40
 """Ids from 0 below this can be made distinct: they become `number * NUM_IDS + id`."""
 
-NUM_NAMED = 5
-"""Prompt groups that a message names."""
-
 
 class BareSample(NamedTuple):
     """The counts and ids of a sample by the names of `Sample`, without its tokens.
@@ -146,17 +143,13 @@ def _check_sizes(
             raise ValueError(
                 f"{members[0]} has no group_index and {expected}: give every sample the id of its prompt group"
             )
-    wrong = [
-        f"{group} has {len(members)} (the first is {members[0][0]})"
-        for group, members in groups.items()
-        if len(members) != samples_per_group
-    ]
+    wrong = [group for group, members in groups.items() if len(members) != samples_per_group]
     if wrong:
-        more = f" and {len(wrong) - NUM_NAMED} more" if len(wrong) > NUM_NAMED else ""
+        members, more = groups[wrong[0]], f"; {len(wrong) - 1} more differ" if wrong[1:] else ""
         raise ValueError(
-            f"{expected} and prompt group {', '.join(wrong[:NUM_NAMED])}{more}: a step holds whole groups, as the prompt "
-            "mean has no denominator for a part of one; end the step between groups (--keep-prompt-groups), or pass no "
-            "samples_per_group where groups differ in size"
+            f"{expected} and prompt group {wrong[0]} has {len(members)} (the first is {members[0][0]}){more}: a step holds "
+            "whole groups, as the prompt mean has no denominator for a part of one; end the step between groups "
+            "(--keep-prompt-groups), or pass no samples_per_group where groups differ in size"
         )
 
 

@@ -77,7 +77,7 @@ def plan_step(
         oversized: `error`, or `own_microbatch` for a micro-batch of its own, above the budget.
         cost: what is evened out between micro-batches and orders them; by default tokens.
         seed: see `plan_bins`.
-        samples_per_group: see `step_totals`, for both permissions too.
+        samples_per_group: see `step_totals`, for `allow_different_prompts` and `allow_different_group_sizes` too.
 
     Raises:
         ValueError: an argument that is no list of samples, a sample longer than the budget or sizes out of range, on all

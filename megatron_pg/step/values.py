@@ -40,10 +40,8 @@ def has_integers(values: Tensor) -> bool:
 
 def check_mask(where: str, mask: Tensor) -> None:
     """Refuse a host mask of any shape with values other than 0 and 1."""
-    problem = (
-        ", expected 0 or 1 (a mask of document ids or weights would be summed as token counts)"
-    )
-    refuse_values(where, mask, (mask != 0) & (mask != 1), problem)
+    expected = "0 or 1 (a mask of document ids or weights would be summed as token counts)"
+    refuse_values(where, mask, (mask != 0) & (mask != 1), f", expected {expected}")
 
 
 def check_log_probs(where: str, log_probs: Tensor, is_active: Tensor) -> None:
@@ -121,14 +119,12 @@ def checked_side_channels(
             )
         if channel in TEACHER_CHANNELS:
             _check_teacher(where, channel, values, loss_mask)
-    shapes = {
-        channel: list(side_channels[channel].shape)
-        for channel in TEACHER_CHANNELS
-        if channel in side_channels
-    }
-    if len(set(map(str, shapes.values()))) > 1:
-        found = " and ".join(f"side_channels[{k!r}] has shape {v}" for k, v in shapes.items())
-        raise ValueError(f"{name}: {found}: give the log-prob of each id")
+    shapes = [list(side_channels[key].shape) for key in TEACHER_CHANNELS if key in side_channels]
+    if shapes[1:] and shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{name}: side_channels['teacher_ids'] has shape {shapes[0]} and side_channels['teacher_log_probs'] has shape "
+            f"{shapes[1]}: give the log-prob of each id"
+        )
     return dict(side_channels)
 
 
@@ -151,7 +147,5 @@ def _check_teacher(where: str, channel: str, values: Any, loss_mask: Tensor) -> 
     log_sum = values.double().logsumexp(1)
     is_more = log_sum > LARGEST_LOG_PROB + HALF_SPACING_OF_BFLOAT16 * math.log(max(k, 1))
     total = f"{where}: the sum of the probabilities of token "
-    problem = (
-        ", expected at most 1: log-probs of distinct tokens, in nats, at the rollout temperature"
-    )
-    refuse_values(total, log_sum.exp(), loss_mask & is_more, problem)
+    expected = "at most 1: log-probs of distinct tokens, in nats, at the rollout temperature"
+    refuse_values(total, log_sum.exp(), loss_mask & is_more, f", expected {expected}")

@@ -90,7 +90,7 @@ class ValueStep:
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         step = self._step
-        return ValueReport.of(
+        return ValueReport(
             step.config, schedule_output, contributes=step.groups.contributes, device=step.device
         )
 

@@ -187,17 +187,13 @@ class Weights(Counts):
         cls,
         counts: Tensor,
         sample_weights: Tensor,
-        *,
         loss_mask: Tensor,
         sample_ids: Tensor,
         loss_weights: Tensor | None,
     ) -> Weights:
         """Give every token of the window the weights of its sample.
 
-        Args:
-            counts: [counts] float64, in the order of `Counts`.
-            sample_weights: [5, samples] float64, in the order of `SAMPLE_WEIGHTS`.
-            loss_mask, sample_ids, loss_weights: [window], as `Tokens` has them.
+        The first two are of `host_weights`, the others [window] as `Tokens` has them.
         """
         spread = torch.where(loss_mask, sample_weights[:, sample_ids], 0.0)
         weights = dict(zip(SAMPLE_WEIGHTS, spread.unbind(), strict=True))

@@ -10,8 +10,8 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,18 +70,15 @@ class PairTable:
 
     def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
         """Add up values [window], read at active tokens alone, and their denominators over this rank's window, float64."""
-        by_name = {
-            "document": weights.document,
-            "sequence": weights.sequence,
-            "active": loss_mask.double(),
-        }
+        active = loss_mask.double()
+        by_name = {"document": weights.document, "sequence": weights.sequence, "active": active}
         # `where`, since 0 * NaN is NaN. Row by row, so that a compiler writes no row to memory.
         rows = [
             torch.where(loss_mask, values[name].double(), 0.0) * by_name[KINDS[kind][0]]
             for name, kind in self.rows
             if kind != "absent"
         ]
-        return torch.stack([*rows, by_name["document"], by_name["active"]]).sum(1)
+        return torch.stack([*rows, weights.document, active]).sum(1)
 
     def pairs(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and counts."""
@@ -131,24 +128,92 @@ class MicroBatchMetrics(dict[str, Tensor]):
     """[names, 2] behind the pairs."""
 
     @classmethod
-    def of(cls, names: Sequence[str], table: Tensor) -> MicroBatchMetrics:
+    def of(
+        cls,
+        names: Sequence[str],
+        table: Tensor,
+        batch: PackedBatch | None = None,
+        totals: StepTotals | None = None,
+    ) -> MicroBatchMetrics:
         """Name the rows of a table of pairs [names, 2] float64."""
         metrics = cls(zip(names, table.unbind(), strict=True))
-        metrics.table = table
+        metrics.table, metrics.totals = table, totals
+        metrics.batch = None if batch is None else replace(batch, side_channels={})
         return metrics
 
     @classmethod
     def awaited(cls, config: PolicyLossConfig, device: torch.device) -> MicroBatchMetrics:
         """Make the metrics of a micro-batch whose loss is computed in backward. They are NaN until `fill`."""
         names = metric_names(config)
-        return cls.of(
-            names, torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
-        )
+        table = torch.full((len(names), 2), math.nan, dtype=torch.float64, device=device)
+        return cls.of(names, table)
 
     def fill(self, other: MicroBatchMetrics) -> None:
         """Copy other metrics into these tensors, so that references taken earlier see the values."""
         table = promised(self.table).copy_(promised(other.table))
         self.__dict__.update(other.__dict__, table=table)
+
+
+@torch.no_grad()
+def metric_parts(
+    config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
+) -> tuple[Tensor | None, ...]:
+    """Compute the report of a micro-batch: `maxima` and `is_nan` of its metrics, and the parts of its pairs but the counts.
+
+    Metrics cover the tokens that are active before any rejection.
+    """
+    mask, rows = tokens.loss_mask, metrics_on(config)
+    scored = Scored(config, tokens, terms.outcome, terms.corrected)
+    values = {
+        row.name: promised(row.value(scored))
+        for row in rows
+        if all(getattr(tokens, name) is not None for name in row.reads)
+    }
+    # Stacked, so that no term is the loss itself: an output that is another one loses its gradient.
+    reported = torch.stack([terms.reported[name] for name in table.reported]).double()
+    parts = checksums(weights, tokens.positions), table.sums(values, weights, mask), reported
+    if not rows:
+        return None, None, *parts
+    is_nan = ~terms.corrected.loss.isfinite()
+    if config.kl_loss_coef:
+        is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
+    if config.distill_coef:
+        is_nan = is_nan | ~tokens.given("divergence").isfinite()
+    nothing = torch.full_like(mask, -torch.inf, dtype=torch.float64)
+    extremes = [
+        torch.where(mask, SIGNS[row.kind] * values[row.name].double(), -torch.inf)
+        if row.name in values
+        else nothing
+        for row in rows
+        if row.kind in SIGNS
+    ]
+    stacked = torch.stack(extremes)
+    # Not `len`, which would make the size of a trace its only one.
+    maxima = stacked.amax(1) if mask.shape[0] else stacked.new_full((len(extremes),), -torch.inf)
+    return maxima, is_nan, *parts
+
+
+@read_off_rows
+def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
+    """Return the table of the policy loss under a config, for samples that lack the named fields."""
+    replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}
+    rows = tuple(
+        (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
+        for row in metrics_on(config)
+        if row.kind not in SIGNS
+    )
+    coefficients = {
+        "kl_loss": config.kl_loss_coef,
+        "entropy_loss": config.entropy_coef,
+        "distill_loss": config.distill_coef,
+    }
+    terms = (name for name, coefficient in coefficients.items() if coefficient)
+    return PairTable(("loss", "pg_loss", *terms), rows)
+
+
+def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
+    """List the (numerator, denominator) metrics of a step under these settings, in the order of the table."""
+    return metric_table(config, frozenset()).names
 
 
 class HasSums(Protocol):
@@ -158,67 +223,6 @@ class HasSums(Protocol):
     def sums(self) -> Tensor: ...
 
     def metrics(self, reduced: Tensor) -> dict[str, float]: ...
-
-
-class MetricParts(NamedTuple):
-    """Results of `checksums` and `PairTable.sums`, and what `MicroBatchMetrics` carries, on one rank."""
-
-    checksums: Tensor
-    sums: Tensor
-    maxima: Tensor | None
-    is_nan: Tensor | None
-
-
-@torch.no_grad()
-def metric_parts(
-    config: PolicyLossConfig, table: PairTable, tokens: Tokens, weights: Weights, terms: Terms
-) -> MetricParts:
-    """Compute what a micro-batch reports, from the tensors of its loss. Metrics cover the tokens active before any rejection."""
-    mask, values, extremes = tokens.loss_mask, {}, []
-    scored = Scored(config, tokens, terms.outcome, terms.corrected)
-    for row in metrics_on(config):
-        is_absent = any(getattr(tokens, name) is None for name in row.reads)
-        if row.kind in SIGNS and is_absent:
-            extremes.append(torch.full_like(mask, -torch.inf, dtype=torch.float64))
-        elif row.kind in SIGNS:
-            value = SIGNS[row.kind] * promised(row.value(scored)).double()
-            extremes.append(value.masked_fill(~mask, -torch.inf))
-        elif not is_absent:
-            values[row.name] = promised(row.value(scored))
-    sums = (checksums(weights, tokens.positions), table.sums(values, weights, mask))
-    if not extremes:
-        return MetricParts(*sums, None, None)
-    is_nan = ~terms.corrected.loss.isfinite()
-    if config.kl_loss_coef:
-        is_nan = is_nan | ~(tokens.log_probs - tokens.given("ref_log_probs")).isfinite()
-    if config.distill_coef:
-        is_nan = is_nan | ~tokens.given("divergence").isfinite()
-    stacked = torch.stack(extremes)
-    nothing = stacked.new_full((len(extremes),), -torch.inf)
-    return MetricParts(*sums, stacked.amax(1) if mask.shape[0] else nothing, is_nan)
-
-
-@read_off_rows
-def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable:
-    """Return the table of the policy loss under a config, for samples that lack the named fields."""
-    replaced = {"ratio sum": "sequence sum"} if ratio_of(config) == "sequence" else {}
-    rows = [
-        (row.name, "absent" if lacking & {*row.reads} else replaced.get(row.kind, row.kind))
-        for row in metrics_on(config)
-        if row.kind not in SIGNS
-    ]
-    coefficients = {
-        "kl_loss": config.kl_loss_coef,
-        "entropy_loss": config.entropy_coef,
-        "distill_loss": config.distill_coef,
-    }
-    terms = (name for name, coefficient in coefficients.items() if coefficient)
-    return PairTable(("loss", "pg_loss", *terms), tuple(rows))
-
-
-def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the (numerator, denominator) metrics of a step under these settings, in the order of the table."""
-    return metric_table(config, frozenset()).names
 
 
 def reduce_metrics(
@@ -238,21 +242,17 @@ def reduce_metrics(
 
     Args:
         config: the settings that the losses were computed with.
-        micro_batches: what the schedule returned: the metrics of this rank's micro-batches; empty
-            before the last pipeline stage.
-        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the
-            same numbers.
-        device: where the packed numbers are reduced; the accelerator under NCCL.
-        group: all ranks of the job; None means the default group, or no communication where
-            torch.distributed is not initialised.
-        policy_version: the version of the policy that the step starts from, counted as
-            `Sample.policy_version` is; without it no staleness is reported.
+        micro_batches: what the schedule returned on this rank; empty before the last pipeline stage.
+        contributes: True on tensor-parallel rank 0 of the last pipeline stage, whose peers hold the same numbers.
+        device: where the numbers are reduced; the accelerator under NCCL.
+        group: all ranks of the job; None is the default group, or no communication where torch.distributed is not initialised.
+        policy_version: the version of the policy that the step starts from, counted as `Sample.policy_version` is; without it
+            no staleness is reported.
         critic: the critic's `ValueStep.report`, to travel in the same all-reduce; its metrics are among those returned.
 
     Returns:
-        By name; the same on every rank. Means, maxima and minima are NaN for a step without an
-        active token; those of fields that no sample carries are left out. `effective_sample_size`
-        is in tokens (sequences: gspo).
+        By name; the same on every rank. Means, maxima and minima are NaN for a step without an active token; those of fields
+        that no sample carries are left out. `effective_sample_size` is in tokens (sequences: gspo).
 
     Raises:
         RuntimeError: under `check_aggregation`, the aggregation checksum is not 1.
@@ -263,10 +263,9 @@ def reduce_metrics(
     if critic is not None:
         pairs = torch.cat([pairs, critic.sums.to(device)])
     num_extremes = sum(row.kind in SIGNS for row in rows)
-    maxima = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
-    for metrics in counted:
-        batch_maxima = getattr(metrics, "maxima", None)
-        maxima = maxima if batch_maxima is None else maxima.maximum(batch_maxima)
+    nothing = torch.full((num_extremes,), -torch.inf, dtype=torch.float64, device=device)
+    batch_maxima = [getattr(metrics, "maxima", None) for metrics in counted]
+    maxima = torch.stack([nothing, *(x for x in batch_maxima if x is not None)]).amax(0)
     if dist.is_initialized():
         dist.all_reduce(pairs, group=group)
         if len(maxima):
@@ -310,18 +309,17 @@ def _by_name(
     rows: Sequence[Metric], names: Sequence[str], pairs: Tensor, maxima: Tensor
 ) -> dict[str, float]:
     """Return the quotients and the extremes of a step by name, without those of fields that no sample carries."""
-    values = torch.cat([pairs[:, 0] / pairs[:, 1], pairs[:, 1], maxima]).tolist()
-    reduced = dict(zip(names, values, strict=False))
-    counts = dict(zip(names, values[len(names) :], strict=False))
-    extremes = (row for row in rows if row.kind in SIGNS)
-    for row, largest in zip(extremes, values[2 * len(names) :], strict=True):
-        has_tokens = largest != -math.inf
-        reduced[row.name] = SIGNS[row.kind] * largest if has_tokens else math.nan
-        counts[row.name] = float(has_tokens)
-    for row in rows:
-        if row.reads and not counts[row.name]:
-            del reduced[row.name]
-    return reduced
+    signs = {row.name: SIGNS[row.kind] for row in rows if row.kind in SIGNS}
+    optional = {row.name for row in rows if row.reads}
+    has_tokens = maxima != -torch.inf
+    values = torch.cat([pairs[:, 0] / pairs[:, 1], maxima.masked_fill(~has_tokens, math.nan)])
+    counts = torch.cat([pairs[:, 1], has_tokens])
+    by_name = zip((*names, *signs), torch.stack([values, counts], 1).tolist(), strict=True)
+    return {
+        name: signs.get(name, 1.0) * value
+        for name, (value, count) in by_name
+        if count or name not in optional
+    }
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:

@@ -27,7 +27,7 @@ from megatron_pg.step.totals import StepTotals
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Row):
-    """One mode: which divisor the tokens of a sample get, and by which count of the step the sum is divided."""
+    """One mode: the divisor of a sample's tokens, and the count of the step that the sum is divided by."""
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
@@ -39,11 +39,10 @@ class Aggregation(Row):
     """True if a sample's own active tokens are its denominator where none is given."""
 
     def denominators(self, totals: StepTotals, samples: Sequence[CountedSample]) -> Tensor | None:
-        """Return D or G of the step for each sample, [num_samples] float64; None for a mode that divides by neither."""
         return None if self.denominator is None else self.denominator(totals, samples)
 
     def divisors(self, denominators: Tensor | None, divisor: float | None) -> Tensor | float:
-        """Divisor per sample, or one for all."""
+        """Return the divisor of each sample's tokens, or one for all."""
         if denominators is not None:
             return denominators.masked_fill(denominators == 0, 1.0)
         return 1.0 if divisor is None else float(divisor)
@@ -51,7 +50,7 @@ class Aggregation(Row):
     def divisors_of(
         self, totals: StepTotals, samples: Sequence[CountedSample], divisor: float | None = None
     ) -> Tensor:
-        """Divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
+        """Return the divisor of each sample's tokens under the totals of its step, [num_samples] float64."""
         divisors = self.divisors(self.denominators(totals, samples), divisor)
         return torch.as_tensor(divisors, dtype=torch.float64).expand(len(samples))
 
@@ -78,11 +77,10 @@ AGGREGATIONS: Table[Aggregation] = Table(
 
 def _num_prompt_groups(totals: StepTotals) -> int:
     if totals.num_prompt_groups is None:
-        lacking = [
-            each.name for each in itertools.chain(*totals.counts) if each.group_index is None
-        ]
+        samples = itertools.chain(*totals.counts)
+        lacking = (sample.name for sample in samples if sample.group_index is None)
         raise ValueError(
-            f"--loss-aggregation prompt_mean: {lacking[0] if lacking else 'some sample of the step'} has no group_index; "
+            f"--loss-aggregation prompt_mean: {next(lacking, 'some sample of the step')} has no group_index; "
             "give one to every sample (all samples of a prompt share it)"
         )
     if totals.odd_group:
@@ -144,8 +142,8 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """Numbers of a step that the loss and its report divide by, 0-d float64 each."""
+class Weights:
+    """Numbers of the step, 0-d float64 each; and the weight of each token, [window] float64, 0 at masked positions."""
 
     outer_count: Tensor
     """Count that the sum of the policy loss is divided by."""
@@ -165,12 +163,6 @@ class Counts:
     """Summand of the three sums: `share` in a step without an active token, else 0."""
     nothing: Tensor
     """0, the pair of a metric whose fields the samples lack."""
-
-
-@dataclass(frozen=True, eq=False)
-class Weights(Counts):
-    """The weight of each token, [window] float64 each, 0 at masked positions, and the counts of the step."""
-
     loss: Tensor
     """Weight in the policy loss, loss weights included. With a reducer of the user's own, 1 for an active token."""
     identified: Tensor
@@ -203,21 +195,16 @@ class Weights(Counts):
         return cls(**dict(zip(COUNTS, counts.unbind(), strict=True)), **weights)
 
 
-COUNTS = tuple(field.name for field in dataclasses.fields(Counts))
-SAMPLE_WEIGHTS = tuple(each.name for each in dataclasses.fields(Weights) if each.name not in COUNTS)
+_NAMES = tuple(field.name for field in dataclasses.fields(Weights))
+COUNTS, SAMPLE_WEIGHTS = _NAMES[: _NAMES.index("loss")], _NAMES[_NAMES.index("loss") :]
 
 
 def host_weights(
     config: PolicyLossConfig, batch: PackedBatch, totals: StepTotals, share: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the counts and the weight of each sample's tokens on the host, and move them to the batch's device.
+    """Compute `COUNTS` [counts] and `SAMPLE_WEIGHTS` [5, samples] float64 on the host, and move them to the batch's device.
 
-    Returns:
-        Counts [counts] and weights [5, samples] float64, as `Weights.spread` takes them. There are at least two columns, of
-        no sample where there are fewer: the compiler makes another program for a size of 1.
-
-    Raises:
-        ValueError: the totals do not know a sample that the aggregation asks for.
+    There are at least two columns, of no sample where there are fewer: the compiler makes another program for a size of 1.
     """
     samples, counted = batch.samples, totals.counted_in(config.loss_weight_denominator)
     sample_mean = AGGREGATIONS["sample_mean"]
@@ -246,14 +233,11 @@ def host_weights(
         "checksum_offset": 0.0 if expected[0] else share,
         "nothing": 0.0,
     }
-    document = regularizer = sample_mean.divisors_of(totals, samples)
-    if counted is not totals:
-        regularizer = sample_mean.divisors_of(counted, samples)
     divisors = {
         "loss": loss_divisors,
         "identified": identified,
-        "regularizer": regularizer,
-        "document": document,
+        "regularizer": sample_mean.divisors_of(counted, samples),
+        "document": sample_mean.divisors_of(totals, samples),
         "sequence": torch.tensor([max(sample.num_active_tokens, 1) for sample in samples]),
     }
     table = torch.zeros(len(SAMPLE_WEIGHTS), max(len(samples), 2), dtype=torch.float64)

@@ -97,12 +97,12 @@ def apply_corrections(
 
 
 def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> list[Sample]:
-    """Mask the rejected tokens of a step's samples, for `--rejection-denominator accepted`.
+    """Mask the rejected tokens of a step's samples on the host, for `--rejection-denominator accepted`.
 
-    The totals of a step are fixed before it starts. Called before `step_totals`, this makes them the totals of what is
-    kept, by the rejections that the data alone decide: those of weights and of whole sequences (the config refuses the
-    others with it). With `--rejection-denominator original` the samples come back as they are, and the loss takes
-    rejected tokens out of the numerator alone. On the host.
+    Called before `step_totals`, this makes the totals of the step those of what is kept, by the rejections that the data
+    alone decide: those of weights and of whole sequences (the config refuses the others with it). With
+    `--rejection-denominator original` the samples come back as they are, and the loss takes rejected tokens out of the
+    numerator alone.
 
     Raises:
         ValueError: log-probs are missing.
@@ -116,19 +116,17 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
                     f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
                 )
     fields = ("loss_mask", *MISMATCH_INPUTS)
-    given = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
     lengths = [sample.response_length for sample in samples]
     ids = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths))
     # These rejections read neither the policy in training nor advantages.
     unread = torch.zeros(len(ids))
-    tokens = Tokens.masked({**given, "sample_ids": ids, "log_probs": unread, "advantages": unread})
+    tensors |= {"sample_ids": ids, "log_probs": unread, "advantages": unread}
+    tokens = Tokens.masked(tensors)
     table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
     sums = SequenceSums.of_table(config, ids, table)
-    kept = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
-    return [
-        dataclasses.replace(sample, loss_mask=mask)
-        for sample, mask in zip(samples, kept, strict=True)
-    ]
+    masks = apply_corrections(config, tokens, unread, sums).loss_mask.split(lengths)
+    return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
@@ -185,8 +183,7 @@ def custom_tis(
 def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor) -> Corrected:
     """Drop the tokens of negative advantage of sequences that the policy has left behind."""
     is_off_policy = -sums.mean("policy") > config.opsm_delta
-    kept = tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0))
-    return Corrected(loss, kept, {})
+    return Corrected(loss, tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0)), {})
 
 
 def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor:
@@ -200,7 +197,6 @@ def importance_weights(tokens: Tokens, sums: SequenceSums, level: str) -> Tensor
 def _weighted(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor
 ) -> Corrected:
-    """Weight tokens by their own truncated weight or by their sequence's; under `--tis-mode mask` drop those out of bounds."""
     weights = importance_weights(tokens, sums, config.tis_level)
     is_outside = (weights < config.tis_clip_low) | (weights > config.tis_clip)
     # In the precision of the loss: float64 stays.

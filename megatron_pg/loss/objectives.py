@@ -1,14 +1,13 @@
 """The policy objectives: the loss of each response token. One row of the table each.
 
 r = exp(log_prob - old_log_prob), A the advantage, sg() stops the gradient. `--ratio-anchor` names the log-probs that stand
-in the place of old_log_prob.
-
-Every function takes the config, the tokens of this rank's window and the sums over whole sequences. Tokens are 0 and
-without gradient where masked, so a formula needs no mask. It is computed in the dtype of the log-probs.
+in the place of old_log_prob. Tokens are 0 and without gradient where masked, so a formula needs no mask. It is computed in
+the dtype of the log-probs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,10 +38,7 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The per-token loss of a micro-batch, and the ratio for the metrics.
-
-    An objective without a ratio has None for the last three.
-    """
+    """The per-token loss of a micro-batch, and for the metrics its ratio, where it has one."""
 
     loss: Tensor
     """The per-token loss [window], with gradient."""
@@ -89,30 +85,25 @@ OBJECTIVES: Table[Objective] = Table(
 """The rows by the name that `--policy-loss` takes."""
 objective = OBJECTIVES.decorator(Objective)
 
+of_tokens = functools.partial(objective, is_sum_over_tokens=True)
+of_token_ratio = functools.partial(
+    of_tokens, inputs=(ANCHOR,), ratio="token", zero_advantage_is_zero_gradient=True
+)
+of_sequence_ratio = functools.partial(
+    of_tokens, inputs=(ANCHOR,), ratio="sequence", reads_clip=lambda config: CLIP_SETTINGS
+)
+of_divergence = functools.partial(of_token_ratio, options=("dppo_delta", "dppo_delta_high"))
 MASK = "0 where A > 0, r > 1, D > dppo_delta_high and where A < 0, r < 1, D > dppo_delta"
-OF_TOKEN_RATIO: dict[str, Any] = {
-    "inputs": (ANCHOR,),
-    "ratio": "token",
-    "is_sum_over_tokens": True,
-    "zero_advantage_is_zero_gradient": True,
-}
-OF_SEQUENCE_RATIO: dict[str, Any] = {
-    "inputs": (ANCHOR,),
-    "ratio": "sequence",
-    "reads_clip": lambda config: CLIP_SETTINGS,
-    "is_sum_over_tokens": True,
-}
 
 
 def clipped_log_ratio(log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     """Compute log_prob - old_log_prob within +-20, [window], with zero gradient outside; 0 at masked positions.
 
-    All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant, `loss_mask` bool. For objectives of
-    the user's own.
+    For objectives of the user's own. All are [window]: `log_probs` with gradient, `old_log_probs` taken as a constant,
+    `loss_mask` bool.
     """
-    return clamped_log_ratio(
-        masked(log_probs, loss_mask) - masked(old_log_probs.detach(), loss_mask)
-    )
+    old_log_probs = masked(old_log_probs.detach(), loss_mask)
+    return clamped_log_ratio(masked(log_probs, loss_mask) - old_log_probs)
 
 
 def _clip_of_cispo(config: Any) -> tuple[str, ...]:
@@ -121,24 +112,22 @@ def _clip_of_cispo(config: Any) -> tuple[str, ...]:
     return CLIP_SETTINGS if reads_low else CLIP_SETTINGS[1:]
 
 
-@objective(
+@of_token_ratio(
     "-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)",
     about="PPO's clipped surrogate, arXiv:1707.06347 eq. 7",
     options=("eps_clip_c",),
     reads_clip=lambda config: CLIP_SETTINGS,
-    **OF_TOKEN_RATIO,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """GRPO's objective; clip-higher and dual clip by the config."""
     return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
-@objective(
+@of_sequence_ratio(
     "-min(s A, clip(s, 1 - eps_clip, 1 + eps_clip_high) A), log s_t = sg(mean_t log r) + log_prob - sg(log_prob)",
     about="one ratio for a sequence; arXiv:2507.18071, GSPO-token",
     options=("eps_clip_c",),
     sequence_sums=("policy",),
-    **OF_SEQUENCE_RATIO,
 )
 def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """PPO's surrogate of the sequence ratio; each token carries the gradient of its own log-prob."""
@@ -146,12 +135,11 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     return _clipped_surrogate(config, tokens, log_ratio + straight_through(tokens.log_probs))
 
 
-@objective(
+@of_token_ratio(
     "-sg(min(r, 1 + eps_clip_high)) A log_prob",
     about="MiniMax-M1, arXiv:2506.13585",
     options=("cispo_lower_bound",),
     reads_clip=_clip_of_cispo,
-    **OF_TOKEN_RATIO,
 )
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
@@ -166,35 +154,28 @@ def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outco
     return Outcome(loss, log_ratio, is_clipped, is_clipped)
 
 
-@objective(
-    "-A log_prob",
-    about="Williams, 1992",
-    is_sum_over_tokens=True,
-    zero_advantage_is_zero_gradient=True,
-)
+@of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)
 def reinforce(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-weighted_log_probs(tokens.advantages, tokens.log_probs))
 
 
-@objective("-log_prob", about="supervised: advantages are not read", is_sum_over_tokens=True)
+@of_tokens("-log_prob", about="supervised: advantages are not read")
 def sft(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(-tokens.log_probs)
 
 
-@objective(
+@of_tokens(
     "D(student, teacher)",
     about="the divergence of --distill-divergence over the whole vocabulary; advantages are not read",
-    is_sum_over_tokens=True,
 )
 def distill(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     return Outcome(tokens.given("divergence"))
 
 
-@objective(
+@of_token_ratio(
     "-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = sapo_tau_pos where A > 0, else sapo_tau_neg",
     about="a soft gate in place of the clip; arXiv:2511.20347 eq. 5 and 6",
     options=("sapo_tau_pos", "sapo_tau_neg"),
-    **OF_TOKEN_RATIO,
 )
 def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Soft adaptive policy optimization: the gradient of r A at r = 1, fading as r leaves it. Nothing is clipped."""
@@ -211,11 +192,9 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     return Outcome(-gate * advantages, log_ratio.detach(), nowhere, nowhere)
 
 
-@objective(
+@of_divergence(
     f"-M r A, M = {MASK}, else 1; D = abs(p - p_old)",
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
-    options=("dppo_delta", "dppo_delta_high"),
-    **OF_TOKEN_RATIO,
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
@@ -224,22 +203,19 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
     )
 
 
-@objective(
+@of_divergence(
     f"-M r A, M = {MASK}, else 1; D = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
-    options=("dppo_delta", "dppo_delta_high"),
-    **OF_TOKEN_RATIO,
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Divergence PPO, whose trust region is about the sampled token against all others together."""
     return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
 
 
-@objective(
+@of_sequence_ratio(
     "-s A, log s_t = sg(mean_t log c) + log c - sg(log c), c = min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A) / A",
     about="geometric mean of a sequence's clipped ratios; arXiv:2507.20673 eq. 4",
     sequence_sums=("clipped_policy",),
-    **OF_SEQUENCE_RATIO,
 )
 def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.

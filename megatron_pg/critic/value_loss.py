@@ -132,21 +132,22 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
 class ValueReport:
     """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
 
-    Arguments are those of `reduce_metrics`.
+    Args:
+        config: the settings of the losses.
+        micro_batches: the metrics of the rank's micro-batches; none where its peers hold the same numbers.
+        device: the device that numbers are reduced on.
     """
 
     def __init__(
         self,
         config: PolicyLossConfig,
         micro_batches: Sequence[Mapping[str, Tensor]],
-        *,
-        contributes: bool,
         device: torch.device | str,
     ) -> None:
-        self._config, self._names = config, value_metric_table(config).names
-        self._micro_batches = micro_batches if contributes else ()
-        self.sums = add_pairs(self._names, self._micro_batches, device)
-        """The pairs [names, 2] float64 of this rank; zeros where it does not contribute."""
+        self._config, self._micro_batches = config, micro_batches
+        self._names = value_metric_table(config).names
+        self.sums = add_pairs(self._names, micro_batches, device)
+        """The pairs [names, 2] float64 of this rank."""
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.

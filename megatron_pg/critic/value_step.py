@@ -82,17 +82,14 @@ class ValueStep:
         """
         step = self._step
         inputs = step.checked_inputs(batch)
-        value_loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
-        return step.scaled_head(
-            batch, inputs, lambda output: value_loss(values_of_output(batch, output))
-        )
+        loss = MicroBatchValueLoss(step.config, self.critic, batch, step.totals, step.share)
+        return step.scaled_head(batch, inputs, lambda output: loss(values_of_output(batch, output)))
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
         step = self._step
-        return ValueReport(
-            step.config, schedule_output, contributes=step.groups.contributes, device=step.device
-        )
+        counted = schedule_output if step.groups.contributes else ()
+        return ValueReport(step.config, counted, step.device)
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Return the critic's metrics, the same on every rank, for a step without a policy.
@@ -152,11 +149,9 @@ def compute_values(
     longer_samples = []
     for sample, is_cut in zip(samples, flags, strict=True):
         # The value after the last token is the value before one token more; as attention is causal, any token will do.
-        more = sample.tokens[-1:].clamp(min=0) if is_cut else sample.tokens[:0]
+        tokens = torch.cat([sample.tokens, sample.tokens[-1:].clamp(min=0)[:is_cut]])
         length = sample.response_length + is_cut
-        longer_samples.append(
-            Sample(torch.cat([sample.tokens, more]), length, torch.ones(length), name=sample.name)
-        )
+        longer_samples.append(Sample(tokens, length, torch.ones(length), name=sample.name))
     scores = score_samples(
         model,
         longer_samples,

@@ -72,7 +72,6 @@ AGGREGATIONS: Table[Aggregation] = Table(
         **dict.fromkeys(("dr.grpo", "dr_grpo", "drgrpo"), "constant, with dr_grpo's advantages"),
     },
 )
-"""The rows by the name that `--loss-aggregation` takes."""
 
 
 def _num_prompt_groups(totals: StepTotals) -> int:

@@ -30,9 +30,7 @@ REJECTED = "rejected_fraction"
 """The metric of every correction: the share of the tokens that some correction dropped."""
 CLIPPED = "tis_clipped_fraction"
 TIS_SETTINGS = ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "custom_tis_function_path")
-"""The settings of `--use-tis`; a custom function may read the others too."""
 OF_REJECTION = ("rejection_denominator",)
-"""The settings of every correction that drops tokens."""
 
 
 class Corrected(NamedTuple):
@@ -48,7 +46,7 @@ class Corrected(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Row):
-    """A correction and its properties. What is not stated is the careful answer."""
+    """A correction and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
     """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
@@ -75,7 +73,6 @@ class Correction(Row):
 
 
 CORRECTIONS: Table[Correction] = Table("corrections")
-"""The rows by name; each is on by flags of its own."""
 correction = CORRECTIONS.decorator(Correction)
 
 
@@ -86,8 +83,7 @@ def apply_corrections(
     rows = CORRECTIONS.rows_on(config)
     if not rows:
         return Corrected(loss, tokens.loss_mask, {})
-    kept = tokens.loss_mask
-    metrics: dict[str, Tensor] = {}
+    kept, metrics = tokens.loss_mask, dict[str, Tensor]()
     for row in rows:
         loss, kept_by_row, row_metrics = row.function(config, tokens, sums, loss)
         kept = kept & kept_by_row
@@ -130,7 +126,6 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
 
 
 def drops_tokens(config: PolicyLossConfig) -> bool:
-    """Say if a correction that is on may drop tokens; the config alone decides."""
     return any(row.rejects for row in CORRECTIONS.rows_on(config))
 
 

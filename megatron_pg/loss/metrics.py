@@ -7,6 +7,7 @@ documents is one more weighted sum, whatever the packing or the context parallel
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -47,16 +48,13 @@ KINDS = {
     "sequence sum": ("sequence", "share"),
     "absent": ("", "nothing"),
 }
-"""The weight of a token in the numerator, and the denominator, by the kind of a metric: a mean over documents or over active
-tokens, a sum over active tokens or over sequences, or nothing, where the samples lack the fields that the values are made of."""
+"""The weight of a token in the numerator, and the denominator, by the kind of a metric; absent is one of fields that the
+samples lack."""
 
 
 @dataclass(frozen=True)
 class PairTable:
-    """The (numerator, denominator) pairs of a micro-batch by name, and the sums over its tokens that they are made of.
-
-    Equal by value: settings of which a coefficient alone differs, from step to step, share one.
-    """
+    """The (numerator, denominator) pairs of a micro-batch; equal for settings of which a coefficient alone differs."""
 
     reported: tuple[str, ...]
     """Numbers of the whole micro-batch, such as the loss; their denominators add up to 1 over the step."""
@@ -65,7 +63,6 @@ class PairTable:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the pairs, in order."""
         return (*self.reported, *CHECKSUMS, *(name for name, _ in self.rows))
 
     def sums(self, values: Mapping[str, Tensor], weights: Weights, loss_mask: Tensor) -> Tensor:
@@ -81,21 +78,18 @@ class PairTable:
         return torch.stack([*rows, weights.document, active]).sum(1)
 
     def pairs(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and counts."""
+        """Put the pairs together, [names, 2] float64, from checksums, result of `sums`, terms by `reported`, and `COUNTS`."""
         return torch.cat(list(parts))[_layout(self, parts[0].device)]
 
 
 @functools.cache
 def _layout(table: PairTable, device: torch.device) -> Tensor:
     """Place numerator and denominator of each name in what `PairTable.pairs` lays end to end, [names, 2] int64."""
-    names = [name for name, kind in table.rows if kind != "absent"]
-    laid = (*CHECKSUMS, *names, "document", "active", *table.reported, *COUNTS)
-    place = {name: index for index, name in enumerate(laid)}
+    sums = [name for name, kind in table.rows if kind != "absent"]
+    laid = [*CHECKSUMS, *sums, "document", "active", *table.reported, *COUNTS]
     pairs = [(name, "share") for name in (*table.reported, *CHECKSUMS)]
-    pairs += [
-        ("nothing" if kind == "absent" else name, KINDS[kind][1]) for name, kind in table.rows
-    ]
-    return to_device(torch.tensor([[place[name] for name in pair] for pair in pairs]), device)
+    pairs += [(name if name in sums else "nothing", KINDS[kind][1]) for name, kind in table.rows]
+    return to_device(torch.tensor([list(map(laid.index, pair)) for pair in pairs]), device)
 
 
 def checksums(weights: Weights, positions: Tensor) -> Tensor:
@@ -121,9 +115,8 @@ class MicroBatchMetrics(dict[str, Tensor]):
     is_nan: Tensor | None = None
     """The active tokens whose loss is NaN or infinite, [window] bool; None without metrics."""
     batch: PackedBatch | None = None
-    """The micro-batch, to name samples in errors; without its side channels, as a teacher's logits would stay on the device."""
+    """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
-    """The totals of its step, for the same."""
     table: Tensor | None = None
     """[names, 2] behind the pairs."""
 
@@ -149,7 +142,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
         return cls.of(names, table)
 
     def fill(self, other: MicroBatchMetrics) -> None:
-        """Copy other metrics into these tensors, so that references taken earlier see the values."""
+        """Copy the values into these tensors, so that references taken earlier see them."""
         table = promised(self.table).copy_(promised(other.table))
         self.__dict__.update(other.__dict__, table=table)
 
@@ -202,22 +195,17 @@ def metric_table(config: PolicyLossConfig, lacking: frozenset[str]) -> PairTable
         for row in metrics_on(config)
         if row.kind not in SIGNS
     )
-    coefficients = {
-        "kl_loss": config.kl_loss_coef,
-        "entropy_loss": config.entropy_coef,
-        "distill_loss": config.distill_coef,
-    }
-    terms = (name for name, coefficient in coefficients.items() if coefficient)
+    coefficients = (config.kl_loss_coef, config.entropy_coef, config.distill_coef)
+    terms = itertools.compress(("kl_loss", "entropy_loss", "distill_loss"), coefficients)
     return PairTable(("loss", "pg_loss", *terms), rows)
 
 
 def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
-    """List the (numerator, denominator) metrics of a step under these settings, in the order of the table."""
     return metric_table(config, frozenset()).names
 
 
 class HasSums(Protocol):
-    """Sums of another loss that travel beside the policy's: this rank's pairs [names, 2] float64, and metrics of the world's."""
+    """Sums of another loss that travel beside the policy's: pairs [names, 2] of this rank, and metrics made of the world's."""
 
     @property
     def sums(self) -> Tensor: ...
@@ -272,10 +260,8 @@ def reduce_metrics(
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     pairs, critic_pairs = pairs.tensor_split([len(names)])
     reduced = _by_name(rows, names, pairs, maxima)
-    if contributes and not math.isfinite(reduced["loss"]):
-        report_nan_tokens(
-            micro_batches, "its logits, its log-probs (old, ref, rollout) and its teacher"
-        )
+    if not math.isfinite(reduced["loss"]):
+        report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
     for name in CHECKSUMS[1:]:
         del reduced[name]
@@ -298,7 +284,6 @@ def reduce_metrics(
 def add_pairs(
     names: Sequence[str], micro_batches: Sequence[Mapping[str, Tensor]], device: torch.device | str
 ) -> Tensor:
-    """Add up the pairs of those names of a rank's micro-batches, [names, 2] float64."""
     pairs = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for metrics in micro_batches:
         pairs += torch.stack([metrics[name] for name in names])
@@ -325,9 +310,7 @@ def _by_name(
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
     """Names the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
-        table, is_nan, batch = (
-            getattr(metrics, name, None) for name in ("table", "is_nan", "batch")
-        )
+        table, is_nan, batch = (getattr(metrics, x, None) for x in ("table", "is_nan", "batch"))
         if table is not None and table.isnan().all():
             logger.error(
                 f"micro-batch {index}: its loss is computed in backward, and none has come: evaluate under torch.no_grad()"
@@ -347,10 +330,7 @@ def check_checksum(
     metrics: Mapping[str, float],
     micro_batches: Sequence[Mapping[str, Tensor]] = (),
 ) -> float:
-    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn.
-
-    The message names the samples that this rank's micro-batches know of.
-    """
+    """Return the checksum. Where it is not 1, raise under --check-aggregation, or else warn."""
     checksum, problem = checksum_of(metrics)
     if problem:
         message = problem + samples_at_fault(micro_batches)
@@ -364,7 +344,6 @@ _warned_of: set[str] = set()
 
 
 def _warn_once(subject: str, message: str) -> None:
-    """Log a warning the first time in this process that a subject has one."""
     if subject not in _warned_of:
         _warned_of.add(subject)
         logger.warning("%s (said once)", message)

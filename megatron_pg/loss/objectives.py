@@ -47,7 +47,7 @@ class Outcome:
     is_clipped: Tensor | None = None
     """Tokens whose ratio is outside the objective's clip range, [window] bool."""
     is_effectively_clipped: Tensor | None = None
-    """Tokens whose ratio is outside on the side that the sign of A makes active, [window] bool."""
+    """The same on the side that the sign of A makes active."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,6 @@ OBJECTIVES: Table[Objective] = Table(
         "geo_mean": "gmpo",
     },
 )
-"""The rows by the name that `--policy-loss` takes."""
 objective = OBJECTIVES.decorator(Objective)
 
 of_tokens = functools.partial(objective, is_sum_over_tokens=True)
@@ -144,14 +143,12 @@ def gspo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 def cispo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     """REINFORCE weighted by a clipped ratio that has no gradient, so that no token loses its own."""
     log_ratio = tokens.log_probs.detach() - tokens.anchor(config)
-    ratio = clamped_log_ratio(log_ratio).exp()
-    lowest, highest = clip_range(config)
+    ratio, (lowest, highest) = clamped_log_ratio(log_ratio).exp(), clip_range(config)
     lowest = lowest if config.cispo_lower_bound else 0.0
+    # Whatever the sign of the advantage.
     is_clipped = (ratio < lowest) | (ratio > highest)
     weight = ratio.clamp(lowest, highest) * tokens.advantages
-    # The weight is clipped whatever the sign of the advantage.
-    loss = -weighted_log_probs(weight, tokens.log_probs)
-    return Outcome(loss, log_ratio, is_clipped, is_clipped)
+    return Outcome(-weighted_log_probs(weight, tokens.log_probs), log_ratio, is_clipped, is_clipped)
 
 
 @of_tokens("-A log_prob", about="Williams, 1992", zero_advantage_is_zero_gradient=True)
@@ -231,19 +228,16 @@ def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
 
 def get_objective(config: PolicyLossConfig) -> Objective:
     """Return the objective that the config names. Of a custom one no property is known."""
-    path = config.custom_policy_loss_path
-    if path is None:
+    if config.custom_policy_loss_path is None:
         return OBJECTIVES[config.policy_loss]
-    return Objective(name=path, formula="", function=_custom)
+    return Objective(name=config.custom_policy_loss_path, formula="", function=_custom)
 
 
 def _custom(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
     path, log_probs = str(config.custom_policy_loss_path), tokens.log_probs
     loss = load_custom_function("custom_policy_loss_path", path)(config, tokens, log_probs)
-    where, meaning = (
-        f"--custom-policy-loss-path {path}",
-        "the loss of each token of this rank's window",
-    )
+    meaning = "the loss of each token of this rank's window"
+    where = f"--custom-policy-loss-path {path}"
     check_returned(loss, log_probs.shape, where, meaning, differentiable_in=log_probs)
     return Outcome(masked(loss, tokens.loss_mask))
 

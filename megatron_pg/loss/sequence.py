@@ -23,12 +23,12 @@ ACTIVE = "active_tokens"
 
 @dataclass(frozen=True, eq=False)
 class SequenceSums:
-    """Sums over the sequences of one micro-batch."""
+    """Sums over the sequences of one micro-batch, over every context-parallel rank."""
 
     sample_ids: Tensor
     """The sample of each token of this rank's window, [window] int64."""
     sums: Mapping[str, Tensor]
-    """The sums by name, [samples] float64 each, over every context-parallel rank; empty where no row reads any."""
+    """The sums by name, [samples] float64 each; empty where no row reads any."""
 
     @classmethod
     def of_table(

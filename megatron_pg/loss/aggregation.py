@@ -142,36 +142,24 @@ def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Numbers of the step, 0-d float64 each; and the weight of each token, [window] float64, 0 at masked positions."""
+    """Numbers of the step, 0-d float64; from `loss` on weights of tokens, [window] float64, 0 at masked positions."""
 
-    outer_count: Tensor
-    """Count that the sum of the policy loss is divided by."""
-    regularizer_count: Tensor
-    """Count that the sums of KL and entropy are divided by."""
-    gradient_divisor: Tensor
-    """Count that the differentiated policy loss is divided by under `grad_divisor`."""
-    share: Tensor
-    """Part of the step's report that this micro-batch carries on this rank."""
-    checksum_scale: Tensor
-    """Factor of the sum of the weights that makes it 1 over the step."""
-    samples_scale: Tensor
-    """The same for weights times the identities of tokens."""
-    ranks_scale: Tensor
-    """The same for weights times the identities of tokens and of the data-parallel rank."""
-    checksum_offset: Tensor
-    """Summand of the three sums: `share` in a step without an active token, else 0."""
-    nothing: Tensor
-    """0, the pair of a metric whose fields the samples lack."""
-    loss: Tensor
-    """Weight in the policy loss, loss weights included. With a reducer of the user's own, 1 for an active token."""
-    identified: Tensor
-    """The same weight times the number by which the sample is told from others."""
-    regularizer: Tensor
-    """Weight in KL and entropy, loss weights included."""
-    document: Tensor
-    """Weight in a metric's mean over documents."""
-    sequence: Tensor
-    """Weight in a metric's sum over sequences."""
+    outer_count: Tensor  # divides the sum of the policy loss
+    regularizer_count: Tensor  # divides the sums of KL and entropy
+    gradient_divisor: Tensor  # divides the differentiated policy loss under `grad_divisor`
+    share: Tensor  # part of the step's report that this micro-batch carries on this rank
+    checksum_scale: Tensor  # makes the sum of the weights 1 over the step
+    samples_scale: Tensor  # the same for weights times the identities of tokens
+    ranks_scale: Tensor  # the same for these times the identity of the data-parallel rank
+    checksum_offset: (
+        Tensor  # added to the three sums: `share` in a step without an active token, else 0
+    )
+    nothing: Tensor  # 0, the pair of a metric whose fields the samples lack
+    loss: Tensor  # with loss weights; with a reducer of the user's own, 1 for an active token
+    identified: Tensor  # `loss` times the number by which the sample is told from others
+    regularizer: Tensor  # of KL and entropy, with loss weights
+    document: Tensor  # in a metric's mean over documents
+    sequence: Tensor  # in a metric's sum over sequences
 
     @classmethod
     def spread(

@@ -30,10 +30,8 @@ CHECKSUM = "aggregation_checksum"
 CHECKSUMS = (CHECKSUM, f"{CHECKSUM}_of_samples", f"{CHECKSUM}_of_ranks")
 """The three sums, as a micro-batch carries them; a step reports the first that is not 1 as `aggregation_checksum`."""
 CHECKSUM_TOLERANCE = 1e-5
-IDENTITY_TOLERANCE = 1e-9
-"""Rounding of float64 sums over the tokens of a step, with a wide margin."""
-NUM_NAMED = 5
-"""Samples that a message names of each kind."""
+IDENTITY_TOLERANCE = 1e-9  # rounding of float64 sums over the tokens of a step, with a wide margin
+NUM_NAMED = 5  # samples that a message names of each kind
 
 MEANINGS = (
     "Above 1, samples were trained on twice or are missing from step_totals(); below 1, samples were dropped; either, "

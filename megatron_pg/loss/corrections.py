@@ -36,12 +36,9 @@ OF_REJECTION = ("rejection_denominator",)
 class Corrected(NamedTuple):
     """A micro-batch after one correction, or after all of them."""
 
-    loss: Tensor
-    """The per-token loss [window]; after all of them 0 where the mask drops the token."""
-    loss_mask: Tensor
-    """The active tokens that were not rejected, [window] bool."""
-    metrics: dict[str, Tensor]
-    """Values [window] by name, detached; their means are over the tokens active before any rejection."""
+    loss: Tensor  # of each token, [window]; after all of them 0 where the mask drops the token
+    loss_mask: Tensor  # the active tokens that were not rejected, [window] bool
+    metrics: dict[str, Tensor]  # [window], detached, of the tokens active before any rejection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,6 @@ class Correction(Row):
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums, Tensor], Corrected]
     """The formula, (config, tokens, sums, loss so far [window]) -> Corrected, with its own rejections alone."""
     rejects: bool = False
-    """True if it drops tokens."""
     rejects_by_data: bool = False
     """True if old and rollout log-probs alone decide which tokens it drops, so that they are known before the step."""
     metrics: tuple[str, ...] = ()

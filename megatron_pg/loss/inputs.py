@@ -21,8 +21,7 @@ TEACHER_CHANNELS = {
     "top_k": ("teacher_ids", "teacher_log_probs"),
 }
 """The side channels that hold a teacher, by `--distill-teacher`. Each has a row for every response token."""
-TOLERANCE = 1e-3
-"""Rounding of an engine's log-prob of 0, in nats."""
+TOLERANCE = 1e-3  # rounding of an engine's log-prob of 0, in nats
 _required_inputs = read_off_rows(required_inputs)
 
 

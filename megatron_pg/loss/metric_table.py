@@ -86,12 +86,9 @@ class Metric:
     kind: Kind = "mean"
     """A mean over documents or over active tokens, a sum over active tokens, the same over sequences where the ratio is
     one number a sequence, or an extreme over active tokens."""
-    of_ratio: bool = False
-    """True if it needs a ratio."""
-    reads: tuple[str, ...] = ()
-    """Fields that samples may lack: where all do, the step does not report it."""
-    is_reported: bool = True
-    """False if a step reports only metrics that are derived from it."""
+    of_ratio: bool = False  # needs a ratio
+    reads: tuple[str, ...] = ()  # fields that samples may lack: where all do, it is not reported
+    is_reported: bool = True  # False if only metrics that are derived from it are
     when: Callable[[PolicyLossConfig], bool] = lambda config: True
 
 
@@ -101,8 +98,7 @@ class Derived:
 
     name: str
     help: str
-    of: tuple[str, ...]
-    """The metrics that `value` takes, in order; without one of them it is not reported."""
+    of: tuple[str, ...]  # the metrics that `value` takes; without one of them it is not reported
     value: Callable[..., float]
 
 

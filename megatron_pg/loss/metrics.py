@@ -56,10 +56,8 @@ samples lack."""
 class PairTable:
     """The (numerator, denominator) pairs of a micro-batch; equal for settings of which a coefficient alone differs."""
 
-    reported: tuple[str, ...]
-    """Numbers of the whole micro-batch, such as the loss; their denominators add up to 1 over the step."""
-    rows: tuple[tuple[str, str], ...]
-    """The metrics of tokens, (name, kind)."""
+    reported: tuple[str, ...]  # numbers of a micro-batch; denominators add up to 1 over the step
+    rows: tuple[tuple[str, str], ...]  # the metrics of tokens, (name, kind)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

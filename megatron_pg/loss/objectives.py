@@ -38,16 +38,13 @@ DPPO_DELTAS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The per-token loss of a micro-batch, and for the metrics its ratio, where it has one."""
+    """The per-token loss [window] with gradient, and for the metrics its ratio, where it has one."""
 
     loss: Tensor
-    """The per-token loss [window], with gradient."""
     log_ratio: Tensor | None = None
     """The detached log r [window] before the clamp to +-20; of a sequence ratio that of the token's sequence."""
-    is_clipped: Tensor | None = None
-    """Tokens whose ratio is outside the objective's clip range, [window] bool."""
-    is_effectively_clipped: Tensor | None = None
-    """The same on the side that the sign of A makes active."""
+    is_clipped: Tensor | None = None  # outside the objective's clip range, [window] bool
+    is_effectively_clipped: Tensor | None = None  # on the side that the sign of A makes active
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,8 @@ from megatron_pg.loss.tokens import Tokens
 class Terms:
     """The loss of one micro-batch on one rank, its terms, and the per-token loss before and after corrections."""
 
-    loss: Tensor
-    """The 0-d loss to differentiate."""
-    reported: dict[str, Tensor]
-    """The 0-d terms by name, and their total as `loss`."""
+    loss: Tensor  # 0-d, to differentiate
+    reported: dict[str, Tensor]  # the 0-d terms by name, and their total as `loss`
     outcome: Outcome
     corrected: Corrected
 

@@ -25,10 +25,8 @@ ACTIVE = "active_tokens"
 class SequenceSums:
     """Sums over the sequences of one micro-batch, over every context-parallel rank."""
 
-    sample_ids: Tensor
-    """The sample of each token of this rank's window, [window] int64."""
-    sums: Mapping[str, Tensor]
-    """The sums by name, [samples] float64 each; empty where no row reads any."""
+    sample_ids: Tensor  # of each token of this rank's window, [window] int64
+    sums: Mapping[str, Tensor]  # by name, [samples] float64; empty where no row reads any
 
     @classmethod
     def of_table(

@@ -27,18 +27,12 @@ class Tokens:
     there. None stands for what no sample of the step carries, or what no setting asks for.
     """
 
-    log_probs: Tensor
-    """Log-probs under the policy in training, float32 or float64, with gradient."""
-    entropy: Tensor | None
-    """Entropy in nats, with gradient."""
-    divergence: Tensor | None
-    """Divergence from the teacher in nats, with gradient."""
-    sample_ids: Tensor
-    """The sample of each token, int64."""
-    positions: Tensor
-    """Coefficients of the tokens' positions in the sums that tell samples apart, float64."""
-    kept_set_mass: Tensor | None
-    """Probability, under the policy in training, of the set that the token was sampled from."""
+    log_probs: Tensor  # under the policy in training, float32 or float64, with gradient
+    entropy: Tensor | None  # in nats, with gradient
+    divergence: Tensor | None  # from the teacher in nats, with gradient
+    sample_ids: Tensor  # int64
+    positions: Tensor  # coefficients of positions in the sums that tell samples apart, float64
+    kept_set_mass: Tensor | None  # probability of the set that the token was sampled from
     # As in `PackedBatch`:
     loss_mask: Tensor
     advantages: Tensor

@@ -57,16 +57,7 @@ class MicroBatchValueLoss:
     """The value loss of one micro-batch on one rank, as a function of the values of its token window.
 
     Built on the host before the model has run; summed over ranks and micro-batches it is the value loss of the step.
-
-    Args:
-        config: the aggregation, and which metrics there are.
-        critic: c of the loss.
-        batch: the packed micro-batch, on the values' device.
-        totals: the totals of the whole step.
-        step_share: as for `policy_loss_function`.
-
-    Raises:
-        ValueError: the samples have no `old_values` or `returns`; one is named.
+    Arguments are those of `policy_loss_function`. Raises a ValueError for samples without `old_values` or `returns`.
     """
 
     def __init__(
@@ -113,7 +104,6 @@ class MicroBatchValueLoss:
 
     @torch.no_grad()
     def _metric_values(self, token_loss: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Compute the values of `MEANS` and `SUMS`, [window] float64 each."""
         is_clipped = token_loss > 0.5 * (values - self._returns).square()
         values, returns = values.double(), self._returns.double()
         error = returns - values
@@ -124,7 +114,6 @@ class MicroBatchValueLoss:
 
 @functools.lru_cache(maxsize=64)
 def value_metric_table(config: PolicyLossConfig) -> PairTable:
-    """Return the (numerator, denominator) metrics of a critic's step."""
     rows = (*((name, "mean") for name in MEANS), *((name, "sum") for name in SUMS))
     return PairTable(("value_loss",), rows if config.pg_metrics != "none" else ())
 
@@ -132,10 +121,7 @@ def value_metric_table(config: PolicyLossConfig) -> PairTable:
 class ValueReport:
     """This rank's sums of the critic's step, which travel in the all-reduce of the policy's metrics.
 
-    Args:
-        config: the settings of the losses.
-        micro_batches: the metrics of the rank's micro-batches; none where its peers hold the same numbers.
-        device: the device that numbers are reduced on.
+    `micro_batches` are the metrics of the rank's micro-batches; none where its peers bring the same numbers.
     """
 
     def __init__(
@@ -147,7 +133,7 @@ class ValueReport:
         self._config, self._micro_batches = config, micro_batches
         self._names = value_metric_table(config).names
         self.sums = add_pairs(self._names, micro_batches, device)
-        """The pairs [names, 2] float64 of this rank."""
+        """The pairs, [names, 2] float64."""
 
     def metrics(self, reduced: Tensor) -> dict[str, float]:
         """Compute the critic's metrics by name from the pairs [names, 2] of the whole world, on the host.
@@ -170,7 +156,7 @@ class ValueReport:
 def _explained_variance(
     count: float, returns: float, returns_squared: float, errors: float, errors_squared: float
 ) -> float:
-    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens from `SUMS`; NaN where all returns are equal."""
+    """Compute `1 - Var(R - v) / Var(R)` over a step's active tokens; NaN where all returns are equal."""
     if not count:
         return math.nan
     variance = returns_squared / count - (returns / count) ** 2

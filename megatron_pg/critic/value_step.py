@@ -35,16 +35,13 @@ class ValueStep:
         metrics = policy_step.metrics(policy_output, critic=step.report(value_output))
 
     The loss is aggregated as the config's policy loss, with the same totals, and scaled for the schedule by the same
-    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments are
-    those of `PolicyStep`.
+    contract. Where policy and critic are sharded alike, they share the plan and the micro-batches. Further arguments and
+    errors are those of `PolicyStep`.
 
     Args:
         config: the policy loss: aggregation, metrics, checks.
         critic: the value loss.
         model: the critic, a model with a value head (`add_value_head`), wrapped or a list of virtual-pipeline chunks.
-
-    Raises:
-        ValueError: as for `PolicyStep`.
     """
 
     def __init__(
@@ -168,11 +165,7 @@ def compute_values(
 
 
 def values_of_output(batch: PackedBatch, output: Tensor) -> Tensor:
-    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the row that predicts its token.
-
-    Raises:
-        ValueError: the output has another shape.
-    """
+    """Read the values [window] of response tokens from the output [1, local_tokens, 1], each in the row that predicts its token."""
     rows = output.reshape(-1, output.shape[-1])
     if rows.shape != (batch.window.local_tokens, 1):
         raise ValueError(

@@ -130,12 +130,7 @@ AGGREGATIONS.add(
 
 
 def checked_aggregation(name: str, divisor: float | None, qkv_format: Any = "thd") -> Aggregation:
-    """Return the row of that name.
-
-    Raises:
-        ValueError: there is none, it needs another divisor than is given, or the layout is unknown; as
-            `PolicyLossConfig`.
-    """
+    """Return the row of that name, or refuse name, divisor and layout as `PolicyLossConfig` does."""
     PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor, qkv_format=qkv_format)
     return AGGREGATIONS[name]
 

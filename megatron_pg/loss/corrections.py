@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,12 +102,11 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     """
     if config.rejection_denominator == "original" or not drops_tokens(config) or not samples:
         return list(samples)
-    for sample in samples:
-        for name in MISMATCH_INPUTS:
-            if getattr(sample, name) is None:
-                raise ValueError(
-                    f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
-                )
+    for sample, name in itertools.product(samples, MISMATCH_INPUTS):
+        if getattr(sample, name) is None:
+            raise ValueError(
+                f"{sample.name} needs {name}: give Sample({name}=...) to every sample of the step"
+            )
     fields = ("loss_mask", *MISMATCH_INPUTS)
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in fields}
     lengths = [sample.response_length for sample in samples]

@@ -261,8 +261,6 @@ def reduce_metrics(
     if not math.isfinite(reduced["loss"]):
         report_nan_tokens(counted, "its logits, its log-probs (old, ref, rollout) and its teacher")
     reduced[CHECKSUM] = check_checksum(config, reduced, micro_batches)
-    for name in CHECKSUMS[1:]:
-        del reduced[name]
     if config.rejection_denominator == "accepted" and reduced.get("rejected_fraction", 0.0) > 0:
         _warn_once(
             "rejection_denominator",
@@ -274,8 +272,9 @@ def reduce_metrics(
     for derived in DERIVED:
         if all(name in reduced for name in derived.of):
             reduced[derived.name] = derived.value(*(reduced[name] for name in derived.of))
-    for name in ["current_policy_version", *(row.name for row in METRICS if not row.is_reported)]:
-        reduced.pop(name, None)
+    unreported = {row.name for row in METRICS if not row.is_reported}
+    unreported |= {"current_policy_version", *CHECKSUMS[1:]}
+    reduced = {name: value for name, value in reduced.items() if name not in unreported}
     return reduced if critic is None else reduced | critic.metrics(critic_pairs)
 
 

@@ -40,11 +40,7 @@ BATCH_FIELDS = (
 class MicroBatchLoss:
     """The loss of one micro-batch on one rank, as a function of its log-probs.
 
-    Args:
-        config, batch, totals, context_parallel_group, step_share: as for `policy_loss_function`.
-
-    Raises:
-        ValueError: the batch lacks an input of the objective; the flags that ask for it are named.
+    Arguments and errors are those of `policy_loss_function`.
     """
 
     def __init__(
@@ -77,19 +73,15 @@ class MicroBatchLoss:
         divergence: Tensor | None = None,
         kept_set_mass: Tensor | None = None,
     ) -> tuple[Tensor, MicroBatchMetrics]:
-        """Compute the loss, to be differentiated, and its detached metrics.
+        """Compute the loss, to be differentiated, and its detached metrics. Arguments are [window] float32, in nats.
 
         Every rank of the context-parallel group must call it, those whose window is empty included.
 
         Args:
-            log_probs: [window] float32.
-            entropy: [window] float32, or None.
-            divergence: [window] float32, the divergence from the teacher, where one is distilled.
-            kept_set_mass: [window] float32, the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an
-                empty set.
-
-        Raises:
-            ValueError: the entropy or the divergence is needed and None.
+            log_probs: as for `policy_loss_from_log_probs`.
+            entropy: the same.
+            divergence: from the teacher, where one is distilled.
+            kept_set_mass: the probability of the kept set, where `--kept-set-mass` asks for it; 1 for an empty set.
         """
         tensors = self._inputs(log_probs, entropy, divergence, kept_set_mass)
         loss, maxima, is_nan, *parts = self._evaluate(_loss_and_metrics, tensors)
@@ -102,7 +94,7 @@ class MicroBatchLoss:
     def loss(
         self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss without metrics; arguments and errors as for a call."""
+        """Compute the loss without metrics; arguments as for a call."""
         loss: Tensor
         (loss,) = self._evaluate(_loss_alone, self._inputs(log_probs, entropy, divergence))
         return loss

@@ -217,15 +217,12 @@ def _flat_mask(response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) ->
             f"loss_masks has {len(loss_masks)} samples and response_lengths {len(response_lengths)}: give one of each "
             "per sample"
         )
-    masks = [torch.as_tensor(mask) for mask in loss_masks]
+    masks = list(map(torch.as_tensor, loss_masks))
     for sample, (mask, length) in enumerate(zip(masks, response_lengths, strict=True)):
         if mask.shape != (length,):
             raise ValueError(
                 f"loss_masks[{sample}] has shape {list(mask.shape)}, expected [{length}], its response_length"
             )
-    flat = torch.cat(masks) if masks else torch.zeros(0)
-    # In one look; on a device it would make the host wait, and there the samples were checked when built.
-    if flat.device.type == "cpu" and ((flat != 0) & (flat != 1)).any():
-        for sample, mask in enumerate(masks):
+        if mask.device.type == "cpu":
             check_mask(f"loss_masks[{sample}]", mask)
-    return flat.to(torch.float64)
+    return torch.cat(masks or [torch.zeros(0)]).to(torch.float64)

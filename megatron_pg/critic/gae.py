@@ -70,10 +70,11 @@ def gae(
     lengths = [mask.numel() for mask in masks]
     response_rewards = _vectors("rewards", rewards, lengths)
     response_values = _vectors("values", values, lengths)
-    for index, mask in enumerate(masks):
+    active = [mask.bool() for mask in masks]
+    for index, is_active in enumerate(active):
         reward, value = response_rewards[index], response_values[index]
-        check_mask(f"loss_mask[{index}]", mask)
-        is_active, problem = mask.bool(), " at an active token, expected a finite number"
+        check_mask(f"loss_mask[{index}]", masks[index])
+        problem = " at an active token, expected a finite number"
         refuse_values(f"rewards[{index}]", reward, is_active & ~torch.isfinite(reward), problem)
         refuse_values(f"values[{index}]", value, is_active & ~torch.isfinite(value), problem)
         is_lost = ~is_active & (reward != 0) & is_active.any()
@@ -86,21 +87,19 @@ def gae(
         refuse_values("bootstrap_values", bootstrap, ~torch.isfinite(bootstrap), problem)
     if not masks:
         return Estimates([], [])
-    is_active = [mask.bool() for mask in masks]
     # Active tokens alone, [responses, longest], the last of them first: column by column time runs backwards.
     reward, value = (
-        pad_sequence([x[m].flip(0) for x, m in zip(rows, is_active, strict=True)], batch_first=True)
+        pad_sequence([x[m].flip(0) for x, m in zip(rows, active, strict=True)], batch_first=True)
         for rows in (response_rewards, response_values)
     )
     following = torch.cat([bootstrap[:, None], value], dim=1)[:, :-1]
     advantages, decay = reward + gamma * following - value, gamma * lam
     for column in range(1, advantages.shape[1]):
         advantages[:, column] += decay * advantages[:, column - 1]
-    counts = [int(mask.sum()) for mask in masks]
 
     def forwards(rows: Tensor) -> list[Tensor]:
-        values = [row[:count].flip(0) for row, count in zip(rows, counts, strict=True)]
-        return _at_active_tokens(is_active, values)
+        values = [row[: int(m.sum())].flip(0) for row, m in zip(rows, active, strict=True)]
+        return _at_active_tokens(active, values)
 
     return Estimates(advantages=forwards(advantages), returns=forwards(advantages + value))
 
@@ -139,7 +138,8 @@ def whiten(
     mean = total / max(count, 1)
     variance = max(total_of_squares - count * mean**2, 0.0) / max(count - 1, 1)
     scaled = (values - mean) / math.sqrt(variance + WHITEN_EPSILON)
-    return _at_active_tokens(masks, scaled.split([int(mask.sum()) for mask in masks]))
+    counts = [int(mask.sum()) for mask in masks]
+    return _at_active_tokens(masks, torch.split(scaled, counts))
 
 
 def _vectors(

@@ -117,7 +117,7 @@ def accepted_samples(config: PolicyLossConfig, samples: Sequence[Sample]) -> lis
     tokens = Tokens.masked(tensors)
     table = sums_of_rank(config, tokens, len(samples)) if sequence_sum_names(config) else None
     sums = SequenceSums.of_table(config, ids, table)
-    masks = apply_corrections(config, tokens, unread, sums).loss_mask.split(lengths)
+    masks = torch.split(apply_corrections(config, tokens, unread, sums).loss_mask, lengths)
     return [dataclasses.replace(s, loss_mask=mask) for s, mask in zip(samples, masks, strict=True)]
 
 

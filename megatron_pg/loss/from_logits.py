@@ -144,8 +144,9 @@ def log_probs_of_logits(
         settings["kept"] = batch.kept_tokens_of_rows if config.replay_sampling_set else None
         settings["with_entropy"] = options.with_entropy
         scores = *log_probs_and_entropy(rows, batch.targets, **settings), None
-    log_probs, entropy, divergence = (x if x is None else x[batch.logit_rows] for x in scores)
-    return log_probs, entropy, divergence
+    log_probs, *others = scores
+    entropy, divergence = (None if x is None else x[batch.logit_rows] for x in others)
+    return log_probs[batch.logit_rows], entropy, divergence
 
 
 def policy_loss_from_log_probs(

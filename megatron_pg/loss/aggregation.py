@@ -31,8 +31,7 @@ class Aggregation(Row):
 
     denominator: Callable[[StepTotals, Sequence[CountedSample]], Tensor] | None = None
     """The function (totals, samples) -> [num_samples] float64 D or G; None for the modes that divide by neither."""
-    outer_count: Callable[[StepTotals], float]
-    """The count that the inner sum is divided by, above 0."""
+    outer_count: Callable[[StepTotals], float]  # divides the inner sum, above 0
     under_per_token_flag: str | None = None
     """Mode that the flag `--calculate-per-token-loss` turns it into; None where the flag is refused."""
     defaults_to_own_tokens: bool = False

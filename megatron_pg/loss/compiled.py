@@ -31,10 +31,8 @@ TRACED_SIZES = {"sample_weights": 37, "sums": 37, "counts": None}
 """Sizes of the micro-batch of zeros that is traced and compiled, by the name of a tensor whose last dimension counts samples
 and not tokens; None for one of a fixed size. Every rank compiles the same, a long reduction, whatever its first micro-batch."""
 
-Tensors = Mapping[str, Any]
-"""Tensors by name; None where there is none."""
-Outputs = tuple[Any, ...]
-"""Tensors, or None where there is none."""
+Tensors = Mapping[str, Any]  # by name; None where there is none
+Outputs = tuple[Any, ...]  # tensors; None where there is none
 Function = Callable[[Tensors], Outputs]
 _programs: dict[Hashable, Callable[..., Outputs] | None] = {}
 

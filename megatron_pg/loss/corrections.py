@@ -51,8 +51,7 @@ class Correction(Row):
     rejects: bool = False
     rejects_by_data: bool = False
     """True if old and rollout log-probs alone decide which tokens it drops, so that they are known before the step."""
-    metrics: tuple[str, ...] = ()
-    """The metrics that it reports besides `REJECTED`."""
+    metrics: tuple[str, ...] = ()  # besides `REJECTED`
 
     def refusals(self, config: Any) -> list[str]:
         """Totals of what is kept need rejections that the data decide, and one kind of them."""
@@ -172,7 +171,6 @@ def custom_tis(
     rejects=True,
 )
 def opsm(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor) -> Corrected:
-    """Drop the tokens of negative advantage of sequences that the policy has left behind."""
     is_off_policy = -sums.mean("policy") > config.opsm_delta
     return Corrected(loss, tokens.loss_mask & ~(is_off_policy & (tokens.advantages < 0)), {})
 
@@ -199,7 +197,6 @@ def _weighted(
 def _without_outliers(
     config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums, loss: Tensor, *, level: str
 ) -> Corrected:
-    """Drop the sequences whose weight is out of the bounds of the level."""
     weights = importance_weights(tokens, sums, level)
     low, high = (getattr(config, f"{level}_rejection_{bound}") for bound in ("low", "high"))
     return Corrected(loss, tokens.loss_mask & ~((weights < low) | (weights > high)), {})
@@ -213,7 +210,6 @@ OF_MISMATCH: dict[str, Any] = {"inputs": MISMATCH_INPUTS, "is_sum_over_tokens": 
 
 
 def _weight_row(level: str, mode: str) -> Correction:
-    """Make the row of one level and mode of `--use-tis`."""
     is_mask, statistic = mode == "mask", LEVELS[level]
     flags = ["--use-tis", *[f"--tis-level {level}"] * (level != "token")]
     formula = "loss * clamp(w, tis_clip_low, tis_clip)"
@@ -242,7 +238,6 @@ def _weight_row(level: str, mode: str) -> Correction:
 
 
 def _rejection_row(level: str) -> Correction:
-    """Make the row that drops the sequences whose sum or mean of the mismatch is out of bounds."""
     bounds = (f"{level}_rejection_low", f"{level}_rejection_high")
     return Correction(
         name=f"{level}_rejection",

@@ -74,7 +74,6 @@ def head_options(
     vocab_size: int | None,
     chunk_tokens: int | None = None,
 ) -> HeadOptions:
-    """Collect the settings of a head over logits or hidden states."""
     return HeadOptions(
         tensor_parallel_group=tensor_parallel_group,
         temperature=config.rollout_temperature,

@@ -115,8 +115,7 @@ class MicroBatchMetrics(dict[str, Tensor]):
     batch: PackedBatch | None = None
     """The micro-batch, for errors; without its side channels, as a teacher's logits would stay on the device."""
     totals: StepTotals | None = None
-    table: Tensor | None = None
-    """[names, 2] behind the pairs."""
+    table: Tensor | None = None  # [names, 2] behind the pairs
 
     @classmethod
     def of(
@@ -126,7 +125,6 @@ class MicroBatchMetrics(dict[str, Tensor]):
         batch: PackedBatch | None = None,
         totals: StepTotals | None = None,
     ) -> MicroBatchMetrics:
-        """Name the rows of a table of pairs [names, 2] float64."""
         metrics = cls(zip(names, table.unbind(), strict=True))
         metrics.table, metrics.totals = table, totals
         metrics.batch = None if batch is None else replace(batch, side_channels={})

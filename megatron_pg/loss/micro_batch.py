@@ -150,7 +150,6 @@ class MicroBatchLoss:
     def arguments(
         self, tensors: Tensors
     ) -> tuple[PolicyLossConfig, Tokens, Weights, SequenceSums, Reduction]:
-        """Build the arguments of the page from tensors by name."""
         tokens = Tokens.masked(tensors, self.batch.side_channels)
         window = (tokens.loss_mask, tokens.sample_ids, tokens.loss_weights)
         weights = Weights.spread(tensors["counts"], tensors["sample_weights"], *window)

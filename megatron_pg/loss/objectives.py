@@ -52,8 +52,7 @@ class Objective(Row):
     """A policy objective and its properties. A property that is not stated has the careful value."""
 
     function: Callable[[PolicyLossConfig, Tokens, SequenceSums], Outcome]
-    ratio: Literal["none", "token", "sequence"] = "none"
-    """The unit that has one ratio. The metrics of the ratio follow from it."""
+    ratio: Literal["none", "token", "sequence"] = "none"  # the unit that has one
     reads_clip: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """The names of `CLIP_SETTINGS` that it reads under a config. Others are named at startup where they are given."""
     zero_advantage_is_zero_gradient: bool = False
@@ -115,7 +114,6 @@ def _clip_of_cispo(config: Any) -> tuple[str, ...]:
     reads_clip=lambda config: CLIP_SETTINGS,
 )
 def ppo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """GRPO's objective; clip-higher and dual clip by the config."""
     return _clipped_surrogate(config, tokens, tokens.log_probs - tokens.anchor(config))
 
 
@@ -191,7 +189,6 @@ def sapo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcom
     about="divergence PPO by binary total variation, p = exp(log_prob); arXiv:2602.04879 eq. 13",
 )
 def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Divergence PPO, whose trust region is about the probability that the sampled token lost or gained."""
     return _divergence_masked(
         config, tokens, "dppo_tv", lambda old, new: (new.exp() - old.exp()).abs()
     )
@@ -202,7 +199,6 @@ def dppo_tv(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
     about="the same by binary Kullback-Leibler divergence; arXiv:2602.04879 eq. 14",
 )
 def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Divergence PPO, whose trust region is about the sampled token against all others together."""
     return _divergence_masked(config, tokens, "dppo_kl", binary_divergence)
 
 
@@ -212,10 +208,7 @@ def dppo_kl(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Out
     sequence_sums=("clipped_policy",),
 )
 def gmpo(config: PolicyLossConfig, tokens: Tokens, sums: SequenceSums) -> Outcome:
-    """Geometric-mean policy optimization: one ratio for a sequence, clipped token by token.
-
-    Under the sample mean and with one advantage a sequence, its gradient is that of the paper's objective.
-    """
+    """Clip token by token. With one advantage a sequence, the sample mean has the gradient of the paper's objective."""
     advantages, log_ratio = tokens.advantages, tokens.log_probs - tokens.anchor(config)
     held, *is_clipped = clipped_by_sign(log_ratio, clip_range_of_logs(config), advantages)
     mean = masked(sums.mean("clipped_policy"), tokens.loss_mask).to(held.dtype)
@@ -250,11 +243,8 @@ def _clipped_surrogate(config: PolicyLossConfig, tokens: Tokens, log_ratio: Tens
 
 
 def binary_divergence(old: Tensor, new: Tensor) -> Tensor:
-    """KL(old || new) in nats of {this token, any other}, [window] from log-probs [window].
-
-    Infinite where the new policy leaves nothing to other tokens and the old one did.
-    """
-    others_old, others_new = (-torch.expm1(each.clamp(max=0.0)) for each in (old, new))
+    """Compute KL(old || new) in nats of {this token, any other}; infinite where new alone leaves nothing to others."""
+    others_old, others_new = (-torch.expm1(x.clamp(max=0.0)) for x in (old, new))
     others_divergence = torch.xlogy(others_old, others_old) - torch.xlogy(others_old, others_new)
     p_old = old.exp()
     # 0 log 0 is 0: a token that the old policy could not sample adds nothing.

@@ -66,16 +66,14 @@ class Tokens:
         return values
 
     def anchor(self, config: PolicyLossConfig) -> Tensor:
-        """Return the log-probs in the denominator of the ratio, which `--ratio-anchor` names."""
         return self.given(anchor_of(config))
 
     def mismatch(self) -> Tensor:
-        """Return old_log_prob - rollout_log_prob, [window] float64."""
+        """Subtract the rollout engine's log-probs from the old ones, [window] float64."""
         return self.given("old_log_probs").double() - self.given("rollout_log_probs")
 
 
-DIFFERENTIATED = ("log_probs", "entropy", "divergence")
-"""The fields that the loss has a gradient to."""
+DIFFERENTIATED = ("log_probs", "entropy", "divergence")  # the loss has a gradient to them
 
 
 def masked(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from megatron_pg.step.agreement import compute_and_gather
 from megatron_pg.step.sample import Values
 from megatron_pg.step.values import check_mask, refuse_values
 
-WHITEN_EPSILON = 1e-8
-"""Added to the variance, as TRL and verl do; a step of equal advantages becomes one of zeros."""
+WHITEN_EPSILON = 1e-8  # added to the variance, as TRL and verl do: equal advantages become zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +144,7 @@ def whiten(
 def _vectors(
     name: str, rows: Sequence[Values], lengths: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Convert one row a response to host vectors in float64; refuse other lengths than `lengths`."""
+    """Convert one row a response to float64 on the host; refuse other lengths than `lengths`."""
     vectors = [torch.as_tensor(row, dtype=torch.float64, device="cpu") for row in rows]
     if lengths is not None and len(vectors) != len(lengths):
         raise ValueError(
@@ -161,7 +160,7 @@ def _vectors(
 
 
 def _at_active_tokens(masks: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Put the values of each response's active tokens in their places, float32; 0 elsewhere."""
+    """Put each response's values in their places, float32; 0 elsewhere."""
     return [
         torch.zeros(len(mask)).masked_scatter_(mask, active.float())
         for mask, active in zip(masks, values, strict=True)

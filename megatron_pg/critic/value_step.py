@@ -74,8 +74,7 @@ class ValueStep:
             batch: the micro-batch, packed for this context-parallel rank, on the model's device.
 
         Raises:
-            ValueError: the batch was packed for another context-parallel size or rank; its samples have no `old_values` or
-                `returns`; the loop would leave gradients unreduced or the embedding has no row, as for `PolicyStep.head`.
+            ValueError: the samples have no `old_values` or `returns`; as for `PolicyStep.head`.
         """
         step = self._step
         inputs = step.checked_inputs(batch)
@@ -84,17 +83,13 @@ class ValueStep:
 
     def report(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> ValueReport:
         """Report what the schedule returned on this rank, for `PolicyStep.metrics(critic=...)`; no communication."""
-        step = self._step
-        counted = schedule_output if step.groups.contributes else ()
-        return ValueReport(step.config, counted, step.device)
+        counted = schedule_output if self._step.groups.contributes else ()
+        return ValueReport(self._step.config, counted, self._step.device)
 
     def metrics(self, schedule_output: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Return the critic's metrics, the same on every rank, for a step without a policy.
+        """Return the critic's metrics, the same on every rank, for a step without a policy; errors as of `PolicyStep.metrics`.
 
         Every rank of the job calls it once a step: one SUM all-reduce.
-
-        Raises:
-            RuntimeError: under `--check-aggregation`, the aggregation checksum is not 1.
         """
         report = self.report(schedule_output)
         dist.all_reduce(report.sums)
@@ -121,9 +116,7 @@ def compute_values(
     groups: ParallelGroups | None = None,
     cp_partition_mode: CpPartitionMode = "zigzag",
 ) -> ScoredValues:
-    """Compute values of samples under a critic, forward only.
-
-    The same ranks call it as `compute_log_probs`. Further arguments are those of that function.
+    """Compute values of samples under a critic, forward only. Callers and further arguments are those of `compute_log_probs`.
 
         scored = compute_values(critic, samples, max_tokens_per_microbatch=16384, is_truncated=is_truncated)
         estimates = gae(rewards, scored.values, masks, gamma, lam, bootstrap_values=scored.bootstrap_values)

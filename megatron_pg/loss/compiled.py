@@ -49,7 +49,7 @@ def evaluate(
     if not is_compiled or torch.is_inference_mode_enabled():
         return function(tensors)
     present = {name: x.detach().contiguous() for name, x in tensors.items() if x is not None}
-    kind = getattr(function, "func", function)
+    kind = getattr(function, "__func__", function)  # of a method, which holds a micro-batch
     key = (kind, settings, tuple((name, x.dtype) for name, x in present.items()))
     if key not in _programs and len(_programs) >= MAX_PROGRAMS:  # settings that every step changes
         _say_that_no_more_are_compiled()

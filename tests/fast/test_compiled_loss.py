@@ -373,6 +373,6 @@ def test_no_output_is_the_loss_itself(settings: dict[str, Any]) -> None:
     loss = MicroBatchLoss(PolicyLossConfig(**settings), batch, step_totals(batch.samples))
     log_probs = torch.full(batch.loss_mask.shape, -1.0).requires_grad_()
     tensors = loss._inputs(log_probs, None, None)
-    first, *others = micro_batch._loss_and_metrics(loss, tensors)
+    first, *others = loss._loss_and_metrics(tensors)
     storages = {each.untyped_storage().data_ptr() for each in others if each is not None}
     assert first.untyped_storage().data_ptr() not in storages

@@ -203,8 +203,7 @@ def metric_names(config: PolicyLossConfig) -> tuple[str, ...]:
 class HasSums(Protocol):
     """Sums of another loss that travel beside the policy's: pairs [names, 2] of this rank, and metrics made of the world's."""
 
-    @property
-    def sums(self) -> Tensor: ...
+    sums: Tensor
 
     def metrics(self, reduced: Tensor) -> dict[str, float]: ...
 
@@ -303,7 +302,7 @@ def _by_name(
 
 
 def report_nan_tokens(micro_batches: Sequence[Mapping[str, Tensor]], suspects: str) -> None:
-    """Names the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
+    """Name the first active token of each micro-batch whose loss is NaN or infinite. Reads the device: the step is lost."""
     for index, metrics in enumerate(micro_batches):
         table, is_nan, batch = (getattr(metrics, x, None) for x in ("table", "is_nan", "batch"))
         if table is not None and table.isnan().all():

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pg.config.policy_loss import (
-    LOG_PROB_FIELDS,
-    MAX_LOG_RATIO,
-    PolicyLossConfig,
-    anchor_of,
-)
+from megatron_pg.config.objective import MAX_LOG_RATIO
+from megatron_pg.config.policy_loss import LOG_PROB_FIELDS, PolicyLossConfig, anchor_of
 
 
 @dataclass(frozen=True, eq=False)
